@@ -1,8 +1,9 @@
-"""Ends transfers of GPUs that wait for a rank which is gone.
+"""Aborts GPU collectives that wait for a rank that is gone.
 
-On a CPU a rank that waits for others looks where they are. On a GPU the kernel of a collective waits, and the host
-waits for the kernel, for as long as the group's timeout. So a thread of each rank looks in its place. When a rank is
-gone it aborts the process groups: kernels end, the host goes on, and the next collective is an error.
+On a CPU, a rank that waits for other ranks checks for itself whether they are still there. On a GPU the kernel of a
+collective waits, and the host waits for the kernel, for as long as the timeout of the process group. So on each rank a
+thread does this check instead. When a rank is gone, the thread aborts the process groups: the kernels end, the host
+continues, and the next collective raises an error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
-_EVERY = 1.0  # seconds between two looks
+_EVERY = 1.0  # seconds between two checks
 
 
 @contextlib.contextmanager
 def freed(mesh: Mesh) -> Iterator[None]:
-    """A context: while it lasts, what waits on a mesh of GPUs for a rank that is gone is ended within seconds."""
+    """A context in which collectives on a GPU mesh that wait for a rank that is gone are aborted within seconds."""
     if mesh.device_type != "cuda" or mesh.size == 1:
         yield
         return

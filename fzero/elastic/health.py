@@ -1,4 +1,4 @@
-"""What a run checks about itself (`fz.Health`), and what it has found."""
+"""Defines the checks that a run makes while it trains (`fz.Health`), and what they find (`Finding`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fzero._utils.deprecation import attribute_alias, keyword_aliases
 
 
 class Finding(NamedTuple):
-    """Something found wrong with a run.
+    """A problem that a check has found in a run.
 
     Attributes:
-        kind: "slot": a kept state that changed in memory.
-        batch: how many batches the run had seen.
-        ranks: the ranks that it is about.
-        text: what was logged.
+        kind: "slot": a state kept in memory has changed since it was written.
+        batch: the number of batches that the state had seen.
+        ranks: the ranks that the finding is about.
+        text: the message that was logged.
 
     Example:
         >>> from fzero.elastic.health import Finding
@@ -33,10 +33,10 @@ class Finding(NamedTuple):
 @keyword_aliases("fz.Health", replicas="check_replicas_every")
 @dataclass(frozen=True)
 class Health:
-    """The checks that a run does while it trains: `fz.run(main, health=fz.Health(...))`.
+    """The checks that a run makes while it trains: `fz.run(main, health=fz.Health(...))`.
 
     Args:
-        check_replicas_every: `run.commit` compares the values that several ranks hold in common
+        check_replicas_every: `run.commit` compares the values that several ranks hold replicas of
             (`train.check_replicas`) every `check_replicas_every` batches. None: never.
 
     Example:
@@ -55,7 +55,7 @@ class Health:
         vars(self).update(python_numbers(vars(self)))  # a frozen dataclass forbids plain assignment
 
     def problems(self) -> list[str]:
-        """A line for each argument that is invalid."""
+        """Returns one message for each invalid argument."""
         every = self.check_replicas_every
         if every is None or (type(every) is int and every >= 1):
             return []

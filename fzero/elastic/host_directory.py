@@ -1,8 +1,10 @@
-"""Finds the memory in which a host keeps the states of a run, and says there how far each rank is. Imports no PyTorch:
-the process that watches a rank stays small.
+"""Finds the directory in which a host keeps the in-memory checkpoints of a run, and shares the progress of each rank
+there.
 
-The memory belongs to the process that owns the run: torchrun or, without it, the keeper. It lasts as long as that
-process, over restarts of all the others. The next run that finds its owner gone removes it.
+This file does not import PyTorch, so that the supervisor process of a rank stays small.
+
+The directory belongs to the process that owns the run: torchrun or, without it, the supervisor. It lasts as long as
+that process, while all other processes may restart. If its owner is gone, the next run on the host removes it.
 """
 
 from __future__ import annotations
@@ -26,28 +28,31 @@ from typing import Any, NamedTuple
 from fzero._utils.path_permissions import exposed
 
 MEMORY, KEEPER = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER"
-"""Names in the environment of a keeper's process: the place of states, and the mark of a kept process."""
+"""Environment variables that the supervisor sets for its rank: the directory of the in-memory checkpoints, and the mark
+that the process has a supervisor."""
 
-_NAMES = 100  # of a directory, that are tried
+_NAMES = 100  # how many names of a directory are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LAST_SYSTEM_USER = 999
-_LOGINCTL = 5.0  # seconds in which it answers
+_LOGINCTL = 5.0  # seconds to wait for an answer of loginctl
 
 
 def memory(given: str | os.PathLike[str] | None = None) -> Path:
-    """The directory of this run on this host, readable by its user alone. Removes those whose owners are gone.
+    """Returns the directory of this run on this host, which only its user can read, and removes those whose owners are
+    gone.
 
     Args:
-        given: in place of `/dev/shm`, or of the directory for temporary files where there is none.
+        given: the base directory to use instead of `/dev/shm`, or of the directory for temporary files if there is
+            no `/dev/shm`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     if given is None and (kept := os.environ.get(MEMORY)):
         return Path(kept)
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory, and not their processes
+    here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory but not process ids
     name = f"{here}-{owner}-{started(owner)}"
     roots = _roots(base if given is None else Path(given).absolute())
     root = _root(roots, name)
@@ -62,14 +67,17 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _roots(base: Path) -> list[Path]:
-    """The names of a directory of this user for all runs, in order: others can take some, where everybody may write."""
+    """Returns the candidate names of this user's directory for all runs, in the order in which they are tried.
+
+    There are several because in a directory where everybody may write, other users can take some of the names.
+    """
     first = base / f"fzero-{os.getuid()}"
     return [first, *(base / f"{first.name}-{i}" for i in range(1, _NAMES))]
 
 
 def _root(roots: Sequence[Path], name: str) -> Path:
-    """The one of these in which a process of this run has made the run's directory; else the first that is this user's,
-    or can be.
+    """Returns the candidate in which a process of this run has already made the run's directory; otherwise the first
+    one that belongs to this user, or that can be made.
 
     Raises:
         OSError: there is none.
@@ -87,16 +95,18 @@ def _root(roots: Sequence[Path], name: str) -> Path:
                 logging.getLogger("fzero").warning("fzero.run: keeps states in %s: %s", root, problems[0])
             return root
         problems.append(why)
-        if root.lstat().st_uid == os.getuid():  # no other account's doing
+        if root.lstat().st_uid == os.getuid():  # the directory is this user's: no other user has taken the name
             break
     raise PermissionError(problems[-1])
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory of a run's memory if it is not there: whoever has removed it is not its owner.
+    """Makes a directory of a run's memory if it does not exist.
+
+    It may have been removed by somebody other than its owner, such as a cleaner of temporary files.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     missing = [d for d in (directory, *directory.parents) if not d.is_dir()]
     for one in reversed(missing):
@@ -108,8 +118,10 @@ def make_directory(directory: Path) -> None:
 
 
 def logout_removes(memory: Path) -> bool:
-    """Whether systemd-logind removes files of this user in /dev/shm when the user's last session ends (RemoveIPC=yes).
-    It leaves alone system users, and users who linger."""
+    """Whether systemd-logind removes this user's files in /dev/shm when the user's last session ends (RemoveIPC=yes).
+
+    It does not do so for system users, nor for users with lingering enabled.
+    """
     if not memory.is_relative_to("/dev/shm") or os.getuid() <= _LAST_SYSTEM_USER:
         return False
 
@@ -131,19 +143,20 @@ LOGOUT = (
 
 
 def of_run(memory: Path, ended: int) -> Path:
-    """The place of the states of the run that follows so many others, which have ended, in one script."""
+    """Returns the directory of the in-memory checkpoints of a run that follows `ended` other runs of the same
+    script."""
     return memory / f"after-{ended}" if ended else memory
 
 
 def forget(memory: Path, ended: int) -> None:
-    """Removes the states of the runs that have ended."""
+    """Removes the in-memory checkpoints of the first `ended` runs of the script, which have ended."""
     for number in range(ended):
         for directory in of_run(memory, number).glob("of-*"):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def not_a_directory(given: str) -> list[str]:
-    """A line if a text cannot be where a host keeps states."""
+    """Returns a message if a text cannot name a directory for in-memory checkpoints."""
     if not given:
         return ["memory='': names no directory"]
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", given):
@@ -152,7 +165,7 @@ def not_a_directory(given: str) -> list[str]:
 
 
 def started(pid: int) -> str:
-    """When a process began, in ticks of its kernel; "" if there is none."""
+    """Returns the start time of a process in clock ticks of its kernel, or "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -160,21 +173,23 @@ def started(pid: int) -> str:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when its parent ends."""
+    """Asks the kernel to send this process a signal when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_absent(memory: Path, rank: int) -> None:
-    """A rank, of this host or another, has ended without a call of `fz.run`: nobody needs to wait for it."""
+    """Records that a rank, of this host or of another one, has ended without calling `fz.run`, so that nobody waits for
+    it."""
     (memory / f"absent-{rank}").touch()
 
 
 def absent(memory: Path) -> list[int]:
+    """Returns the ranks that have ended without calling `fz.run`."""
     return sorted(int(path.name.partition("-")[2]) for path in memory.glob("absent-*"))
 
 
 def elastic() -> bool:
-    """Whether torchrun may start the ranks again on more or fewer hosts: `--nnodes 1:3`."""
+    """Whether torchrun may restart the ranks on more or fewer hosts, as with `--nnodes 1:3`."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -185,33 +200,37 @@ def elastic() -> bool:
 
 
 def elsewhere() -> str:
-    """The way to keep states in another directory: under a keeper a rank cannot choose it."""
+    """Returns how to keep the in-memory checkpoints in another directory: a rank with a supervisor cannot choose it
+    itself."""
     return "python -m fzero.run --memory DIR" if KEEPER in os.environ else "fz.run(memory=DIR)"
 
 
 def own_group() -> int | None:
-    """The process group of what a keeper starts, as `Popen` takes it: a new one under torchrun, whose SIGTERM is for
-    the whole group of a rank. It would end the processes that load a script's data before the rank itself has stopped.
+    """Returns the process group for a process that the supervisor starts, as the `process_group` argument of `Popen`.
+
+    Under torchrun it is a new group, because torchrun sends SIGTERM to the whole group of a rank. In the same group,
+    that signal would end a script's data-loading processes before the rank itself has stopped.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def remove(directory: Path) -> None:
-    """Removes the memory of a run, and what held it if that was all."""
+    """Removes the directory of a run, and the directory that contains it if that is empty then."""
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.parent.rmdir()
 
 
 class Seen(NamedTuple):
-    """A rank as its keeper sees it.
+    """The progress of a rank as its supervisor sees it.
 
     Attributes:
-        step: the one that has begun.
-        first: the first since all came together.
-        beats: a number that grows whenever the rank does something together with others.
-        waited: when it last waited for another rank, in seconds of the clock that all processes of a host have.
-        phase: of `STARTING`, `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
+        step: the step that has begun.
+        first: the first step since all ranks last came together.
+        beats: a counter that grows whenever the rank does something together with others.
+        waited: when the rank last waited for another rank, in seconds of the clock that all processes of a host
+            share.
+        phase: one of `STARTING`, `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
     """
 
     step: int
@@ -222,17 +241,23 @@ class Seen(NamedTuple):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether it has done a step since all came together."""
+        """Whether the rank has finished a step since all ranks last came together."""
         return self.phase == STEPPING and self.first < self.step
 
 
 STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
-"""The phases of a rank: until it calls `fz.run`; until its first step on a mesh (joining, or building a program); from
-a step on; and after all have returned from `main`."""
+"""The phases of a rank.
+
+- `STARTING`: until the rank calls `fz.run`.
+- `COMING`, `JOINING`, `BUILDING`: until its first step on a mesh. It waits for the other ranks, all of them have
+  come, or it builds a program.
+- `STEPPING`: from the start of a step on.
+- `FINISHED`: after all ranks have returned from `main`.
+"""
 
 
 class RankProgress:
-    """The progress of a rank, in memory that it shares with its keeper."""
+    """The progress of a rank, in memory that it shares with its supervisor."""
 
     _FORM = struct.Struct("<qqqdq")
 
@@ -250,28 +275,30 @@ class RankProgress:
             os.close(fd)
 
     def leave(self) -> bool:
-        """Removes the file when its keeper ends. Whether it was the last of its host."""
+        """Removes the file when its supervisor ends, and returns whether it was the last such file of the host."""
         self._path.unlink(missing_ok=True)
         return not any(self._path.parent.glob("progress-*"))
 
     @property
     def reached(self) -> int:
-        """The number of batches that were seen before the step that this rank, in this life or the one before, has
-        begun last."""
+        """The number of batches seen before the step that this rank began last, in this process or in the one that it
+        replaces."""
         return self._seen.step
 
     def read(self) -> Seen:
         return Seen(*self._FORM.unpack_from(self._map))
 
     def say(self, phase: int, step: int | None = None) -> None:
-        """Tells the keeper which phase begins, and with `step` which step."""
+        """Tells the supervisor which phase begins and, if `step` is given, which step."""
         step = self._seen.step if step is None else step
         first = step if self._seen.phase in (STARTING, COMING, JOINING) else self._seen.first
         self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
 
     def begin(self) -> None:
-        """A process begins that is this rank, and has taken no step yet. If the file was removed, it gets another one
-        with the same content."""
+        """Records that a new process of this rank begins, which has taken no step yet.
+
+        If the file was removed, it is made again with the same content.
+        """
         if not self._path.exists():
             make_directory(self._path.parent)
             content, self._map = self._map[:], self._opened()
@@ -280,22 +307,22 @@ class RankProgress:
         self.say(STARTING)
 
     def absent(self) -> list[int]:
-        """The ranks that have ended without a call of `fz.run`."""
+        """Returns the ranks that have ended without calling `fz.run`."""
         return absent(self._path.parent)
 
     def met(self) -> None:
-        """All ranks have come."""
+        """Records that all ranks have come together."""
         self.say(JOINING)
 
     def builds(self) -> None:
-        """A program is made, which may take long."""
+        """Records that a program is being built, which may take long."""
         self.say(BUILDING)
 
     def beat(self) -> None:
         self._write(beats=self._seen.beats + 1)
 
     def wait(self) -> None:
-        """This rank waits for others."""
+        """Records that this rank waits for other ranks."""
         self._write(waited=time.monotonic())
 
     def _write(self, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""Brings the ranks of a run together on a mesh, hears the signals that end it, and tells the loss of a rank from an
+"""Brings the ranks of a run together on a mesh, handles the signals that end the run, and tells a lost rank from an
 error."""
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from fzero.mesh import Mesh, close_mesh, make_mesh
 logger = logging.getLogger("fzero")
 
 STOPPED = 143  # the exit code of a process that SIGTERM ends
-_PATIENCE = 5.0  # seconds in which a rank that others were torn away from turns out to have died
-_TRIES = 3  # to come together, of which all but one end with the loss of a rank
-_ANSWER = 5.0  # seconds in which the host of the store answers
+_PATIENCE = 5.0  # seconds to wait for the news that a rank has died, after an error that its death may have caused
+_TRIES = 3  # attempts to bring the ranks together; all but the last may fail because a rank is lost
+_ANSWER = 5.0  # seconds to wait for an answer of the store's host
 _RAISED = "fzero/run/raised"
 
 
 class Signals:
-    """Remembers that a signal has come, to be acted on between two steps.
+    """Records that a signal has arrived, so that the run can act on it between two steps.
 
     Attributes:
-        came: whether one has.
-        free: nothing is lost if the process ends at once, and it does: until the first step that follows a state which
-            is no newer than what is on disk. Ranks may come, and build, for longer than the seconds that are left.
+        came: whether a signal has arrived.
+        free: whether the process exits at once when a signal arrives, because nothing would be lost. This holds
+            until the first step after a state that is no newer than the one on disk. Without it, bringing the ranks
+            together and building could take longer than the seconds that a process has left after a signal.
     """
 
     def __init__(self, numbers: Sequence[int]):
@@ -61,7 +62,7 @@ class Signals:
 
 
 def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any]) -> Mesh:
-    """The mesh of all ranks. One that is lost while they come together is waited for, too."""
+    """Returns the mesh of all ranks. If a rank is lost while they come together, waits for it as well."""
     if signals.came:
         sys.exit(STOPPED)
     if collective_sequence.watcher is not None:
@@ -87,7 +88,7 @@ def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any
 
 
 def _store_answers() -> bool:
-    """Whether there is still a store to meet in; without it no rank comes back."""
+    """Whether the ranks' store still answers. Without it no lost rank can come back."""
     try:
         with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _ANSWER):
             return True
@@ -98,8 +99,10 @@ def _store_answers() -> bool:
 
 
 def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
-    """The error, the same on every rank, of ranks that are in different runs of their script: one that is started again
-    begins with the first."""
+    """Returns the error, the same on every rank, if ranks are in different runs of their script, else None.
+
+    A script may call `fz.run` several times, and a rank that is restarted begins with the first run.
+    """
     everyones = agreement.everyones(mesh, "run", lambda: ended)
     if len(set(everyones)) == 1:
         return None
@@ -109,7 +112,7 @@ def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
 
 
 def lost(mesh: Mesh, error: Exception) -> bool:
-    """Whether an error on this rank comes of another one that is gone."""
+    """Whether an error on this rank was caused by the loss of another rank."""
     if isinstance(error, RankLost):
         return True
     follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
@@ -124,28 +127,28 @@ def lost(mesh: Mesh, error: Exception) -> bool:
 
 
 def leave() -> None:
-    """Leaves a mesh that has lost a rank, with all that was made on it."""
+    """Closes a mesh that has lost a rank, and everything that was made on it."""
     gc.collect()
-    with contextlib.suppress(FzeroError, RuntimeError):  # what nobody can end any more
+    with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
         close_mesh()
 
 
 def say_why(mesh: Mesh, error: Exception) -> None:
-    """Tells the other ranks, which see this one go, that it has raised and does not come back."""
+    """Tells the other ranks, which see this rank leave, that it has raised an error and does not come back."""
     if mesh.size > 1:
         with contextlib.suppress(RuntimeError):
             mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {_title(error)}")
 
 
 def said_why(mesh: Mesh) -> str:
-    """The error of its own that a rank has left with, "" if none has."""
+    """Returns the error that a rank has reported with `say_why`, or "" if no rank has."""
     with contextlib.suppress(RuntimeError):
         return mesh.store.get(_RAISED).decode() if mesh.store.check([_RAISED]) else ""
     return ""
 
 
 def alike(error: Exception, why: str) -> bool:
-    """Whether this rank has raised what `said_why` says of the rank that was the first to leave with it."""
+    """Whether this rank has raised the same error as the first rank that reported one (`said_why`)."""
     return not isinstance(error, RankLost) and why.endswith(f" has raised {_title(error)}")
 
 
@@ -154,7 +157,7 @@ def _title(error: Exception) -> str:
 
 
 def cause(error: Exception) -> str:
-    """The line of an error that says what happened, rather than what this rank was doing."""
+    """Returns the line of an error message that says what happened, not the line that says what this rank was doing."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if "has left" in line and not line.startswith("fzero.")]
     return (told or lines[1:2] or lines[:1] or [type(error).__name__])[0]

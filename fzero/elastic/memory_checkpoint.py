@@ -1,17 +1,21 @@
-"""Keeps the newest states of a run in the memory of its hosts, in files that outlive the processes that write them.
+"""In-memory checkpoints: keeps the newest states of a run in files in host memory that outlive the processes that write
+them.
 
-    of-00002/rank-00000.json             what rank 0 of 2 keeps, and where in its files it lies
-    of-00002/rank-00000.0.safetensors    two slots: the newest state and the one before it
+    of-00002/rank-00000.json             what rank 0 of 2 stores, and where it lies in the rank's files
+    of-00002/rank-00000.0.safetensors    one of two slots: the newest state and the one before it
     of-00002/ward-00001.*                what rank 1, of another host, has sent (fzero/elastic/peer_replicas.py)
 
-A slot is made once, header and pages, and overwritten in place: keeping a state costs a copy of it. Its tensor `sealed`
-is 0 during a write, else the number of consumed batches plus one (a skipped step consumes one). So a killed process
-leaves the other slot valid. The ranks of a host keep each element once that any of them holds. A rank that is started
-again on that host finds there all it had, and another number of ranks all of what the ranks had together.
+The header and the pages of a slot are allocated once, and the slot is then overwritten in place, so storing a state
+costs one copy of it. The tensor `sealed` of a slot is 0 while the slot is being written, and otherwise the number of
+consumed batches plus one (a skipped step also consumes a batch). So a process that is killed while writing leaves the
+other slot valid. The ranks of a host store only one copy of each element that any of them holds. A rank that is
+restarted on the host finds all of its state there; if the number of ranks changes, the new ranks find everything that
+the old ranks held together.
 
-[Note: slots] Ranks are at most a step apart: one may have kept state S + 1 while another, still in step S, has state
-S - 1 of a third sealed as its ward. So where states are sent three slots hold the newest three; where they are sent
-less often than they are kept, four: the newest, the newest two that are sent, and the one that is written.
+[Note: slots] Ranks are at most one step apart: one rank may have stored state S + 1 while another, still in step S,
+has sealed state S - 1 of a third rank for which it is the peer. So if states are sent to peers, three slots hold the
+newest three states. If states are sent less often than they are stored, there are four: for the newest state, the
+newest two states that are sent, and the one that is being written.
 """
 
 from __future__ import annotations
@@ -40,11 +44,12 @@ from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
 from fzero.train_state import lasting
 
-_MOST = 1 << 48  # batches: a slot that says more is damaged
+_MOST = 1 << 48  # batches: a slot with a larger number is damaged
 
 
 class _KeptSlot(NamedTuple):
-    """A leaf's place among those of a state, how many elements this rank keeps of it, and where in each slot."""
+    """Where a tensor is stored: its index among the tensors of a state, how many of its elements this rank stores, and
+    the memory for them in each slot."""
 
     index: int
     numel: int
@@ -52,15 +57,15 @@ class _KeptSlot(NamedTuple):
 
 
 class Vault:
-    """The states that a rank keeps.
+    """The in-memory checkpoint of one rank.
 
     Args:
-        memory: the run's, on this host (elastic/host_directory.py).
+        memory: the run's directory on this host (elastic/host_directory.py).
         rank, size: of the mesh.
         host: the ranks of this host.
 
     Attributes:
-        wards: the slots for what another rank sends; None: none does.
+        wards: the slots for the state that another rank sends, or None if no rank sends any.
     """
 
     def __init__(self, memory: Path, rank: int, size: int, host: Sequence[int]):
@@ -75,14 +80,14 @@ class Vault:
         self.wards: Wards | None = None
 
     def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
-        """Makes the slots for states like this one. Existing slots keep their states up to this step, from which the
-        run goes on.
+        """Makes the slots for states like this one. Existing slots keep their states up to `step`, from which the run
+        continues.
 
         Args:
-            state: the run's.
+            state: the run's state.
             step: its number.
-            every: of so many steps one is kept.
-            mesh, ward: of all ranks, and what comes from one of them.
+            every: one state is stored every `every` steps.
+            mesh, ward: the mesh of all ranks, and which state another rank sends to this one.
 
         Raises:
             OSError: there is not enough memory.
@@ -113,14 +118,14 @@ class Vault:
                 sealed.fill_(0)
 
     def has(self, step: int) -> bool:
-        """Whether this rank keeps the state of a step."""
+        """Whether this rank stores the state of a step."""
         return any(int(sealed) == step + 1 for sealed in self._sealed)
 
     def keep(self, state: Any, step: int) -> None:
-        """Copies this rank's part of a state into the slot that is needed least.
+        """Copies this rank's shard of a state into the slot that is needed least.
 
         Raises:
-            FzeroValueError: it is of another form than the state of `open`.
+            FzeroValueError: the tensors of the state differ from those given to `open`.
         """
         if (form := _form(state)) != self._form:
             odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
@@ -139,15 +144,19 @@ class Vault:
             self._sums[slot].copy_(on_host(sums))
         self._sealed[slot].fill_(step + 1)
         self._count += 1
-        # every rank of this size has kept the one before, and what was sent of it has come
+        # By now every rank of a mesh of this size has stored the state before, and the shards sent of it have arrived,
+        # so the states that another number of ranks has stored are not needed any more.
         if self._count == len(self._sealed) and self._rank == self._host[0]:
             for other in self._memory.glob("of-*"):
                 if other != self._directory:
                     shutil.rmtree(other, ignore_errors=True)
 
     def _spare(self, step: int) -> int:
-        """The slot for the state of a step: one that has a state of this step, which was skipped, else the oldest that
-        no rank may have to go back to. See [Note: slots]."""
+        """Returns the slot to write the state of a step into.
+
+        It is the slot that already has a state of this step number (the step was skipped), else the oldest one that
+        no rank may have to go back to. See [Note: slots].
+        """
         held = [int(sealed) for sealed in self._sealed]
         if step + 1 in held:
             return held.index(step + 1)
@@ -159,7 +168,7 @@ class Vault:
 
 
 def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers, each where its tensor is, as one tensor on the host: int64[n]. One copy a device."""
+    """Copies scalar tensors on any devices into one tensor on the host, int64[n], with one copy per device."""
     out = torch.empty(len(sums), dtype=torch.int64, device="cpu")
     for device in dict.fromkeys(x.device for x in sums):
         at = [i for i, x in enumerate(sums) if x.device == device]
@@ -173,13 +182,13 @@ def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def held(memory: Path) -> dict[tuple[int, int], Index]:
-    """The states in the memory of this host, by step and number of ranks: the parts of its own ranks, and parts
-    received from others."""
+    """Returns the states in this host's memory by step and number of ranks, with the shards of its own ranks and those
+    received from other hosts."""
     found: dict[tuple[int, int], Index] = {}
     for directory in memory.glob("of-*"):
         size = int(directory.name.removeprefix("of-"))
         for note in (*sorted(directory.glob("rank-*.json")), *sorted(directory.glob("ward-*.json"))):
-            with contextlib.suppress(FileNotFoundError):  # which another rank lets go of
+            with contextlib.suppress(FileNotFoundError):  # another rank may be removing it
                 content = read(note, dict[str, Any])
                 for slot in range(content["slots"]):
                     file = f"{note.stem}.{slot}.safetensors"
@@ -191,8 +200,11 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
 
 
 class Damage(NamedTuple):
-    """A damaged slot: its rank, the step of its state (-1 if that is damaged too), the damaged leaves, and whether it
-    was received from another rank."""
+    """A damaged slot.
+
+    It has the slot's rank, the step of its state (-1 if that number is damaged too), the names of the damaged
+    tensors, and whether the slot was received from another rank.
+    """
 
     rank: int
     step: int
@@ -201,13 +213,14 @@ class Damage(NamedTuple):
 
 
 def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]:
-    """Compares slots in the memory of this host with the sums that were kept with them, and unseals those that differ:
-    nobody goes on from these. While nothing is kept.
+    """Compares the slots in this host's memory with the checksums stored with them, and invalidates those that differ.
+
+    No rank restores a slot that is invalidated. To be called while no rank writes a slot.
 
     Args:
-        turn, num: this process takes every so manyeth file of so many.
+        turn, num: this process checks every `num`-th file, starting with file `turn`.
 
-    Time: 10 GB/s a core.
+    Time: 10 GB/s per core.
     """
     found: list[Damage] = []
     notes = sorted(n for kind in ("rank", "ward") for n in memory.glob(f"of-*/{kind}-*.json"))
@@ -238,7 +251,7 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
 
 
 def _summed(note: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """By leaf where in a slot the bytes lie that a sum is of, and how many."""
+    """Returns, by tensor name, the offset in a slot of the bytes that its checksum covers, and their number."""
     index, places = parse(note.parent, content), {}
     for name in content["summed"]:
         (part,) = index.parts[name] or (None,)
@@ -247,7 +260,7 @@ def _summed(note: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, int]
 
 
 def is_whole(index: Index) -> bool:
-    """Whether every element of every leaf is there, however often."""
+    """Whether every element of every tensor is present at least once."""
     for name, parts in index.parts.items():
         leaf = whole(index.leaves[name][0])
         left = [(0, leaf.numel)] if leaf.numel else []
@@ -276,7 +289,7 @@ def _of_slot(index: Index, step: int, nbytes: int, file: str) -> Index:
 
 
 def _joined(one: Index, other: Index) -> Index:
-    """Two parts of a state as one; elements that both have are those of the first."""
+    """Merges two parts of a state. Elements that both have are taken from the first."""
     order = lambda p: (p.boxes.place, p.boxes.start)  # noqa: E731
     new = {
         name: [p for p in other.parts[name] if all(p.boxes != q.boxes for q in one.parts[name])] for name in one.parts

@@ -1,4 +1,4 @@
-"""Makes safetensors files on a filesystem in memory, whose tensors are overwritten in place
+"""Makes safetensors files on an in-memory filesystem whose tensors are overwritten in place
 (elastic/memory_checkpoint.py)."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fzero.checkpoint.safetensors_format import Entry, header
 
 
 class MemoryFile(NamedTuple):
-    """A file whose tensors are memory: each flat, by name, and where it lies in the file; and the file's size."""
+    """A file whose tensors are memory-mapped: each flat tensor by name, its offset in the file, and the size of the
+    file."""
 
     tensors: Mapping[str, torch.Tensor]
     offsets: Mapping[str, int]
@@ -23,11 +24,13 @@ class MemoryFile(NamedTuple):
 
 
 def reserve(path: Path, entries: Sequence[Entry]) -> MemoryFile:
-    """A file for these tensors. One that is there and has the same header is taken as it is; a new one is zeros, and
-    has its name when it is complete.
+    """Makes, or opens, a file for these tensors.
+
+    An existing file with the same header is used with its content. A new file is filled with zeros, and gets its
+    name only when it is complete.
 
     Raises:
-        OSError: not enough space, before anything has its name.
+        OSError: there is not enough space. Nothing has been given its final name then.
     """
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)  # each tensor is aligned to its own dtype
     head, offsets = header(entries, {})
@@ -53,7 +56,7 @@ def reserve(path: Path, entries: Sequence[Entry]) -> MemoryFile:
 
 
 def _begins(path: Path, head: bytes, size: int) -> bool:
-    """Whether there is a file of this size with this header."""
+    """Whether there is a file of this size that begins with this header."""
     try:
         with path.open("rb") as f:
             return f.read(len(head)) == head and os.fstat(f.fileno()).st_size == size

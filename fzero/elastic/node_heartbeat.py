@@ -1,14 +1,16 @@
-"""Tells whether the other hosts of a run are still there, by life signs in the ranks' store.
+"""Detects lost hosts of a run by heartbeats in the ranks' store.
 
-torchrun starts ranks again when one of its own ends: of a host that is lost the others hear nothing. So the keeper of
-each host's first rank has a process that writes a life sign every second and reads those of the others. Where torchrun
-keeps no store (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which other numbers of hosts need), PyTorch would have rank 0
-keep it, and all would be lost with that rank: the process of the first host keeps it then.
+torchrun restarts ranks when one of its own ranks ends, but the other hosts hear nothing of a host that is lost. So
+the supervisor of each host's first rank runs a process that writes a heartbeat every second and reads the heartbeats of
+the other hosts. If torchrun keeps no store (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which a changing number of hosts
+requires), PyTorch would have rank 0 keep it, and all would be lost with that rank. In that case the process of the
+first host keeps the store.
 
-It imports PyTorch, which keepers do not. What it knows lies in the host's memory, for the keepers of all its ranks:
+The process imports PyTorch; supervisors do not. It writes what it knows into the host's memory directory, for the
+supervisors of all ranks of the host:
 
     hosts           which host has been silent longest, and since when
-    absent-<rank>   a rank, of other hosts too, that has ended without a call of `fz.run`
+    absent-<rank>   a rank, possibly of another host, that has ended without calling `fz.run`
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from fzero._utils.bounded_json import Malformed, parsed
 from fzero.elastic import host_directory as host
 
 _MOST_RANKS = 1 << 20
-_BEAT = 1.0  # seconds between two life signs
-_LEAVE = 10.0  # seconds after the end of rank 0 in which the others let go of the store
-_FRESH = 5.0  # seconds for which what was written is true
+_BEAT = 1.0  # seconds between two heartbeats
+_LEAVE = 10.0  # seconds after the end of rank 0 in which the others disconnect from the store
+_FRESH = 5.0  # seconds for which what was written counts as current
 _AGAIN = 5.0  # seconds before a process that has ended is started again
 _AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 STORE = -1
-"""The host of the store, which answers nobody."""
+"""Stands for the host of the store, when the store does not answer."""
 
 
 class Silent(NamedTuple):
     """The host that has been silent longest.
 
     Attributes:
-        host: its number by torchrun, or `STORE`.
-        since: when, in seconds of the clock that all processes of a host have.
+        host: its number as torchrun counts (GROUP_RANK), or `STORE`.
+        since: since when, in seconds of the clock that all processes of a host share.
         called: whether a rank of another host has called `fz.run`.
         now: when this was written.
     """
@@ -54,7 +56,7 @@ class Silent(NamedTuple):
 
 
 def number(name: str, default: int) -> int:
-    """A variable that torchrun sets."""
+    """Returns the value of an environment variable that torchrun sets."""
     return int(os.environ.get(name) or default)
 
 
@@ -64,7 +66,7 @@ def several() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """The variables by which no rank keeps the store."""
+    """Returns the environment variables with which no rank keeps the store, if the heartbeat process keeps it."""
     return {_AGENTS: "True"} if _without_store() else {}
 
 
@@ -73,7 +75,8 @@ def _without_store() -> bool:
 
 
 class Watch:
-    """The process of a host, as its keeper has it. None is needed on one host whose torchrun keeps the store."""
+    """The heartbeat process of a host, as its supervisor sees it. On one host whose torchrun keeps the store no such
+    process is needed."""
 
     def __init__(self, memory: Path):
         self._keeps_store = _without_store() and number("RANK", 0) == 0 and number("WORLD_SIZE", 1) > 1
@@ -83,7 +86,7 @@ class Watch:
         self.look()
 
     def look(self) -> bool:
-        """Starts the process, again if it has ended. False if the store has ended with it."""
+        """Starts the process, or restarts it if it has ended. Returns False if the store has ended with it."""
         if not self._is_wanted or (self._process is not None and self._process.poll() is None):
             return True
         if self._process is not None and self._keeps_store:
@@ -104,7 +107,7 @@ class Watch:
         return True
 
     def close(self, at_once: bool) -> None:
-        """Ends it, when all have let go of the store or `at_once`."""
+        """Ends the process: after all others have disconnected from the store, or immediately if `at_once`."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -116,8 +119,11 @@ class Watch:
             self._process.wait()
 
     def _forget(self) -> None:
-        """Removes what an earlier start has left: each keeper of its own rank, the first one of other hosts too.
-        Another rank of this host may have ended already."""
+        """Removes the records of an earlier start.
+
+        Each supervisor removes that of its own rank, and the first supervisor of the host also those of other hosts'
+        ranks. Records of this host's other ranks stay, because these ranks may have ended already in this start.
+        """
         mine, local = number("RANK", 0), number("LOCAL_RANK", 0)
         here = range(mine - local, mine - local + number("LOCAL_WORLD_SIZE", 1))
         left = {mine} | (set() if local else set(host.absent(self._memory)) - set(here))
@@ -126,7 +132,8 @@ class Watch:
 
 
 def silent(memory: Path) -> Silent | None:
-    """The host that this host's process takes for silent longest; None if it has not written for a while."""
+    """Returns the host that this host's heartbeat process takes to be silent longest, or None if that process has not
+    written for a while."""
     try:
         found = bounded_json.read(memory / "hosts", Silent)
     except (OSError, Malformed):
@@ -138,8 +145,8 @@ def silent(memory: Path) -> Silent | None:
 
 
 class _Sign(NamedTuple):
-    """A life sign: a number of its own, whether the host leaves in order, whether a rank of it has called `fz.run`, and
-    those that do not come."""
+    """A heartbeat: a unique number, whether the host leaves in an orderly way, whether one of its ranks has called
+    `fz.run`, and its ranks that have ended without calling it."""
 
     number: int
     left: bool
@@ -148,7 +155,7 @@ class _Sign(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> _Sign | None:
-        """None if it is no sign: everyone on the network can write to the store."""
+        """Parses a heartbeat. Returns None if the text is not one: everyone on the network can write to the store."""
         try:
             sign = parsed(text, cls)
         except Malformed:
@@ -157,38 +164,41 @@ class _Sign(NamedTuple):
 
 
 class _Signs:
-    """Life signs of this host and of the others. Until a rank of this host has done a step, one of which nothing was
-    heard is not silent: it may still be importing PyTorch."""
+    """The heartbeats of this host and of the others.
+
+    Until a rank of this host has finished a step, a host that has sent no heartbeat yet does not count as silent,
+    because it may still be importing PyTorch.
+    """
 
     def __init__(self, store: Any, memory: Path):
         self._store, self._memory = store, memory
         self._me, self._count = number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", 1)
         first = number("RANK", 0) - number("LOCAL_RANK", 0)
         self._ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
-        self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last sign, and when it came
+        self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last heartbeat, and when it arrived
         self._first: dict[int, int] = {}
         self._left: set[int] = set()
         self._progress = [host.RankProgress(memory, rank) for rank in self._ranks]
         self._called, self.trip = False, time.monotonic()
 
     def say(self, left: bool = False) -> None:
-        """Writes this host's sign."""
+        """Writes this host's heartbeat."""
         here = [rank for rank in host.absent(self._memory) if rank in self._ranks]
         called = any(progress.read().phase != host.STARTING for progress in self._progress)
         self._store.set(_sign(self._me), json.dumps(_Sign(time.time_ns(), left, called, here)))
 
     def hear(self) -> None:
-        """Reads those of the others."""
+        """Reads the heartbeats of the other hosts."""
         for other in range(self._count):
             if other != self._me and self._store.check([_sign(other)]):
                 self._heed(other, _Sign.of(self._store.get(_sign(other))))
         self.trip = time.monotonic()
-        if any(progress.read().has_stepped for progress in self._progress):  # so the ranks of all hosts were there
+        if any(progress.read().has_stepped for progress in self._progress):  # so all hosts have started
             for other in {*range(self._count)} - {self._me} - self._left:
                 self._heard.setdefault(other, (0, self.trip))
 
     def _heed(self, other: int, sign: _Sign | None) -> None:
-        if sign is None or self._first.setdefault(other, sign.number) == sign.number:  # of an earlier start, it may be
+        if sign is None or self._first.setdefault(other, sign.number) == sign.number:  # maybe of an earlier start
             return
         if sign.left:
             self._left.add(other)
@@ -201,18 +211,18 @@ class _Signs:
 
     def oldest(self) -> Silent:
         since, other = min(((since, other) for other, (_, since) in self._heard.items()), default=(self.trip, STORE))
-        if since > self.trip - 2 * _BEAT:  # all were heard when the store last answered
+        if since > self.trip - 2 * _BEAT:  # all hosts were heard when the store last answered
             since, other = self.trip, STORE
         return Silent(other, since, self._called, time.monotonic())
 
 
 def main() -> None:
-    """`python -c ... store|signs MEMORY`, until its standard input ends."""
+    """Runs `python -c ... store|signs MEMORY` until its standard input is closed."""
     import signal
 
     import torch.distributed as dist
 
-    for heard in (signal.SIGINT, signal.SIGTERM):  # by its keeper
+    for heard in (signal.SIGINT, signal.SIGTERM):  # its supervisor handles these
         signal.signal(heard, signal.SIG_IGN)
     keeps_store, memory = sys.argv[1] == "store", Path(sys.argv[2])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -244,14 +254,14 @@ def main() -> None:
     deadline = time.monotonic() + _LEAVE
     while kept is not None and _sockets() > alone and time.monotonic() < deadline:
         time.sleep(0.05)
-    os._exit(0)  # a thread may still wait for a store that answers nobody
+    os._exit(0)  # a thread may still wait for a store that does not answer
 
 
 def _sockets() -> int:
-    """Sockets of this process."""
+    """Returns the number of open sockets of this process."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the iteration itself
+        with contextlib.suppress(OSError):  # the descriptor of this iteration itself is closed by now
             found += os.readlink(entry).startswith("socket:")
     return found
 

@@ -1,10 +1,11 @@
-"""Receives what other ranks send of their state (`fz.redundant`), in files beside those that this rank keeps.
+"""Receives the shards of the state that other ranks send (`fz.redundant`) into files next to those of this rank's own
+state.
 
-    of-00002/ward-00001.json             what lies here of rank 1's, and where in these files it lies
-    of-00002/ward-00001.0.safetensors    two slots: the newest state that came whole, and the one that is coming
+    of-00002/ward-00001.json             what is stored here of rank 1's state, and where in these files it lies
+    of-00002/ward-00001.0.safetensors    one of two slots: the newest complete state, and the one being received
 
-A step fills one slot while the other stays sealed (fzero/elastic/memory_checkpoint.py has the form). Leaves that the
-ranks along the axis have in common are not sent: each of them keeps its own.
+A step fills one slot while the other stays valid (sealed). fzero/elastic/memory_checkpoint.py describes the format.
+Tensors that are replicated along the axis are not sent: each rank stores its own copy.
 """
 
 from __future__ import annotations
@@ -31,37 +32,40 @@ from fzero.transforms.redundant import Redundant
 logger = logging.getLogger("fzero")
 
 SEALED = "sealed"
-"""The tensor of a slot that is one more than the number of batches that its state has seen, 0 while it is written."""
+"""The tensor of a slot that holds the number of batches its state has seen plus one, or 0 while the slot is being
+written."""
 SUMS = "sums"
-"""The tensor of a slot that has the sum of each leaf's words, in the order of the note."""
+"""The tensor of a slot that holds the checksum of each tensor's words, in the order given in the JSON file."""
 _SLOTS = 2
 
 
 class Ward(NamedTuple):
-    """The source of what a rank receives, as the step says: the rank `shift` before it along the axis."""
+    """The rank whose state this rank receives, as the step defines it: the rank `shift` before this one along the
+    axis."""
 
     spec: Redundant
     shift: int
 
     def owner(self, mesh: Mesh) -> dict[str, int]:
-        """The place on the mesh of the rank that sends to this one."""
+        """Returns the mesh coordinates of the rank that sends to this one."""
         here, axis = mesh.coordinate, self.spec.axis
         return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
 
 
 class Wards:
-    """The slots for what one other rank sends. Existing slots keep their states up to the step from which the run goes
-    on.
+    """The slots for the state that one other rank sends. Existing slots keep their states up to the step from which the
+    run continues.
 
-    Between two calls of `begin` each leaf comes once: of a batch that several steps see, or one that is done again, the
-    first starts from the state of that number. What is asked here is answered alike on every rank.
+    Each tensor is received once between two calls of `begin`. If several steps see the same batch, or a batch is
+    repeated, the first of these steps starts from the state of that number. Every rank gets the same answers from these
+    methods.
 
     Args:
-        directory: of the states that as many ranks kept.
+        directory: of the states that the same number of ranks stored.
         plan: of this rank's state.
         mesh: of all ranks.
-        ward: what comes.
-        seen: of the state that the run goes on from.
+        ward: which state is received.
+        seen: the number of batches seen by the state from which the run continues.
 
     Raises:
         OSError: there is not enough memory.
@@ -72,11 +76,11 @@ class Wards:
             name: (tag[0], x)
             for name, x in plan.tensors.items()
             if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
-            if tag[0].is_on(mesh)  # the ranks along the axis are of one stage
+            if tag[0].is_on(mesh)  # the ranks along the axis belong to the same stage
         }
         owner = ward.owner(mesh)
         boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
-        self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # of which there are sums
+        self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # those with checksums
         stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
         entries = [safetensors_format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
         entries += [
@@ -90,15 +94,15 @@ class Wards:
         for sealed in self._sealed:
             if int(sealed) > seen + 1:
                 sealed.fill_(0)
-        self._seen = seen  # of the state that the step under way starts from
-        self._coming: int | None = None  # the slot that it fills
-        self._come: set[str] = set()  # leaves that were sent since it began
-        self._lasting: list[set[str]] = [set() for _ in slots]  # by slot, leaves that no step writes, which have come
+        self._seen = seen  # batches seen by the state that the current step starts from
+        self._coming: int | None = None  # the slot that the current step fills
+        self._come: set[str] = set()  # tensors sent since the current step began
+        self._lasting: list[set[str]] = [set() for _ in slots]  # by slot: received tensors that no step writes
         self._last: int | None = None  # the slot that was sealed last
-        self._speaks = mesh.rank == 0  # until it has warned
+        self._speaks = mesh.rank == 0  # False after the warning
 
     def begin(self, seen: int) -> None:
-        """Says that a step begins from the state that has seen so many batches."""
+        """Marks the start of a step. `seen` is the number of batches that the state has consumed."""
         if self._coming is not None and self._speaks:
             self._speaks = False
             fix = "call run.commit(state) after every step; fz.run(every=k) with fz.redundant(every=k) does less"
@@ -107,13 +111,13 @@ class Wards:
         self._seen, self._coming, self._come = seen, None, set()
 
     def places(self, leaves: Sequence[str], every: int = 1, once: bool = False) -> list[torch.Tensor] | None:
-        """The memory for these leaves, by their paths, of the state that the step under way starts from; None: they are
-        not sent.
+        """Returns the memory for these tensors of the state that the current step starts from, or None if they are not
+        sent.
 
         Args:
-            leaves: that are sent together.
-            every: of so many steps one sends.
-            once: no step writes them.
+            leaves: the paths of tensors that are sent together.
+            every: one in `every` steps sends them.
+            once: whether no step writes them, so that sending them once per slot is enough.
         """
         if self._seen % every or not self._come.isdisjoint(leaves) or not self._numel.keys() >= {*leaves}:
             return None
@@ -121,7 +125,7 @@ class Wards:
             known = range(_SLOTS) if self._last is None else [i for i in range(_SLOTS) if i != self._last]
             self._coming = min(known, key=lambda i: int(self._sealed[i]))
             self._sealed[self._coming].fill_(0)
-        if self._coming is None:  # what has come of this step is sealed
+        if self._coming is None:  # what was received in this step is sealed already
             return None
         if once and self._lasting[self._coming].issuperset(leaves):
             return None
@@ -134,8 +138,11 @@ class Wards:
         return [self._slots[self._coming][leaf] for leaf in leaves]
 
     def seal(self, seen: int) -> None:
-        """Says that what was coming has come, with the sums of its words: a step has ended, so many batches are seen
-        now, and its owner has kept the state that it started from."""
+        """Marks the state that was being received as complete, and stores its checksums.
+
+        To be called when a step has ended, so that `seen` batches are consumed now, and when the owner has stored
+        the state that the step started from.
+        """
         slot = self._coming
         if slot is None or self._seen != seen - 1 or not self._come | self._lasting[slot] >= self._numel.keys():
             return
@@ -146,7 +153,7 @@ class Wards:
 
 
 def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFile]) -> None:
-    """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
+    """Writes a JSON file that says what the slots hold of a state of this plan: the elements `boxes` of each tensor."""
     offsets = slots[0].offsets
     parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
     content = to_json(0, plan.leaves, parts, plan.aliases, plan.skeleton, {}, {})
@@ -158,18 +165,18 @@ def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFil
 
 
 def _write(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:  # for which there may be no room any more
+    if not path.exists() or path.read_text() != text:  # an unchanged file is not rewritten: there may be no room left
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)
 
 
 def _boxes_of(leaf: Leaf, mesh: Mesh, place: dict[str, int]) -> Boxes:
-    """The elements of a leaf that the rank at a place holds."""
+    """Returns the elements of a tensor that the rank at the coordinates `place` holds."""
     return leaf.cut(mesh).boxes(leaf.shape, _index(mesh, leaf.layout.axes, place))
 
 
 def _index(mesh: Mesh, axes: Sequence[str], place: dict[str, int]) -> int:
-    """The index of a place row-major along axes."""
+    """Returns the row-major index of the coordinates `place` along axes."""
     index = 0
     for axis in axes:
         index = index * mesh.axes[axis] + place[axis]

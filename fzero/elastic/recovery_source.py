@@ -1,9 +1,10 @@
-"""Finds the newest state that the memories of all hosts have together, and has each rank read its part of it: from its
-own host's memory what is there, from the others the rest.
+"""Finds the newest state that the memories of all hosts hold together, and lets each rank read its shard of it.
 
-A memory is read by the ranks of its host alone. So the first rank of each says what its memory has, and all ranks come
-to the same choice: the newest state of which every element is somewhere. Each then knows which bytes it needs of which
-memory, and asks a rank of that host for them (checkpoint/peer_reads.py).
+A rank reads what its own host's memory has from there, and the rest from the other hosts.
+
+Only the ranks of a host can read the memory of that host. So the first rank of each host reports what its memory
+holds, and all ranks make the same choice: the newest state of which every element exists somewhere. Each rank then
+knows which bytes it needs from which memory, and requests them from a rank of that host (checkpoint/peer_reads.py).
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
-_RANKS = "ranks"  # among the meta of a state that memories have
+_RANKS = "ranks"  # the key, in the meta of a state from memory, of the number of ranks that stored it
 
 _WRONG = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
-"""Raised by whoever reads a memory that is damaged."""
+"""Errors that reading a damaged memory can raise."""
 
 
 class Held(NamedTuple):
-    """A memory's states by step and number of ranks, or why it is of no use; and the ranks that can read it."""
+    """What one host's memory holds: its states by step and number of ranks, or why it is unusable; and the ranks that
+    can read it."""
 
     ranks: Sequence[int]
     states: Mapping[tuple[int, int], Index]
@@ -47,16 +49,17 @@ class Held(NamedTuple):
 
 
 def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
-    """The newest state that is whole in the memories of all hosts together, as this rank reads it; None if there is
-    none, and what is lost then, "" if nothing was kept. A memory that is damaged is named in the log, and is as if it
-    were lost.
+    """Returns the newest state that is complete in the memories of all hosts together, as this rank reads it.
+
+    If there is none, returns None and a message that says what is lost, or "" if nothing was stored. A damaged
+    memory is reported in the log and treated as lost.
 
     Args:
-        memory: the run's, on this host.
-        mesh: whose ranks call this together.
+        memory: the run's directory on this host.
+        mesh: the mesh whose ranks all call this.
         ranks: of the mesh.
 
-    Communication: two exchanges: what each memory has, packed, some ten bytes a leaf and slot.
+    Communication: two exchanges of what each memory holds, packed, about ten bytes per tensor and slot.
     """
     memories = found(memory, ranks)
     for one in memories:
@@ -73,7 +76,10 @@ def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
 
 
 def _lost(key: tuple[int, int, str], states: Mapping[tuple[int, int, str], Sequence[tuple[int, Index]]]) -> str:
-    """The ranks of whose part of a state nothing is left; of the first state nothing is lost that cannot be made."""
+    """Returns a message that names the ranks whose shard of a state is lost.
+
+    It is "" for the first state (after 0 batches), because that can be made again.
+    """
     files = {file for _, index in states[key] for parts in index.parts.values() for file in (p.file for p in parts)}
     gone = [r for r in range(key[1]) if not any(f"-{r:05d}." in file for file in files)]
     who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "some ranks"
@@ -81,9 +87,10 @@ def _lost(key: tuple[int, int, str], states: Mapping[tuple[int, int, str], Seque
 
 
 def _states(memories: Sequence[Held], mine: int) -> dict[tuple[int, int, str], list[tuple[int, Index]]]:
-    """The states of all memories by step, number of ranks and form, each with those that have parts of it."""
+    """Groups the states of all memories by step, number of ranks and form, each with the memories that hold shards of
+    it."""
     states: dict[tuple[int, int, str], list[tuple[int, Index]]] = {}
-    for number in (*range(mine, len(memories)), *range(mine)):  # its own first, then not all of them the same
+    for number in (*range(mine, len(memories)), *range(mine)):  # its own first; the order of the others differs by host
         for (step, size), index in memories[number].states.items():
             states.setdefault((step, size, _form(index)), []).append((number, index))
     return states
@@ -94,12 +101,13 @@ def _is_whole(states: Sequence[tuple[int, Index]]) -> bool:
 
 
 def ranks_of(index: Index) -> int:
-    """The number of ranks that have saved, or kept, a state."""
+    """Returns the number of ranks that saved a state to disk, or stored it in memory."""
     return index.meta[_RANKS] if _RANKS in index.meta else len(index.files)
 
 
 def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[memory_checkpoint.Damage]:
-    """Calls the vault's; a memory that is not even of its form is left to `found`, for which it counts as lost."""
+    """Calls `memory_checkpoint.let_go_of_damaged`, and returns no damage if the files do not even have the expected
+    form: `found` treats such a memory as lost."""
     try:
         return memory_checkpoint.let_go_of_damaged(memory, turn, num)
     except _WRONG:
@@ -107,7 +115,7 @@ def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[memory_checkpoi
 
 
 def found(memory: Path, ranks: Ranks) -> list[Held]:
-    """The contents of all memories, each told of by the first rank that has it."""
+    """Returns the contents of all memories, each reported by the first rank that can read it."""
     what, form = "cannot find the memory of a host", tuple[str, str, int, int]
     names = together(ranks, "run", what, lambda: _name(memory), form=form)
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
@@ -134,12 +142,12 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
     told = together(ranks, "run", what, look, form=Any)
     try:
         return [heard(those) for those in readers]
-    except _WRONG as error:  # on every rank: all have the same notes
+    except _WRONG as error:  # the same error on every rank: all have received the same data
         raise CheckpointError("run", what, [f"its note is damaged: {type(error).__name__}: {error}"]) from None
 
 
 def _told(index: Index) -> dict[str, Any]:
-    """An index as another rank parses it."""
+    """Serializes an index in the form that another rank parses."""
     content = to_json(
         index.step, index.leaves, index.parts, index.aliases, index.skeleton, dict(index.meta), index.files
     )
@@ -147,17 +155,17 @@ def _told(index: Index) -> dict[str, Any]:
 
 
 def _name(memory: Path) -> tuple[str, str, int, int]:
-    """The name of a memory that only those see who can read it."""
+    """Returns an identifier of a memory that is equal on exactly those ranks that can read it."""
     here = os.stat(memory)
     return *collective_sequence._host(), here.st_dev, here.st_ino
 
 
 def check(index: Index) -> None:
-    """Raises if the headers of a memory's files are not as its index says.
+    """Raises if the headers of a memory's files do not match its index.
 
     Raises:
-        ValueError: it names the file.
-        OSError: it cannot be read.
+        ValueError: a header is damaged. The message names the file.
+        OSError: a file cannot be read.
     """
     of_file: dict[str, list[StoredPart]] = {file: [] for file in index.files}
     for parts in index.parts.values():
@@ -177,7 +185,7 @@ def check(index: Index) -> None:
 
 
 def _form(index: Index) -> str:
-    """A digest of what a state is made of: those of another model are not put together."""
+    """Returns a digest of the tensors and the tree of a state, so that shards of different models are not combined."""
     facts = list(index.leaves.items()), list(index.aliases.items()), index.skeleton
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -185,7 +193,7 @@ def _form(index: Index) -> str:
 def _joined(
     states: Sequence[tuple[int, Index]], named: Callable[[int, str], str] = lambda number, file: file
 ) -> dict[str, tuple[StoredPart, ...]]:
-    """The parts that several memories have of one state, in their order."""
+    """Concatenates the parts that several memories hold of one state, in the order of these memories."""
     names = states[0][1].parts
     return {
         name: tuple(replace(p, file=named(number, p.file)) for number, index in states for p in index.parts[name])
@@ -196,8 +204,11 @@ def _joined(
 def _read_by(
     mesh: Mesh, memory: Path, memories: Sequence[Held], mine: int, states: Sequence[tuple[int, Index]]
 ) -> Index:
-    """A state as this rank reads it: `files` are those of its own host's memory; others have the number of theirs
-    before their names."""
+    """Returns the index of a state as this rank reads it.
+
+    `files` are those of its own host's memory. The names of other hosts' files are prefixed with the number of their
+    memory.
+    """
     by_number = dict(states)
     own = by_number.get(mine)
     index = states[0][1] if own is None else own
@@ -213,7 +224,10 @@ def _read_by(
 
 
 def _spread(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) -> Spread:
-    """Reads files of all memories, each by its memory's number and its name; `directory` has those of this host."""
+    """Returns the reader of the files of all memories.
+
+    A file is named by the number of its memory and its name. `directory` holds the files of this host.
+    """
 
     def holder(file: str) -> int:
         ranks = memories[int(file.partition(":")[0])].ranks

@@ -1,4 +1,4 @@
-"""Lays a live state out anew, for another step on the same processes, without a file (`fz.reshard`)."""
+"""Lays out a live state for another step on the same processes, without writing a file (`fz.reshard`)."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ _FIX = "reshard what train.init, train.restore or a step returned"
 
 
 def reshard(state: State, train: CompiledStep) -> State:
-    """A state laid out for another step of the same model and optimizer: another stage, other axes, another tier. Bit
-    for bit what saving it and `train.restore` give, without a file.
+    """Lays out a state for another step of the same model and optimizer: another ZeRO stage, other axes, another memory
+    tier.
+
+    The result equals, bit for bit, that of saving the state and calling `train.restore`, but no file is written.
 
     Args:
-        state: of a compiled step on a mesh of the same processes. It is donated: its tensors are let go as they are
-            moved; as it was, it cannot be used any more.
-        train: the step that goes on with it.
+        state: the state of a compiled step on a mesh of the same processes. It is donated: its tensors are released
+            as they are moved, and it cannot be used afterwards.
+        train: the step that continues with it.
 
-    Communication: each rank takes what it holds itself, and asks another for each byte that it lacks, once, through
-        host memory; an exchange of a small object for each GiB of the new state.
-    Memory: the new state, of the old one what has not been moved yet, 1 GiB or one leaf at a time, and 32 MiB.
+    Communication: each rank uses the bytes that it already holds, and requests each byte that it lacks once from
+    another rank, through host memory; plus an exchange of a small object for each GiB of the new state.
+    Memory: the new state, the part of the old state that has not been moved yet (it is released 1 GiB or one tensor
+    at a time), and 32 MiB.
 
     Raises:
-        FzeroTypeError: what is not a state.
-        FzeroValueError: leaves without a compiled step, on disk, or of other processes; states that differ between the
-            ranks. Before anything is moved, and the state is as it was.
-        CheckpointError: the state is of another model or optimizer, listing every difference; likewise.
-        DivergenceError: a rank was lost on the way. The state is lost.
+        FzeroTypeError: an argument is not a state, or not a compiled step.
+        FzeroValueError: tensors that no compiled step made, that are stored on disk, or that belong to other
+            processes; states that differ between the ranks. Raised before anything is moved, so the state is unchanged.
+        CheckpointError: the state is of another model or optimizer; every difference is listed. The state is
+            unchanged.
+        DivergenceError: a rank was lost while the state was moved. The state is lost.
 
     Example:
         >>> import torch, fzero as fz
@@ -65,7 +69,7 @@ def reshard(state: State, train: CompiledStep) -> State:
 
     def let_go(names: Iterable[str]) -> None:
         for name in names:
-            if name.partition(".")[0] in ("params", "opt_state"):  # of the rest some is read twice
+            if name.partition(".")[0] in ("params", "opt_state"):  # others may be read twice
                 leave(left.pop(id(plan.tensors[name])))
 
     def take(file: str, offset: int, out: torch.Tensor) -> None:
@@ -99,7 +103,7 @@ def reshard(state: State, train: CompiledStep) -> State:
 
 
 def _parts(plan: SavePlan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]:
-    """The ranks that have elements of a leaf, and which: this one first."""
+    """Yields the ranks that hold elements of a tensor, and which elements; this rank comes first."""
     leaf = leaf_of(plan.tensors[name])
     assert leaf is not None
     yield mesh.rank, leaf[0].boxes(leaf[1])
@@ -107,13 +111,14 @@ def _parts(plan: SavePlan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]
 
 
 def _model(state: State) -> Any:
-    """The parameters on the meta device, whole; what was one tensor is one."""
+    """Returns the full parameters on the meta device. Tied parameters stay one tensor."""
     whole: dict[int, torch.Tensor] = {}
     return tree.map(lambda x: whole.setdefault(id(x), leaf_of(x)[0].meta), state.params)  # type: ignore[index]
 
 
 def _plan(state: Any, mesh: Mesh) -> SavePlan:
-    """Who has what of a state; the same on all ranks, or an error on all of them."""
+    """Returns which rank holds which part of a state. The plan is the same on all ranks, or all of them raise an
+    error."""
 
     def act() -> SavePlan:
         _check(state, mesh)

@@ -1,5 +1,5 @@
-"""Calls a user's training function again on a new mesh whenever a rank was lost, with the state that the hosts' memory
-has (`fz.run`)."""
+"""Calls the user's training function, and again on a new mesh whenever a rank is lost, with the state from host memory
+(`fz.run`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("fzero")
 
-_ended: Counter[Path] = Counter()  # runs under a keeper that this process has seen the end of, by their memory
+_ended: Counter[Path] = Counter()  # how many runs under a supervisor have ended in this process, by their directory
 
 
 @keyword_aliases("fz.run", on_resize=("on_resize", {"refuse": "error"}))
@@ -50,17 +50,21 @@ def run(
 ) -> T:
     """Calls `main`, and calls it again on a new mesh whenever a rank was lost, until it returns.
 
-    Under `python -m fzero.run` (docs/elastic.md) a process that dies is started again by itself, and the others stay,
-    with their memory and what they have compiled; started by torchrun alone, it starts all of them. Either way `state`
-    finds what `commit` left in the memory of the hosts. One process without either: `main` is called once.
+    Under `python -m fzero.run` (docs/elastic.md) only the process that died is restarted; the others keep running,
+    with their memory and their compiled code. If the script is started by torchrun without it, torchrun restarts all
+    processes. In both cases `run.state` finds the state that `run.commit` stored in the memory of the hosts. In a
+    single process with neither, `main` is called once.
 
     Args:
-        main: takes a `Run` and trains: on `run.mesh`, from `run.state(...)`, over `run.steps(...)`.
-        memory: in place of `/dev/shm` or the directory for temporary files: where states are kept, in a directory that
-            is the user's alone and is removed when the run has ended.
-        every: of so many steps one is kept. Steps since the last one are done again.
-        stop_on: signals that end the run after the step under way. The process then exits with code 143.
-        timeout: of `make_mesh`: seconds in which all ranks must have come, and for which they wait in a transfer.
+        main: the training function. It takes a `Run` and trains on `run.mesh`, from `run.state(...)`, over
+            `run.steps(...)`.
+        memory: the directory for in-memory checkpoints, instead of `/dev/shm` or the directory for temporary files.
+            The run makes a directory in it that only the user can read, and removes it at the end.
+        every: one state is stored every `every` steps. After a loss, the steps since the last stored state are
+            repeated.
+        stop_on: signals that end the run after the current step. The process then exits with code 143.
+        timeout: of `make_mesh`: seconds within which all ranks must have come, and for which they wait in a
+            collective.
         health: what the run checks while it trains.
         on_resize: what happens to a state that a different number of ranks has trained. "keep_batch": training
             continues from it, and `run.data_shard` and `run.num_micro_batches` keep the global batch the same. "error":
@@ -68,9 +72,9 @@ def run(
         mesh: further arguments of `make_mesh`.
 
     Raises:
-        SystemExit: with code 143, when the run was told to stop.
-        FzeroValueError: invalid arguments. Whatever else `main` raises ends the run, and is raised.
-        DivergenceError: the store of the ranks is gone, with the host that kept it.
+        SystemExit: with code 143, if a signal asked the run to stop.
+        FzeroValueError: invalid arguments. Any other exception of `main` ends the run and is raised.
+        DivergenceError: the ranks' store is gone, together with the host that kept it.
 
     Example:
         >>> import torch, fzero as fz
@@ -101,7 +105,7 @@ def run(
             collective_sequence.watcher = host_directory.RankProgress(kept_in, here.rank)
             if (
                 not keeper or collective_sequence.watcher.read().phase == host_directory.FINISHED
-            ):  # no steps are of this run
+            ):  # the recorded steps belong to an earlier run
                 collective_sequence.watcher.say(host_directory.COMING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
@@ -136,7 +140,7 @@ def run(
 
 
 def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, health: Any, on_resize: Any) -> list[str]:
-    """A line for each argument of `run` that is invalid, or does not go with how this process was started."""
+    """Returns a message for each argument of `run` that is invalid, or does not fit how this process was started."""
     problems = number("timeout", timeout, above=0) + _stops(stop_on)
     if memory is not None:
         problems += path_like("memory", memory) or host_directory.not_a_directory(os.fspath(memory))
@@ -162,7 +166,7 @@ def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, he
 
 
 def _stops(numbers: Any) -> list[str]:
-    """A line if these are not signals that a process can hear."""
+    """Returns a message if these are not signals that a process can handle."""
     heard = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     if isinstance(numbers, Sequence) and not isinstance(numbers, str) and all(n in heard for n in numbers):
         return []
@@ -180,7 +184,8 @@ def _until_it_returns(
     on_resize: str,
     axes: Mapping[str, Any],
 ) -> tuple[T, bool]:
-    """The result of `main`, and whether the run was told to stop. `again`: whether a lost rank comes back."""
+    """Returns the result of `main`, and whether the run was asked to stop. `again`: whether a lost rank is
+    restarted."""
     ended = 0 if memory is None else _ended[memory]
     place = None if memory is None else host_directory.of_run(memory, ended)
     while True:

@@ -21,11 +21,11 @@ from fzero.step import State
 
 logger = logging.getLogger("fzero")
 
-_NOTE = "fzero.run"  # among a checkpoint's meta: how many batches its state has seen, and of which data
+_NOTE = "fzero.run"  # the key in a checkpoint's meta: how many batches its state has seen, and of which data
 
 
 class RunProgress(NamedTuple):
-    """How far a state is: the batches that it has seen, and the steps that it has taken."""
+    """The progress of a state: the number of batches that it has seen, and the number of steps that it has taken."""
 
     seen: int
     step: int
@@ -36,9 +36,9 @@ class RunCheckpoints:
 
     Args:
         mesh: of all ranks.
-        path: the directory, or a URL; None if the run has none.
+        path: the directory or URL of the checkpoints; None if the run has none.
         data: the data set whose batches the run sees.
-        private: whether checkpoints are for this user alone.
+        private: whether only this user can read the checkpoints.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class RunCheckpoints:
         private: bool = False,
     ):
         self.path = path
-        self.safe: RunProgress | None = None  # of the state that is on disk
+        self.safe: RunProgress | None = None  # the progress of the newest state on disk
         self._mesh, self._data, self._private = mesh, data, private
         self._cursor: Mapping[str, Any] | None = None if data is None else data.cursor(0)  # before the first batch
-        self._behind: tuple[AsyncSave, RunProgress] | None = None  # a save that goes on, and of which state
+        self._behind: tuple[AsyncSave, RunProgress] | None = None  # a running save, and the progress of its state
         self._saved: dict[str, Any] = {}  # the arguments of the last save
 
     def newest(self) -> tuple[Index | None, int | None]:
-        """The newest checkpoint, and how many batches its state has seen; None if there is none."""
+        """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is
+        none."""
         if self.path is None or checkpoint.find(self.path) is None:
             return None, None
         found = checkpoint.describe(self.path, self._mesh)
@@ -70,7 +71,7 @@ class RunCheckpoints:
         return note.get("seen", saved.step)
 
     def check(self, state: Any, meta: Any) -> None:
-        """Raises if a state cannot be saved with this `meta`."""
+        """Raises an error if a state cannot be saved with this `meta`."""
         if self.path is None:
             fix = "run.state(train, params, key, path='runs/gpt')"
             raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
@@ -85,7 +86,8 @@ class RunCheckpoints:
     def save(
         self, state: State, known: RunProgress, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
     ) -> Path | Url | AsyncSave:
-        """Saves a state that has passed `check`. `known`: how far it is; the rest is of `Run.save`."""
+        """Saves a state that has passed `check`. `known` is its progress; the other arguments are those of
+        `Run.save`."""
         assert self.path is not None
         self._saved = {"keep": keep, "meta": meta}
         note: dict[str, Any] = {"seen": known.seen}
@@ -100,13 +102,14 @@ class RunCheckpoints:
         return saved
 
     def save_last(self, state: State, known: RunProgress, in_memory: bool) -> None:
-        """Saves the newest state of a run that is told to stop, with the arguments of the last save.
+        """Saves the newest state of a run that was asked to stop, with the arguments of the last save.
 
         Args:
-            in_memory: whether the hosts' memory has it, too.
+            in_memory: whether the hosts' memory has the state as well.
 
         Raises:
-            CheckpointError: it cannot be saved, with what the next start goes on from.
+            CheckpointError: the state cannot be saved. The message names the state from which the next start
+                continues.
         """
         keep, meta = self._saved.get("keep"), self._saved.get("meta")
         try:
@@ -121,7 +124,8 @@ class RunCheckpoints:
             logger.warning("fzero.run: the state after %d batches is saved: %s", known.seen, saved)
 
     def _next_start(self, in_memory: bool) -> str:
-        """A line on where the next start goes on from, if the last state is not on disk. All ranks call it."""
+        """Returns a message that says from which state the next start continues if the last state is not on disk. To be
+        called on all ranks."""
         if in_memory and launcher.starts_again():
             return "the hosts' memory has it: torchrun starts the ranks again, and they go on from there"
         try:
@@ -134,7 +138,7 @@ class RunCheckpoints:
         return f"the next start goes on from {found}"
 
     def settle(self) -> None:
-        """Waits for the checkpoint that is written while steps go on, if one is."""
+        """Waits for the asynchronous save, if one is running."""
         if self._behind is not None:
             (saving, known), self._behind = self._behind, None
             try:
@@ -144,6 +148,6 @@ class RunCheckpoints:
                 self.without(error)
 
     def without(self, error: StorageError) -> None:
-        """Says that the run goes on although a checkpoint could not be written."""
+        """Logs that the run continues although a checkpoint could not be written."""
         if self._mesh.rank == 0:
             logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)

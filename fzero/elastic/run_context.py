@@ -1,5 +1,5 @@
-"""Gives a training function its state, the numbers of its batches and a place for what it keeps: the run that `fz.run`
-calls `main` with (`fz.Run`)."""
+"""Defines `fz.Run`, which `fz.run` passes to the training function: its mesh, state, batch numbers, in-memory
+checkpoints and checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from fzero.train_state import check_whole
 
 logger = logging.getLogger("fzero")
 
-_IDLE = 2  # turns of a loop in a row without a step: more than a batch that is left out
+_IDLE = 2  # iterations in a row without a step that are an error; one may be a batch that is left out
 
 
 class Run:
-    """A run on one mesh: from where all ranks have come together to the end, or to the loss of one of them.
+    """A run on one mesh, from when all ranks have come together until the end, or until one of them is lost.
 
     Attributes:
         mesh: of all ranks.
-        data_shard: which shard of the global batch this rank trains on, as `{"rank": ..., "size": ...}`, the arguments
-            of `batch_at` in `fz.data`.
+        data_shard: which shard of the global batch this rank trains on, as `{"rank": ..., "size": ...}`, the
+            arguments of `batch_at` in `fz.data`.
         source: where `state` found the state: "memory", "disk" or "init".
-        stopping: whether a signal has asked the run to end; every rank sees the same between two steps.
-        health: what was found wrong since the ranks came together (`fz.Health`), the same on every rank.
+        stopping: whether a signal has asked the run to end. Every rank sees the same value between two steps.
+        health: the problems found since the ranks came together (`fz.Health`), the same on every rank.
 
     Example:
         >>> import fzero as fz
@@ -73,9 +73,9 @@ class Run:
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
         self._stop_request = StopRequest(mesh, signals)
-        self._seen = 0  # batches before the one of this turn of the loop
-        self._calls: int | None = None  # of the step, before this turn of the loop
-        self._known = RunProgress(0, 0)  # as the state was that was looked at last
+        self._seen = 0  # batches before that of this iteration of the loop
+        self._calls: int | None = None  # calls of the step before this iteration of the loop
+        self._known = RunProgress(0, 0)  # the progress of the state that was last looked at
         self._on_disk: list[str] = []
 
     @property
@@ -93,16 +93,19 @@ class Run:
     @keyword_aliases("run.num_micro_batches", rows="max_samples")
     @plain_numbers
     def num_micro_batches(self, batch: int, max_samples: int) -> int:
-        """The number of micro-batches to give to `fz.accumulate` so that the global batch stays the same on any number
-        of ranks: the smallest number that divides a rank's share of the batch into micro-batches of at most
+        """Returns the number of micro-batches for `fz.accumulate` that keeps the global batch the same on any number of
+        ranks.
+
+        It is the smallest number that divides a rank's share of the batch into micro-batches of at most
         `max_samples` samples.
 
         Args:
             batch: samples in the global batch.
-            max_samples: the largest micro-batch of a rank.
+            max_samples: the largest number of samples in a micro-batch of a rank.
 
         Raises:
-            FzeroValueError: numbers below 1; a batch that these ranks cannot share alike, with the numbers that can.
+            FzeroValueError: numbers below 1; a batch that cannot be divided equally among these ranks. The error
+                names numbers of ranks that can share it.
 
         Example:
             >>> import fzero as fz
@@ -132,23 +135,24 @@ class Run:
         data: Steps | None = None,
         private: bool = False,
     ) -> State:
-        """The newest state that all ranks can have: of the hosts' memory, else of the checkpoints under `path`, else a
-        first one.
+        """Returns the newest state that all ranks can have: from the hosts' memory, else from the checkpoints under
+        `path`, else an initial one.
 
         Args:
             train: the compiled step.
             params, key: of `train.init`.
-            path: the directory of the run's checkpoints, or a URL; where `save`, and a run that is told to stop, write.
-            data: the data set whose batches the run sees. Checkpoints say which it was, and are not gone on from with
-                another one.
-            private: True for checkpoints that this user alone can read, as `fz.checkpoint.save` writes them.
+            path: the directory or URL of the run's checkpoints. `save` writes there, and so does a run that is asked
+                to stop.
+            data: the data set whose batches the run sees. Checkpoints record which it was, and cannot be continued
+                with another one.
+            private: True for checkpoints that only this user can read, as `fz.checkpoint.save` writes them.
 
-        Communication: a few bytes, and what `restore` or `init` take.
+        Communication: a few bytes, and that of `restore` or `init`.
 
         Raises:
-            CheckpointError, FzeroValueError: from these; too little host memory for the state, with the free amount; a
-                lost memory without a `path`; a checkpoint of a run on other data, listing every difference; another
-                number of ranks, with `on_resize="error"`.
+            CheckpointError, FzeroValueError: from `restore` or `init`; too little host memory for the state (the
+                message gives the free amount); the state in memory is lost and there is no `path`; a checkpoint of a
+                run on other data, listing every difference; another number of ranks, with `on_resize="error"`.
         """
         problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
         if data is not None and not isinstance(data, Steps):
@@ -157,7 +161,7 @@ class Run:
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError("run.state", "invalid arguments", problems, fix)
-        if train.awaits_batch:  # a rank that starts again would have another layout than the others
+        if train.awaits_batch:  # a restarted rank would have another layout than the others
             problems = ["batch: a run lays out its state before it sees the first batch"]
             fix = "fz.compile(step, run.mesh, batch=batch), where meta tensors will do"
             raise FzeroValueError("run.state", "stages are made of the blocks that a batch goes through", problems, fix)
@@ -176,7 +180,7 @@ class Run:
         if self._vault is not None and not self._on_disk:
             assert self._memory is not None
             reserve_copies(self._vault, self._memory, train, state, self._seen, self._every, self.mesh)
-            # another host's, or of another number of ranks
+            # this rank does not store the state yet: it came from disk, another host or another number of ranks
             if self.source != "memory" or not self._vault.has(self._seen):
                 self._vault.keep(state, self._seen)
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
@@ -186,27 +190,28 @@ class Run:
 
     @plain_numbers
     def steps(self, state: State, stop: int) -> Iterator[int]:
-        """Yields batch numbers, from the first that the state has not consumed, up to `stop`. A skipped step (overflow
-        in fp16) consumes its batch without counting as a step. Ends early, on every rank
-        before the same step, when a signal has come to any of them: then the state as it is after the last step is
-        saved under the path of `state`.
+        """Yields batch numbers, from the first batch that the state has not consumed, up to `stop`.
 
-        Communication: one question to the store a step.
+        A skipped step (overflow in fp16) consumes its batch without counting as a step. When a signal arrives at any
+        rank, the iteration ends early, before the same step on every rank; then the state after the last step is saved
+        under the path of `state`.
+
+        Communication: one request to the store per step.
 
         Raises:
-            FzeroValueError: numbers are asked for ahead, two and more before a step was taken: they would be
-                lost when the run goes on.
+            FzeroValueError: numbers are requested ahead, that is, two or more without a step in between. They would
+                be lost when the run continues after a restart.
         """
         problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be what run.state returned"]
         if isinstance(stop, bool) or not hasattr(stop, "__index__"):
             problems.append(f"stop={shown(stop)}: must be a whole number")
         if problems:
             raise FzeroValueError("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)")
-        # of a state that is not the run's: as many as its steps
+        # For a state that is not the run's own, the number of batches seen is taken to be its number of steps.
         self._seen, self._calls = self._batches() if state is self._newest else int(state.step), None
         if state is not self._newest:
             self._known = RunProgress(self._seen, self._seen)
-        idle = 0  # turns in a row without a step
+        idle = 0  # iterations in a row without a step
         for batch in range(self._seen, stop):
             if self._stop_request.stops(batch):
                 self.stopping = True
@@ -232,21 +237,24 @@ class Run:
             self._save_last()
 
     def commit(self, state: State) -> None:
-        """Copies this rank's part of a state to its host's memory, from where the run goes on if a process is lost.
+        """Copies this rank's shard of a state to its host's memory. If a process is lost, the run continues from there.
 
-        Memory: on each host twice what its ranks hold; with `redundant` three times that, and twice what is sent to
-        them. Communication: none, except for the comparison that `fz.Health(check_replicas_every=)` asks for.
+        Memory: on each host, twice what its ranks hold; with `redundant`, three times that, plus twice what is sent
+        to them.
+        Communication: none, except for the comparison that `fz.Health(check_replicas_every=)` asks for.
 
         Raises:
-            FzeroValueError: leaves rest on disk, which are not kept in memory; or it is not the run's state.
-            DivergenceError: with `fz.Health(check_replicas_every=)`, replicas that differ, by leaf and rank.
+            FzeroValueError: tensors are stored on disk, which cannot be copied to memory; or it is not the run's
+                state.
+            DivergenceError: with `fz.Health(check_replicas_every=)`, replicas differ. The message lists them by
+                tensor and rank.
         """
         if not isinstance(state, State):
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
         check_whole(state, "run.commit")
         kept = self._vault is not None and self._batches() % self._every == 0
-        if kept or not state.step.is_cuda:  # else the host would wait for the step
+        if kept or not state.step.is_cuda:  # reading it from a GPU would make the host wait for the step
             self._count(state, "commit")
         self._newest = state
         if self._vault is not None and self._on_disk:
@@ -265,18 +273,20 @@ class Run:
     def save(
         self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, wait: bool = True
     ) -> Path | Url | AsyncSave | None:
-        """`fz.checkpoint.save` under the path of `state`. Where the disk is full, or fails, the run goes on with a
-        warning: the checkpoint before is as it was, and the state is in memory. None then.
+        """Saves a checkpoint with `fz.checkpoint.save` under the path of `state`.
+
+        If the disk is full or fails, the run continues with a warning, and None is returned. The checkpoint before
+        is unchanged, and the state is in memory.
 
         Args:
-            state, keep, meta: as there.
-            wait: False to go on with steps while a copy of the state is written: an `AsyncSave` is returned. The
+            state, keep, meta: as in `fz.checkpoint.save`.
+            wait: False to continue with steps while a copy of the state is written: an `AsyncSave` is returned. The
                 next `save` and the end of the run wait for it, and check whether it has written a checkpoint.
 
-        Communication, memory: of `fz.checkpoint.save`.
+        Communication, memory: those of `fz.checkpoint.save`.
 
         Raises:
-            CheckpointError: of this save, or of the one behind the steps before it, but for a disk's.
+            CheckpointError: an error of this save or of the asynchronous one before it, except for storage errors.
         """
         try:
             self._checkpoints.settle()
@@ -288,8 +298,10 @@ class Run:
             return None
 
     def _end(self, came: bool) -> None:
-        """Once `main` has returned on all ranks: what a signal asks for that no turn of a loop has seen. `came`: to any
-        rank."""
+        """Called once `main` has returned on all ranks: acts on a signal that no iteration of the loop has seen.
+
+        `came`: whether a signal has arrived at any rank.
+        """
         self._checkpoints.settle()
         if not came or self.stopping:
             return
@@ -297,7 +309,7 @@ class Run:
         self._save_last()
 
     def _save_last(self) -> None:
-        """Saves the newest state of a run that is told to stop, unless it is saved already."""
+        """Saves the newest state of a run that was asked to stop, unless it is saved already."""
         if self._newest is None or self._checkpoints.path is None:
             return
         self._checkpoints.settle()
@@ -306,8 +318,10 @@ class Run:
             self._checkpoints.save_last(self._newest, self._known, in_memory=self._vault is not None)
 
     def _count(self, state: State, owner: str) -> None:
-        """Refuses a state that has taken steps which no turn of the loop has counted: ranks would take states of
-        different steps for one, and batches would come twice."""
+        """Raises an error if the state has taken steps that no iteration of the loop has counted.
+
+        Otherwise ranks would treat states of different steps as one, and batches would be used twice.
+        """
         seen, step = self._batches(), int(state.step)
         if seen == self._known[0] and step != self._known[1]:
             what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
@@ -319,13 +333,13 @@ class Run:
         self._known = RunProgress(seen, step)
 
     def _note(self, finding: Finding) -> None:
-        """Logs what was found, once for all ranks that know of it."""
+        """Records a finding on every rank, and logs it once."""
         self.health.append(finding)
         if self.mesh.rank == 0:
             logger.warning("fzero.run: %s", finding.text)
 
     def _batches(self) -> int:
-        """The number of batches seen: those before this turn of the loop, and its own once the step was
+        """Returns the number of batches seen: those before this iteration of the loop, and its own once the step was
         called."""
         called = self._train is not None and self._calls is not None and self._train.calls > self._calls
         return self._seen + called

@@ -1,4 +1,4 @@
-"""Reserves host memory for the copies of a run's state: this rank's own, and those of the ranks that send theirs."""
+"""Reserves host memory for copies of a run's state: this rank's own, and those that other ranks send."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ logger = logging.getLogger("fzero")
 
 
 def vault_of(memory: Path, mesh: Mesh) -> Vault:
-    """Where this rank keeps its copies: in the memory of its host."""
+    """Returns the in-memory checkpoint of this rank, in the memory of its host."""
     here = Processes.of()
     first = here.rank - here.local
     return Vault(memory, mesh.rank, mesh.size, range(first, first + here.num_local))
 
 
 def leaves_on_disk(state: State) -> list[str]:
-    """The names of the leaves that rest on disk, which are not kept in memory."""
+    """Returns the names of the tensors that are stored on disk, which are not copied to memory."""
     return [name for name, x in tree.with_names(state) if extent_of(x)]
 
 
@@ -42,10 +42,10 @@ def reserve_copies(
     """Reserves the memory, and connects the ranks that send and receive copies.
 
     Args:
-        vault: where copies are kept, in `memory`.
+        vault: the in-memory checkpoint, in `memory`.
         train: the compiled step, which may send copies (`fz.redundant`).
-        seen: batches that the state has seen.
-        every: steps after which it is kept.
+        seen: the number of batches that the state has seen.
+        every: the state is stored every `every` steps.
     """
     ward = _ward(train, every, mesh)
 
@@ -56,13 +56,13 @@ def reserve_copies(
             raise _no_room(memory, error) from error
 
     agreement.everywhere(mesh, "run", reserve)
-    if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
+    if ward is not None:  # now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile
         transport(mesh).connect(ward.spec.axis)
     mesh.context.wards = vault.wards
 
 
 def _ward(train: CompiledStep, every: int, mesh: Mesh) -> Ward | None:
-    """The source of what another rank sends in this step, if one does."""
+    """Returns which rank sends its state to this rank in the step, or None if none does."""
     spec = find(train.resolved.transforms, Redundant)
     if spec is None:
         return None

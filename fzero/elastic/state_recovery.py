@@ -28,12 +28,12 @@ _REMOVERS = "as logind does at the user's last logout, RemoveIPC, or a cleaner o
 
 
 class InMemory(NamedTuple):
-    """What the memories of all hosts have together.
+    """What the memories of all hosts hold together.
 
     Attributes:
-        kept: the newest state; None if there is none.
-        lost: what is lost then, "" if nothing is.
-        reached: how many batches some rank had seen before it began its last step.
+        kept: the newest complete state; None if there is none.
+        lost: if there is none, a message that says what is lost; "" if nothing is.
+        reached: the largest number of batches that a rank had seen before it began its last step.
     """
 
     kept: Index | None = None
@@ -42,7 +42,7 @@ class InMemory(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """A state, where it was found ("memory", "disk" or "init"), and how many batches it has seen."""
+    """A state, where it was found ("memory", "disk" or "init"), and the number of batches that it has seen."""
 
     state: State
     source: str
@@ -55,7 +55,7 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
         return InMemory()
     here = Processes.of()
     mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
-    reached = max(agreement.everyones(mesh, "run", lambda: mine))  # nobody keeps meanwhile
+    reached = max(agreement.everyones(mesh, "run", lambda: mine))  # after this no rank still writes a slot
     what = "cannot check the memory of a host"
     look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
     damaged = together(world(), "run", what, look, form=list[Damage])
@@ -84,12 +84,12 @@ def recovered(
     path: str | os.PathLike[str] | None,
     refuse_resize: bool,
 ) -> Recovered:
-    """The newest state that all ranks can have.
+    """Returns the newest state that all ranks can have.
 
     Args:
-        train, params, key: make or restore it.
-        found: in the hosts' memory.
-        on_disk, seen: the newest checkpoint, and how many batches its state has seen.
+        train, params, key: the step that restores or initializes the state, with the arguments of its `init`.
+        found: what the hosts' memory holds.
+        on_disk, seen: the newest checkpoint, and the number of batches that its state has seen.
         path: of the run's checkpoints.
         refuse_resize: whether a state that another number of ranks has trained is an error.
     """
@@ -102,7 +102,7 @@ def recovered(
     if kept is not None and (seen is None or kept.step >= seen):
         try:
             source, state = "memory", train.restore(kept, params)
-        except CheckpointError as error:  # on every rank: of a step that is another one now
+        except CheckpointError as error:  # on every rank: the step has been changed since
             if on_disk is None:
                 raise
             logger.warning("fzero.run: what the hosts' memory has is not taken: %s", error)
@@ -118,7 +118,7 @@ def recovered(
 
 
 def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
-    """Says, or refuses, that another number of ranks has trained this state."""
+    """Logs that another number of ranks has trained this state, or raises an error if `refuse`."""
     if found is None or (before := recovery_source.ranks_of(found)) == (now := mesh.size):
         return
     if refuse:
@@ -131,11 +131,10 @@ def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
 def _say_lost(
     found: InMemory, path: str | os.PathLike[str] | None, mesh: Mesh, on_disk: Index | None, seen: int
 ) -> None:
-    """Says that no kept state is complete, and from where the run goes on; refuses to begin anew if no checkpoint could
-    have another.
+    """Logs that no state in memory is complete, and from where the run continues.
 
     Raises:
-        FzeroValueError: the run has no path.
+        FzeroValueError: the run has no path, so no checkpoint could have a newer state than the initial one.
     """
     if path is None:
         fix = "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "

@@ -1,4 +1,4 @@
-"""Has all ranks of a run stop before the same step, when a signal has come to any of them."""
+"""Makes all ranks of a run stop before the same step after a signal has arrived at any of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class StopRequest:
 
     def __init__(self, mesh: Mesh, signals: Signals):
         self._mesh, self._signals = mesh, signals
-        self._strange = False  # whether the log says that a stranger writes to the store
+        self._strange = False  # whether the log has the warning that a foreign process writes to the store
 
     def stops(self, step: int) -> bool:
-        """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none
-        can end that without it."""
+        """Whether the run ends before this step.
+
+        A rank that has received a signal tells the others before it begins a step, and no rank can end that step
+        without it.
+        """
         if self._mesh.size == 1:
             return self._signals.came
         store, secret = self._mesh.store, self._mesh.secret

@@ -1,11 +1,11 @@
-"""Watches one rank of a run and starts it again when it dies: `python -m fzero.run script.py`, between torchrun and the
-script.
+"""Runs one rank as a child process and restarts it when it dies: `python -m fzero.run script.py`, between torchrun and
+the script.
 
     torchrun --nproc-per-node 8 -m fzero.run train.py --its --flags
 
-The other ranks keep their processes, their memory and what they have compiled: torchrun, which would stop them all,
-sees this process alone. A script that ends by itself, with an error too, ends the run with its exit code. Imports no
-PyTorch.
+The other ranks keep their processes, their memory and their compiled code, because torchrun, which would stop them
+all, only sees the supervisor. A script that exits by itself, also with an error, ends the run with its exit code. This
+file does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fzero._utils.deprecation import renamed_flags
 from fzero.comm.launcher_environment import restarts_left
 from fzero.elastic import host_directory, node_heartbeat
 
-_LOOK = 0.05  # seconds between two looks at the process
+_LOOK = 0.05  # seconds between two checks of the process
 _STACKS = 1.0  # seconds for a process to print its stacks
 _VALUED = ("--hang-timeout", "--heartbeat-timeout", "--max-failures", "--memory")
 _RENAMED = {
@@ -33,20 +33,21 @@ _RENAMED = {
     "--max-losses": "--max-failures",
 }
 _HEARTBEAT_TIMEOUT = 45.0  # seconds
-_AGAIN = 1  # the exit code with which torchrun is asked to start again
-_FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
+_AGAIN = 1  # the exit code that asks torchrun to restart the ranks
+_FRESH = 5.0  # seconds for which a rank that waited for other ranks is assumed to be still waiting
 
 
 class Keeper:
-    """A rank's process, and what is known of it.
+    """The supervisor of one rank: its process, and what is known of it.
 
     Args:
-        command: what starts it.
-        hang_timeout: seconds without progress that fzero can see, from the second step on, after which it is killed.
+        command: the command that starts the process.
+        hang_timeout: seconds without progress that fzero can see, from the second step on, after which the process
+            is killed.
         heartbeat_timeout: seconds without a heartbeat from another host, after which a rank that makes no progress
             exits.
         max_failures: failures in a row, without a step between them, after which the run ends.
-        memory: where the run keeps its states on this host.
+        memory: the directory of the run's in-memory checkpoints on this host.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Keeper:
         self._here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def run(self) -> int:
-        """The exit code of the rank."""
+        """Runs the rank until it ends for good, and returns its exit code."""
         signal.signal(signal.SIGTERM, self._hear)
         signal.signal(signal.SIGINT, self._hear)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -86,17 +87,20 @@ class Keeper:
             )
         code = self._lives()
         self._hosts.close(at_once=self._is_alone)
-        # another number of hosts is no restart that counts: torchrun tells the ranks to stop, as it does at the end
+        # When the number of hosts changes, torchrun sends SIGTERM to the ranks, as it does at the end of a run, and
+        # starts them again. This does not count as one of its restarts.
         again = restarts_left() or (code == 128 + signal.SIGTERM and host_directory.elastic())
-        if code == 0 or not again:  # the last of the host removes what it has made anew, too
+        if code == 0 or not again:  # the last one of the host also removes a directory that was made again
             last = self._progress.leave()
             if last or os.environ.get("LOCAL_RANK", "0") == "0":
                 host_directory.remove(self._memory)
         return code
 
     def _lives(self) -> int:
-        """The exit code of the last process that is the rank. Steps are counted from 0, as by `run.steps`: in step 19
-        a rank has done 19 of them."""
+        """Starts the rank until it ends without being restarted, and returns the exit code of its last process.
+
+        Steps are counted from 0, as in `run.steps`: in step 19 a rank has finished 19 steps.
+        """
         losses, last = 0, -1
         while True:
             code = self._watch()
@@ -118,7 +122,7 @@ class Keeper:
             self._say(f"died of {name} {where}; it is started again")
 
     def _watch(self) -> int:
-        """Starts the rank and returns its exit code; that of a signal is negative."""
+        """Starts the process of the rank, watches it, and returns its exit code, which is negative for a signal."""
         self._progress.begin()
         own = {host_directory.MEMORY: str(self._memory), host_directory.KEEPER: str(os.getpid())}
         self._process = subprocess.Popen(
@@ -127,7 +131,7 @@ class Keeper:
             preexec_fn=host_directory.die_with_parent,
             process_group=host_directory.own_group(),
         )
-        if self._told:  # since the process before has ended
+        if self._told:  # the stop was requested after the process before had ended
             self._process.send_signal(signal.SIGTERM)
         beats, since = -1, time.monotonic()
         while self._process.poll() is None:
@@ -149,7 +153,7 @@ class Keeper:
         return self._process.wait()
 
     def _end(self, step: int) -> None:
-        """Kills a process that hangs, which says where if it can."""
+        """Kills a process that hangs, after asking it to print its stacks."""
         assert self._process is not None
         self._say(f"has done nothing for {self._hang_timeout:g} s in step {step}; its stacks:")
         self._process.send_signal(signal.SIGUSR1)
@@ -158,8 +162,11 @@ class Keeper:
         self._process.wait()
 
     def _alone(self, idle: float) -> str:
-        """Why this rank waits in vain, "" if it does not. It has taken no turn with others for a while. torchrun starts
-        ranks again when one of its own ends, and nobody else could start those of a lost host."""
+        """Returns the reason why this rank waits in vain for a lost host, or "" if it does not.
+
+        `idle` is the number of seconds since the rank last did something together with others. torchrun restarts
+        ranks when one of its own ends, so nobody else could restart the ranks for a host that is lost.
+        """
         if not self._hosts.look():
             return "the process that kept the store of the ranks is gone"
         found = node_heartbeat.silent(self._memory) if idle > _FRESH else None
@@ -173,25 +180,27 @@ class Keeper:
         return f"{who} for {silence:.0f} s (--heartbeat-timeout)"
 
     def _does_not_come(self) -> int:
-        """The exit code of a rank that has ended with 0 and no call of `fz.run`: 1 if any other one calls it, which
-        then waits for this one."""
+        """Returns the exit code for a rank that has ended with code 0 without calling `fz.run`.
+
+        It is 1 if any other rank calls `fz.run`, which would then wait for this one, and 0 otherwise.
+        """
         others = [host_directory.RankProgress(self._memory, rank) for rank in self._here if rank != self._rank]
         known = node_heartbeat.number("WORLD_SIZE", 1) if node_heartbeat.several() else len(self._here)
         if known > 1:
             self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")
         host_directory.is_absent(self._memory, self._rank)
-        # the first keeper that has seen all of them removes the directory, with their notes
+        # The first supervisor that has seen the records of all ranks removes the directory, with these records.
         while self._memory.is_dir() and len(host_directory.absent(self._memory)) < known and not self._told:
-            time.sleep(_STACKS)  # of an earlier start, what the others have said before that
+            time.sleep(_STACKS)  # what the others report may first be of an earlier start
             self._hosts.look()
             found = node_heartbeat.silent(self._memory)
             if (found is not None and found.called) or any(x.read().phase != host_directory.STARTING for x in others):
-                time.sleep(_STACKS)  # in which they say why they end
+                time.sleep(_STACKS)  # so that they can report why they end
                 return 1
         return 0
 
     def _hear(self, number: int, _: Any) -> None:
-        if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:  # nobody owns the run any more
+        if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, the owner, is gone
             if self._process is not None:
                 self._process.kill()
             host_directory.remove(self._memory)
@@ -252,8 +261,11 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _normalized(args: list[str]) -> list[str]:
-    """The arguments with `-mMODULE` as `-m MODULE`, as Python itself accepts it, and with the new names of deprecated
-    flags. The script's own arguments stay as they are."""
+    """Returns the arguments with `-mMODULE` written as `-m MODULE`, a form that Python accepts too, and deprecated
+    flags under their new names.
+
+    The script's own arguments stay as they are.
+    """
     first = len(args)
     for i, arg in enumerate(args):
         is_value = i > 0 and args[i - 1] in (*_VALUED, *_RENAMED)
@@ -268,7 +280,8 @@ def _normalized(args: list[str]) -> list[str]:
 
 
 def _python() -> list[str]:
-    """The interpreter with the options that this one was started with: -u, -X dev, -W error."""
+    """Returns the command of the interpreter with the options that this process was started with, such as -u, -X dev,
+    -W error."""
     options = sys.orig_argv[1:]
     here = next((i for i, option in enumerate(options) if option.startswith("-m")), 0)
     return [sys.executable, *options[:here]]
