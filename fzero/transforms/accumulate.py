@@ -1,8 +1,8 @@
-"""Accumulates gradients over micro-batches, and runs the optimizer once. Acts on the program.
+"""Accumulates gradients over micro-batches and runs the optimizer once per step. Acts on the program.
 
-The lines of loss and gradients become the body of a loop over micro-batches. With the layerwise schedule each of them
-is instead repeated for every micro-batch before the next one. Sums and gradients are added up in the dtype they are
-reduced in, in the order of the micro-batches, and the update reads the totals.
+The ops of loss and gradients become the body of a loop over micro-batches. With the layerwise schedule, each op is
+instead repeated for every micro-batch before the next op runs. Sums (such as the loss) and gradients are accumulated in
+their reduction dtype, in the order of the micro-batches, and the optimizer update reads the totals.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Accumulate(Transform):
         )
 
     def cuts(self, leaf: Leaf) -> bool:
-        """Whether a leaf of the batch is split into micro-batches: if it has a dim 0 and `replicated` does not accept
-        it."""
+        """Whether a tensor of the batch is split into micro-batches: it is if it has a dim 0 and `replicated` does not
+        accept it."""
         if not leaf.shape:
             return False
         where = self.replicated
         return where is None or not accepts(self.name, "replicated", where, leaf.path, leaf.meta)
 
     def check_replicated(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-        """Checks `replicated` against the leaves of a batch.
+        """Checks `replicated` against the tensors of a batch.
 
         Raises:
-            FzeroValueError: it accepts no leaf of the batch, or only some of the paths of a tied leaf.
+            FzeroValueError: `replicated` accepts no tensor of the batch, or only some of the paths of a tied tensor.
         """
         if self.replicated is None:
             return
@@ -73,11 +73,11 @@ class Accumulate(Transform):
             raise FzeroValueError("accumulate", what, torn, fix)
 
     def micro_shapes(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-        """The shapes of the leaves of a rank's batch in one micro-batch.
+        """Returns the shapes that the tensors of a rank's batch have in one micro-batch.
 
         Raises:
-            FzeroValueError: leaves that are cut and have another number of rows than the others, or one that cannot be
-                cut in so many parts.
+            FzeroValueError: the tensors to be split differ in the size of dim 0, or that size is not a multiple of the
+                number of micro-batches.
         """
         num, cut = self.num_micro_batches, [leaf for leaf in leaves if self.num_micro_batches > 1 and self.cuts(leaf)]
         rows = Counter(leaf.shape[0] for leaf in cut)
@@ -118,37 +118,38 @@ def accumulate(
 ) -> Any:
     """Splits each rank's batch into `num_micro_batches` along dim 0 and accumulates their gradients.
 
-    Equal to the untransformed step up to the order of summation. A mean is the mean over the whole batch, a `weighted`
-    loss is divided by the whole count, and draws with the step's key equal those of the whole batch. What combines rows
-    inside the loss sees those of one micro-batch: batch statistics, and a hook or `torch.autograd.Function` whose
-    backward combines rows, such as clipping by norm (docs/losses.md). `schedule` changes the order of the operations
-    and not what they compute: on one process the results are bitwise identical.
+    The result equals that of the untransformed step up to the order of summation. A mean is the mean over the whole
+    batch, a `weighted` loss is divided by the count of the whole batch, and random numbers drawn with the step's key
+    equal those drawn for the whole batch. Operations inside the loss that combine samples see only the samples of one
+    micro-batch: batch statistics, and a hook or `torch.autograd.Function` whose backward combines samples, such as
+    clipping by norm (docs/losses.md). `schedule` changes the order of the operations but not what they compute: on one
+    process the results are bitwise identical.
 
     Args:
-        step: a step, or the number when called without one: `accumulate(4)`.
-        num_micro_batches: at least 1; must divide dim 0 of the batch leaves, which is the same for all of them. 0-dim
-            leaves go to each micro-batch whole.
+        step: a step, or the number of micro-batches when called without a step: `accumulate(4)`.
+        num_micro_batches: at least 1; must divide dim 0 of the batch tensors, which is the same for all of them. 0-dim
+            tensors are passed to each micro-batch unchanged.
         schedule: "sequential" runs one micro-batch after another. "layerwise" (also called breadth-first) passes all
-            micro-batches through a block before the next block starts, so that its parameters are gathered, or fetched
-            from the host or from disk, once for all of them. Use it with `offload("cpu", "params")`, and with
+            micro-batches through a block before the next block starts, so that the block's parameters are gathered, or
+            fetched from the host or from disk, once for all of them. Use it with `offload("cpu", "params")`, and with
             `shard_params` over slow links.
-        replicated: predicate `(path, leaf)` of the batch leaves that have a dim 0 but are the same for all
-            micro-batches: class weights, position ids, a mask that all samples share. `leaf` is a meta tensor.
+        replicated: predicate `(path, leaf)` that selects the batch tensors that have a dim 0 but are the same for all
+            micro-batches: class weights, position ids, a mask shared by all samples. `leaf` is a meta tensor.
 
-    Communication: with whole gradients (`data_parallel`, `shard_opt_state`) they are reduced once a step; with
-        `shard_grads` and `shard_params` once a micro-batch, so that no whole gradient outlives its block. With
-        the layerwise schedule they are reduced once per step at any stage, as the last micro-batch leaves the block,
-        and parameters are communicated as often as without `accumulate`.
-    Memory: activations of one micro-batch; the accumulated gradients, sharded or whole. Layerwise: block inputs and
-        saved activations of all micro-batches (`remat("full")` keeps only the inputs), temporaries of one. Whole
-        gradients of two blocks, a sum and a summand. A parameter that several blocks share has one gradient per block
-        and micro-batch.
+    Communication: gradients that are not sharded (`data_parallel`, `shard_opt_state`) are reduced once per step; with
+        `shard_grads` and `shard_params` they are reduced once per micro-batch, so that no unsharded gradient outlives
+        the backward of its block. With the layerwise schedule, gradients are reduced once per step at any ZeRO stage,
+        when the last micro-batch leaves the block, and parameters are communicated as often as without `accumulate`.
+    Memory: the activations of one micro-batch, and the accumulated gradients, sharded or unsharded. Layerwise: the
+        block inputs and saved activations of all micro-batches (`remat("full")` keeps only the inputs), and the
+        temporaries of one; the unsharded gradients of two blocks, an accumulated sum and the gradients that are added
+        to it. A parameter that several blocks share has one gradient per block and micro-batch.
 
     Raises:
-        FzeroValueError: no number, or one below 1; when the program is built, a batch that it does not divide, or whose
-            leaves have different numbers of rows; an unknown schedule.
-        FzeroTypeError: a `replicated` that is not a function.
-        TransformError: a step of `eval_step`, which has no micro-batches.
+        FzeroValueError: `num_micro_batches` is missing or below 1; `schedule` is unknown; or, when the program is
+            built, the batch is not divisible by `num_micro_batches`, or its tensors differ in the size of dim 0.
+        FzeroTypeError: `replicated` is not a function.
+        TransformError: the step comes from `eval_step`, which has no micro-batches.
 
     Example:
         >>> import torch, fzero as fz

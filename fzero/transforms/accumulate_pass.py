@@ -1,4 +1,4 @@
-"""Repeats the lines of loss and gradients for each micro-batch, in a loop or layer by layer, and adds up their sums."""
+"""Repeats the ops of loss and gradients for each micro-batch, in a loop or layer by layer, and adds up the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from fzero.transforms.transform import find
 
 
 def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
-    """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: this rank's
-    shape of each input that is cut."""
+    """Repeats the ops of loss and gradients for each micro-batch, with the schedule that the step's `Accumulate` names.
+
+    Args:
+        program: a base program.
+        num: the number of micro-batches.
+        batch: for each input that is split into micro-batches, the shape of this rank's batch.
+    """
     record = find(program.transforms, Accumulate)
     lines, totals = (
         _repeated(program, num, batch) if record is not None and record.layerwise else _looped(program, num, batch)
@@ -28,13 +33,13 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
 
 
 def loop_totals(program: Program) -> set[str]:
-    """The totals that loops over micro-batches add up."""
+    """Returns the names of the totals that loops over micro-batches accumulate."""
     return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
 
 
 def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
-    """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its
-    total."""
+    """Returns the ops of loss and gradients in a loop over micro-batches, and the name of the total of each sum and
+    gradient."""
     update = _update(program)
     before = [
         line
@@ -47,7 +52,8 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     totals: dict[str, str] = {}
 
     def loop(lines: Sequence[Line], summands: Sequence[str], parts: dict[str, str]) -> Line:
-        """A loop of lines in which `parts` have other names, that adds up `summands`."""
+        """Returns a loop over these ops that accumulates `summands`. `parts` maps names of values to their names in the
+        loop."""
         body = []
         for name in batch:
             if any(name in line.args for line in lines):
@@ -83,8 +89,12 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
 
 
 def _ahead(lines: Sequence[Line]) -> tuple[list[Line], list[Line], list[Line]]:
-    """The lines that read sums over all micro-batches, the lines that make these sums, and the loop's lines behind
-    them, which may contain some of both again."""
+    """Splits the ops of a loop if some of them (the seeds) read sums over all micro-batches.
+
+    Returns the seeds, the ops that compute the sums that the seeds read (they need a loop of their own before the main
+    loop), and the ops of the main loop after them. The main loop computes some of the second group again if its ops
+    read them.
+    """
     seeds = [line for line in lines if line.of_sums]
     if not seeds:
         return [], [], [*lines]
@@ -108,7 +118,7 @@ def _update(program: Program) -> Line[UpdateAttrs]:
 
 
 def _summands(program: Program) -> tuple[str, ...]:
-    """The values that the update reads of all micro-batches together."""
+    """The values that the update reads summed (or, for maxima, maximized) over all micro-batches."""
     update = _update(program)
     return (*update.attrs.sums, *update.attrs.maxima, *program.grads.values())
 
@@ -118,8 +128,8 @@ def _how(update: Line[UpdateAttrs], name: str) -> str:
 
 
 def _early(lines: list[Line]) -> list[Line]:
-    """Each `accumulate` right after the line that makes its summand, so that a whole gradient lives no longer than it
-    must."""
+    """Moves each `accumulate` directly after the op that makes its summand, so that unsharded gradients are freed
+    early."""
     adds: dict[str, Line] = {line.args[0]: line for line in lines if line.op == "accumulate"}
     out: list[Line] = []
     for line in lines:
@@ -130,11 +140,11 @@ def _early(lines: list[Line]) -> list[Line]:
 
 
 def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
-    """As `_looped`, without a loop: each line once a micro-batch before the next line.
+    """Like `_looped`, but without a loop: each op is repeated for every micro-batch before the next op.
 
-    What depends on neither the batch nor the micro-batch's number is made once. The first micro-batch's sums and
-    gradients become the totals: as soon as another's are made they are added to them in place. The `micro` of a
-    line: the micro-batch it is for, and how many there are.
+    Ops that depend on neither the batch nor the index of the micro-batch run once. The sums and gradients of the first
+    micro-batch become the totals; those of each later micro-batch are added to them in place as soon as they are
+    computed. The attribute `micro` of an op is a pair: the micro-batch it belongs to, and the number of micro-batches.
     """
     names, values = Names(program.values()), program.values()
     update = _update(program)
@@ -175,7 +185,15 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
 def _added(
     values: Sequence[Value], how: Mapping[str, str], new: Sequence[dict[str, str]], m: int, names: Names
 ) -> Iterator[Line]:
-    """The lines that add what a micro-batch makes to the totals, which get new names. `how`: each value is added."""
+    """Yields the ops that add the results of micro-batch `m` to the totals, which get new names.
+
+    Args:
+        values: the results that are accumulated.
+        how: the reduction of each, "sum" or "max".
+        new: for each micro-batch, the names that its values have there; entry 0 is updated with the new totals.
+        m: the micro-batch.
+        names: the generator of unused names.
+    """
     for op in ("sum", "max"):
         if group := [v for v in values if how[v.name] == op]:
             parts = tuple(new[k][v.name] for k in (0, m) for v in group)
@@ -185,8 +203,10 @@ def _added(
 
 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
-    """The lines of loss and gradients, and their accumulated results by role in the update. A result with other readers
-    is copied, as totals are overwritten."""
+    """Returns the ops of loss and gradients, and a map from each accumulated value to its name in the update.
+
+    A result that other ops read too is copied, because totals are overwritten in place; the copy is accumulated.
+    """
     update = _update(program)
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines if not line.of_sums for a in line.args}
@@ -202,7 +222,8 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
 
 
 def _units(lines: Sequence[Line], summands: Mapping[str, str]) -> Iterator[list[Line]]:
-    """The units that are repeated together: a line, and right after it the casts of its results to what is added up."""
+    """Yields the groups of ops that are repeated together: an op, followed by the casts of its results to the values
+    that are accumulated."""
     casts: dict[str, list[Line]] = {}
     for line in lines:
         if line.op == "cast" and line.out[0].name in summands:

@@ -56,7 +56,8 @@ class PrecisionState(NamedTuple):
 
 @dataclass(frozen=True)
 class AutomaticPrecision(MixedPrecision):
-    """The spec of `mixed_precision("auto")`. `compute` is the dtype that it starts in; "auto": the device decides."""
+    """The configuration of `mixed_precision("auto")`. `compute` is the initial dtype; with "auto" the device determines
+    it."""
 
     safer: tuple[str, ...] = ()  # paths of the parameters that have been promoted to float32
 
@@ -105,17 +106,17 @@ class AutomaticPrecision(MixedPrecision):
 def counted(
     state: PrecisionState, watched: Watched, statistics: Mapping[str, torch.Tensor], safer: Sequence[bool] = ()
 ) -> PrecisionState:
-    """The counters after a step.
+    """Returns the counters after a step.
 
-    An overflow counts only for the block where it begins: the first of the forward whose output is not finite. If every
-        output is finite, it is the last block whose gradient is not finite, because the backward passes it on to all
-        blocks before. Code outside blocks comes last, and has no counters.
+    An overflow counts only for the block where it begins: the first block of the forward whose output is not finite. If
+    every output is finite, it is the last block whose gradient is not finite, because the backward propagates it to all
+    earlier blocks. Code outside blocks comes last, and has no counters.
 
     Args:
-        state: before the step.
-        watched: n blocks.
-        statistics: of this step, float32[n] each (transforms/precision_statistics.py).
-        safer: for each parameter whether it is computed in float32 already; empty: none is.
+        state: the counters before the step.
+        watched: the n watched blocks.
+        statistics: the statistics of this step, float32[n] each (transforms/precision_statistics.py).
+        safer: for each parameter, whether it is computed in float32 already; empty if none is.
     """
     num, device = len(watched.names), state.overflows.device
     number = torch.tensor(range(num), device=device)
@@ -139,8 +140,11 @@ def counted(
 
 
 def _families(watched: Watched) -> tuple[list[int], list[int]]:
-    """A number for each block and for each parameter: the same if they share parameters; -1 for code outside blocks, -2
-    for a parameter of no block."""
+    """Returns a group number for each block and for each parameter.
+
+    Blocks that share parameters, directly or through other blocks, have the same number. It is -1 for code outside
+    blocks, and -2 for a parameter that no block reads.
+    """
     family = list(range(len(watched.names) - 1))
     first: dict[int, int] = {}  # a parameter -> the first block that takes it
     for number, reads in enumerate(watched.reads[:-1]):
@@ -154,10 +158,11 @@ Decision = tuple[str, str, str]
 
 
 class Promotion:
-    """Promotes parameters by the counters of a state: of the one that is restored, before it is laid out; of the
-    current one, before a program is built.
+    """Promotes parameters according to the counters of a state.
 
-    A state without counters, or of a step without "auto", changes nothing. All ranks of the mesh call these together.
+    A restored state's counters are evaluated before its layouts are chosen, and the current state's before a program is
+    built. A state without counters, or a step without "auto", is left unchanged. All methods must be called on all
+    ranks of the mesh together.
     """
 
     def __init__(self, mesh: Mesh):
@@ -166,13 +171,14 @@ class Promotion:
         self._moved: tuple[Decision, ...] = ()  # the blocks that have been promoted
 
     def resolved(self, step: Step, leaves: Sequence[Leaf], counts: PrecisionState) -> Step:
-        """The step with every parameter whose counter has reached its limit computed in float32. All ranks follow the
-        counters of the first.
+        """Returns the step in which every parameter whose counter has reached its limit is computed in float32.
+
+        All ranks use the counters of the first rank.
 
         Args:
-            step: if it has no `mixed_precision("auto")`, it is returned as it is.
+            step: if it has no `mixed_precision("auto")`, it is returned unchanged.
             leaves: the parameters.
-            counts: of the state.
+            counts: the counters of the state.
 
         Communication: a few bytes through the store.
         """
@@ -187,8 +193,11 @@ class Promotion:
     def before_build(
         self, step: Step, leaves: Sequence[Leaf], extras: Mapping[str, Any], layout_of: Callable[[Step], Any]
     ) -> Step:
-        """The step resolved by the counters in a state's `extras`. If that step stores other leaves than the state has
-        (`layout_of`), the step stays as it is, and the next restore resolves it."""
+        """Returns the step, resolved with the counters in a state's `extras`.
+
+        If the resolved step would store other tensors than the state has (`layout_of`), the step stays unchanged, and
+        the next restore resolves it.
+        """
         if (counts := extras.get("precision")) is None:
             return step
         found = self.resolved(step, leaves, counts)
@@ -205,7 +214,7 @@ class Promotion:
         return found
 
     def explained(self, step: Step, leaves: Sequence[Leaf], watched: Watched | None) -> tuple[Decision, ...]:
-        """The promoted blocks of a resolved step, with the reasons. A change is logged by the first rank."""
+        """Returns the promoted blocks of a resolved step, with the reasons. The first rank logs changes."""
         if self._counts is None or watched is None:
             return ()
         moved = _decisions(step, leaves, watched, self._counts)

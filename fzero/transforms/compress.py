@@ -1,5 +1,7 @@
-"""Sends gradients and parameters in fewer bits. Acts on the program, in transforms/compress_pass.py; the codes are
-those of transforms/compress_codes.py."""
+"""Sends gradients and parameters in fewer bits. Acts on the program, in transforms/compress_pass.py.
+
+The encodings are defined in transforms/compress_codes.py.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import Where
 
 Named = str | tuple[tuple[str, str | None], ...] | None
-"""The name of a format, or one for each of several axes."""
+"""The name of a format, or a format for each of several axes."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AUTO = "auto"
 
 
 class AxisFormats(NamedTuple):
-    """The formats of parameters and gradients over an axis, by name; None: as they are."""
+    """The names of the formats that parameters and gradients have on one axis; None: they are sent uncompressed."""
 
     axis: str
     params: str | None = None
@@ -44,7 +46,8 @@ _ROOM = 1024  # bytes of the slot
 
 @dataclass(frozen=True)
 class Compress(Transform):
-    """`auto`: formats are chosen by the plan; `params` and `grads` are then None where nothing is to be chosen."""
+    """The configuration of `compress`. If `auto`, the plan chooses the formats; `params` or `grads` is then None if
+    parameters or gradients are to stay uncompressed."""
 
     params: Named = "int8"
     grads: Named = "int8"
@@ -55,12 +58,12 @@ class Compress(Transform):
     name: ClassVar[str] = "compress"
 
     def chosen(self, formats: Iterable[AxisFormats]) -> Compress:
-        """An "auto" with these formats."""
+        """Returns this "auto" configuration with the formats that were chosen for it."""
         params, grads = (tuple((x.axis, getattr(x, of)) for x in formats) for of in ("params", "grads"))
         return replace(self, params=params, grads=grads, axis=None, auto=False)
 
     def slots(self, params: Any) -> Mapping[str, Any]:
-        """The formats that were chosen, as text (runtime/compress_formats.py)."""
+        """The chosen formats, stored as text (runtime/compress_formats.py)."""
         return {SLOT: torch.zeros(_ROOM, dtype=torch.uint8)} if self.auto else {}
 
     def idle_in(self, program: Any) -> str | None:
@@ -68,17 +71,17 @@ class Compress(Transform):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that it names."""
+        """The axes that the configuration names."""
         named = [axis for of in (self.params, self.grads) if isinstance(of, tuple) for axis, _ in of]
         return tuple(dict.fromkeys([*named, *([] if self.axis is None else [self.axis])]))
 
     def of_params(self, axis: str) -> Format | None:
-        """The format of parameters over an axis; None where they travel as they are."""
+        """The format of parameters on an axis; None if they are sent uncompressed."""
         name = self._named(self.params, axis)
         return None if name is None else PARAMS[name]
 
     def of_grads(self, axis: str) -> Format | None:
-        """The format of gradients over an axis."""
+        """The format of gradients on an axis; None if they are sent uncompressed."""
         name = self._named(self.grads, axis)
         return None if name is None else GRADS[name]
 
@@ -89,13 +92,15 @@ class Compress(Transform):
 
     @property
     def roundings(self) -> tuple[float, float]:
-        """Half a step of the coarsest format of parameters and of gradients, relative to the largest element of a
-        block."""
+        """The largest rounding errors of parameters and of gradients, relative to the largest element of a block.
+
+        Each is half a quantization step of the coarsest format.
+        """
         grads = "int4" if self.auto and self.grads else self.grads
         return _rounding(self.params), _rounding(grads)
 
     def refuses(self, leaf: Leaf) -> str | None:
-        """Why a leaf travels as it is, or None."""
+        """Returns the reason why a tensor is sent uncompressed, or None if it is compressed."""
         if leaf.dtype not in _DTYPES:
             return "codes are of floats of 32 or 16 bits"
         if not has_blocks(leaf.shape):
@@ -103,7 +108,7 @@ class Compress(Transform):
         return None if accepts(self.name, "where", self.where, leaf.path, leaf.meta) else "left out by `where`"
 
     def encodes(self, leaf: Leaf) -> bool:
-        """Whether a parameter may travel in codes."""
+        """Whether a parameter may be sent encoded."""
         return leaf.role == "params" and self.params is not None and self.refuses(leaf) is None
 
     def conflict(self, other: Transform) -> str | None:
@@ -138,48 +143,52 @@ def compress(
 ) -> Any:
     """Sends parameters and gradients in fewer bits.
 
-    A leaf of 4,096 elements and more travels in blocks of 256: a code for each element, and the block's scale. Smaller
-    leaves travel as they are, in the same transfer. Not equal to the step without it, but near it
-    (docs/transforms/compress.md): parameters are rounded once a step, and masters never; gradients once a transfer.
+    A tensor with at least 4,096 elements is sent in blocks of 256: a code for each element, and one scale for the
+    block. Smaller tensors are sent unchanged, in the same transfer. The result does not equal that of the step without
+    `compress`, but is close to it (docs/transforms/compress.md): parameters are rounded once per step, masters never,
+    and gradients once per transfer.
 
-    Parameters are encoded once a step, of what rests, before micro-batches. Every rank computes with the decoded codes,
-    the owner too. Of ZeRO-1 and 2 parameters rest sharded, as with `mixed_precision`, and are gathered in codes.
-    Gradients are dealt in codes by an all_to_all, decoded and added up in float32, in the order of the ranks. Under
-    `data_parallel`, or over `replica`, the sum is encoded again and gathered, so all ranks have the same bits. What is
-    not finite stays so, block by block.
+    Parameters are encoded once per step, from their stored values, before the micro-batches. Every rank computes with
+    the decoded codes, including the rank that owns the shard. With ZeRO-1 and 2, parameters are stored sharded, as with
+    `mixed_precision`, and their codes are gathered. Codes of gradients are exchanged by an all_to_all, decoded and
+    added up in float32, in the order of the ranks. With `data_parallel`, or over `replica`, the sum is encoded again
+    and gathered, so that all ranks have the same bits. Values that are not finite stay not finite, block by block.
 
     `compress("auto")` chooses formats once, before the first step, for one axis after the other: the least compression
-    whose planned step takes within 1 % of the fastest. From less to more: gradients "bf16", "int8", then parameters
-    "int8", then gradients "int4". "int4" is only tried on an axis over which the sums of another axis travel: on the
-    first one it costs about 1 % of the loss. If a memory budget leaves no room for that, it is the least compression
-    with which the step fits. `plan.decisions` has the planned seconds of each alternative. All ranks
-    choose alike, by the rates of the first. The state records the formats, so a run that is resumed keeps them; an axis
-    that had one rank before is decided then. An evaluation gathers parameters as they are.
+    whose planned step time is within 1 % of the fastest. From less to more compression: gradients "bf16", gradients
+    "int8", then parameters "int8", then gradients "int4". "int4" is only tried on an axis over which sums that another
+    axis has already reduced are sent: on the first axis it costs about 1 % of the loss. If a memory budget leaves no
+    room for that choice, the least compression with which the step fits is used. `plan.decisions` lists the planned
+    seconds of each alternative. All ranks make the same choice, from the transfer rates of the first rank. The state
+    records the formats, so that a resumed run keeps them; if an axis had only one rank before, its formats are chosen
+    on resuming. An evaluation gathers parameters uncompressed.
 
     Args:
         step: a step, or "auto" when called without one; without a step a transform is returned.
-        formats: "auto"; None: as `params` and `grads` say.
-        params: "int8"; None: as without it. Or a mapping of axes to one of these; other axes have None. With "auto"
-            None leaves parameters as they are.
-        grads: "int8", or "int4" for a slow axis, both with steps of the square root; "bf16", whose sum is float32;
-            None. Or a mapping: `{"data": "int8", "node": "int4"}`. With "auto" None leaves gradients as they are.
-        axis: the one axis over which values travel in codes, by default all that shard or divide the batch. Not beside
-            a mapping.
-        where: predicate `(path, leaf)` of the parameters that travel in codes, with their gradients; by default all.
+        formats: "auto"; or None to use `params` and `grads`.
+        params: "int8", or None for no compression. Or a mapping from axes to one of these; axes that it does not name
+            have None. With "auto", None leaves parameters uncompressed.
+        grads: "int8", or "int4" for a slow axis, both with square-root quantization steps; "bf16", which is summed in
+            float32; or None. Or a mapping: `{"data": "int8", "node": "int4"}`. With "auto", None leaves gradients
+            uncompressed.
+        axis: the only axis over which encoded values are sent; by default all axes that shard parameters or the batch.
+            Cannot be combined with a mapping.
+        where: predicate `(path, leaf)` that selects the parameters that are sent encoded, with their gradients; by
+            default all.
 
-    Communication: (N-1)/N x 1.008 bytes an element for "int8", 0.508 for "int4" and 2 for "bf16", sent per rank and
-        transfer, where it was 4 or 2. An all_reduce becomes two transfers.
-    Memory: the codes of this rank's shards, P/N bytes, during the step; of ZeRO-1 and 2 in fp32 the masters, 4P/N, and
-        whole parameters during the step alone.
+    Communication: (N-1)/N x 1.008 bytes per element for "int8", 0.508 for "int4" and 2 for "bf16", sent per rank and
+        transfer, instead of 4 or 2. An all_reduce becomes two transfers.
+    Memory: the codes of this rank's shards, P/N bytes, during the step. With ZeRO-1 and 2 in fp32, the masters take
+        4P/N, and unsharded parameters exist only during the step.
 
     Raises:
-        FzeroTypeError: an axis, or a format, that is not a name.
-        FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`; formats beside "auto". When
-            the program is built: an axis that is missing, or has several ranks and nothing that travels in codes;
-            "auto" on ranks whose links were not measured (`fzero calibrate`).
-        TransformError: another `compress`; a `pipeline`; an evaluation without codes of parameters.
-        TraceError: when the program is built, a parameter that travels in codes and whose bits the function reads
-            (`view(dtype)`), as it reads integer codes stored in a floating-point dtype: leave it out by `where`.
+        FzeroTypeError: an axis or a format is not a name.
+        FzeroValueError: an unknown format; nothing to compress; a mapping together with `axis`; formats together with
+            "auto". When the program is built: an axis is missing, or has several ranks but nothing is sent encoded over
+            it; "auto" on ranks whose links have not been measured (`fzero calibrate`).
+        TransformError: another `compress`; a `pipeline`; an evaluation when parameters are not encoded.
+        TraceError: when the program is built, the function reads the bits (`view(dtype)`) of a parameter that is sent
+            encoded, as it does for integer codes stored in a floating-point dtype: exclude the parameter with `where`.
 
     Papers: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023. Dettmers
         et al., 8-bit optimizers via block-wise quantization, ICLR 2022.
@@ -220,7 +229,7 @@ def compress(
 
 
 def _checked(params: Any, grads: Any, axis: Any, where: Any) -> tuple[Compress, list[str]]:
-    """The spec, and what is of a wrong kind."""
+    """Returns the configuration, and descriptions of the arguments that have a wrong type."""
     problems = [] if axis is None or (isinstance(axis, str) and axis) else [f"axis={axis!r}: the name of one axis"]
     formats = dict[str, Named]()
     for name, given in (("params", params), ("grads", grads)):
@@ -233,7 +242,7 @@ def _checked(params: Any, grads: Any, axis: Any, where: Any) -> tuple[Compress, 
 
 
 def _names(of: Named) -> list[str]:
-    """The names of the formats."""
+    """The names of the formats, without None."""
     return [name for name in (dict(of).values() if isinstance(of, tuple) else [of]) if name is not None]
 
 

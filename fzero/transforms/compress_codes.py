@@ -1,14 +1,16 @@
-"""Defines the codes in which values travel, and records the functions that make and read them.
+"""Defines the encodings in which values are sent, and traces the functions that encode and decode them.
 
-[Note: codes] A value travels in blocks of 256 elements. The row of a block has a code of 8 or 4 bits for each element,
-and behind them the block's scale, which is its largest magnitude, as bfloat16 rounded up: 258 or 130 bytes, 1.008 or
-0.508 an element. Codes of parameters have even steps. Codes of gradients have steps of the square root: an optimizer
-that divides by an element's own magnitude loses the whole update of an element that is rounded to 0. A block that is
-not finite decodes to NaN throughout, so the step is skipped, or fails, as without codes. Two codes share a byte as the
-first and the second half of a block: so no operation crosses lanes.
+[Note: codes] A value is sent in blocks of 256 elements. The row of a block holds a code of 8 or 4 bits for each
+element, followed by the block's scale: its largest magnitude, as a bfloat16 that is rounded up. A row has 258 or 130
+bytes, 1.008 or 0.508 per element. Codes of parameters have equal quantization steps. Codes of gradients have
+square-root steps (the code is proportional to the square root of the magnitude): an optimizer that divides by an
+element's own magnitude loses the whole update of an element that is rounded to 0. A block that contains a value that is
+not finite decodes to NaN throughout, so that the step is skipped, or fails, as it would without compression. With 4
+bits, a byte holds one code of the first half of the block and one of the second half, so that no operation crosses
+lanes.
 
-Rows are a function of their block alone, so a leaf has the same ones on every mesh ([Note: blocks] in
-fzero/sharding/layout.py). Sums are float32, in the order of the ranks.
+A row depends only on the elements of its block, so the rows of a parameter are the same on every mesh ([Note: blocks]
+in fzero/sharding/layout.py). Sums are computed in float32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from fzero.trace.graph_capture import record
 from fzero.trace.recorder import Recorded
 
 _SCALE = 2  # bytes
-_MOST, _INFINITY = 0x7F7F0000, 0x7F800000  # the largest bfloat16 and the one behind it, as bits of a float32
-_RUN = 32  # ranks whose parts are added up one by one; of more a run counts as one
+# the largest finite bfloat16 and the value after it (infinity), as bits of a float32
+_MOST, _INFINITY = 0x7F7F0000, 0x7F800000
+_RUN = 32  # ranks whose parts are added one by one; of more ranks, each run of this length is summed first
 
 
 class Format(NamedTuple):
-    """The form of what travels: bits an element, and whether steps are those of the square root. 16 bits are bfloat16,
+    """An encoding: the bits per element, and whether quantization steps are square-root steps. 16 bits means bfloat16,
     without blocks."""
 
     bits: int
@@ -45,7 +48,7 @@ class Format(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Bytes of a block."""
+        """The bytes of one block, including its scale."""
         return BLOCK * self.bits // 8 + _SCALE
 
 
@@ -54,8 +57,8 @@ GRADS = {"int8": Format(8, root=True), "int4": Format(4, root=True), "bf16": For
 
 
 class Wire(NamedTuple):
-    """A value on its way: its format, None where it travels as it is, and the elements and dtype of each rank's
-    part."""
+    """The form in which a value is sent: its format (None: unchanged), and the number of elements and the dtype of each
+    rank's part."""
 
     format: Format | None
     numel: int
@@ -63,12 +66,12 @@ class Wire(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Whether it travels as rows of blocks."""
+        """Whether the value is sent as rows of encoded blocks."""
         return self.format is not None and self.format.bits < 16
 
     @property
     def sent(self) -> int:
-        """Elements that a part has on its way."""
+        """The number of elements that each part has in the transfer (bytes, if it is encoded)."""
         return self.numel if self.format is None or not self.coded else self.numel // BLOCK * self.format.row
 
     @property
@@ -86,10 +89,11 @@ class Form(NamedTuple):
 
 
 def rows_of(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """uint8[blocks, row] of float32[blocks, BLOCK]."""
+    """Encodes float32[blocks, BLOCK] as uint8[blocks, row]."""
     largest = x.abs().amax(-1, keepdim=True)
     finite = largest.abs() < math.inf  # and no NaN
-    # rounded up, in the bits of a float32; a sum with the bits of a NaN could overflow
+    # Rounds up to bfloat16, in the bits of a float32. Magnitudes that are not finite are excluded first, because adding
+    # to the bits of a NaN could overflow.
     up = ((torch.where(finite, largest, 0.0).view(torch.int32) + 0xFFFF) & -0x10000).clamp(max=_MOST)
     words = torch.where(finite, up, _INFINITY)
     scale = up.view(torch.float32)
@@ -105,7 +109,7 @@ def rows_of(x: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def values_of(rows: torch.Tensor, form: Format) -> torch.Tensor:
-    """float32[blocks, BLOCK] of uint8[blocks, row]."""
+    """Decodes uint8[blocks, row] to float32[blocks, BLOCK]."""
     last = form.row - _SCALE
     codes, high, low = rows[..., :last], *(rows[..., at : at + 1].to(torch.int32) for at in (last, last + 1))
     scale = (high << 24 | low << 16).view(torch.float32)
@@ -116,7 +120,8 @@ def values_of(rows: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor, wire: Wire, parts: int = 1) -> torch.Tensor:
-    """A value as it travels, [parts, elements]: the parts of so many ranks, the last of them padded."""
+    """Returns a value in the form in which it is sent, [parts, elements]: one part for each of `parts` ranks, the last
+    of them padded."""
     flat = x.reshape(-1)
     if padding := parts * wire.numel - flat.numel():
         flat = F.pad(flat, (0, padding))
@@ -127,7 +132,8 @@ def packed(x: torch.Tensor, wire: Wire, parts: int = 1) -> torch.Tensor:
 
 
 def unpacked(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The elements [..., elements] of what has come, in float32 if it is codes, else as they travel."""
+    """Returns the elements [..., elements] of a received value: in float32 if it is encoded, otherwise in the dtype in
+    which it was sent."""
     if not wire.coded:
         return sent
     assert wire.format is not None
@@ -136,9 +142,9 @@ def unpacked(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def total(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The sum of the ranks' parts [ranks, elements], in their order."""
+    """Returns the sum of the ranks' parts [ranks, elements], added in the order of the ranks."""
     rows = unpacked(sent, wire).to(torch.float32)
-    while len(rows) > _RUN:  # a graph has no thousand additions
+    while len(rows) > _RUN:  # bounds the number of additions in the graph
         num = len(rows) // _RUN
         runs = rows[: num * _RUN].view(num, _RUN, wire.numel)
         rows = torch.cat([functools.reduce(torch.add, (runs[:, i] for i in range(_RUN))), rows[num * _RUN :]])
@@ -146,7 +152,10 @@ def total(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def bundles(wires: Sequence[Wire], parts: int) -> list[Form]:
-    """The values in which so many values travel together: one for each dtype, part behind part."""
+    """Returns the shapes and dtypes of the buffers in which these values are sent together.
+
+    There is one buffer for each dtype; it concatenates the parts of the ranks.
+    """
     sent = dict.fromkeys((w.sent_dtype for w in wires), 0)
     for wire in wires:
         sent[wire.sent_dtype] += parts * wire.sent
@@ -161,7 +170,7 @@ def _bundled(values: Sequence[torch.Tensor], wires: Sequence[Wire]) -> list[torc
 
 
 def _apart(sent: Sequence[torch.Tensor], wires: Sequence[Wire], parts: int) -> list[torch.Tensor]:
-    """Bundles as the values [parts, elements] that travel in them."""
+    """Splits received buffers into the values [parts, elements] that were sent in them."""
     rows = {x.dtype: x.view(parts, -1) for x in sent}
     at, found = dict.fromkeys(rows, 0), list[torch.Tensor]()
     for wire in wires:
@@ -171,18 +180,18 @@ def _apart(sent: Sequence[torch.Tensor], wires: Sequence[Wire], parts: int) -> l
     return found
 
 
-# --- functions of lines ---
+# --- subgraphs that ops call ---
 
 
 @functools.lru_cache(maxsize=256)
 def shard_encoder(given: tuple[Form, ...], wires: tuple[Wire, ...], device: torch.device) -> Recorded:
-    """Shards to codes, each by itself."""
+    """Traces the encoding of shards, each into a separate tensor."""
     return _recorded(given, device, lambda *xs: [packed(x, w).view(-1) for x, w in zip(xs, wires, strict=True)])
 
 
 @functools.lru_cache(maxsize=256)
 def decoder(given: tuple[Form, ...], wires: tuple[Wire, ...], made: tuple[Form, ...], device: torch.device) -> Recorded:
-    """Codes of values, each by itself, to the values without padding."""
+    """Traces the decoding of values, each from a separate tensor, and removes the padding."""
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         return [_formed(unpacked(x.reshape(-1), w), form) for x, w, form in zip(xs, wires, made, strict=True)]
@@ -192,7 +201,7 @@ def decoder(given: tuple[Form, ...], wires: tuple[Wire, ...], made: tuple[Form, 
 
 @functools.lru_cache(maxsize=256)
 def encoder(given: tuple[Form, ...], wires: tuple[Wire, ...], parts: int, device: torch.device) -> Recorded:
-    """Values to bundles for so many ranks."""
+    """Traces the encoding of values into buffers for this many ranks."""
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         return _bundled([packed(x, w, parts) for x, w in zip(xs, wires, strict=True)], wires)
@@ -202,7 +211,7 @@ def encoder(given: tuple[Form, ...], wires: tuple[Wire, ...], parts: int, device
 
 @functools.lru_cache(maxsize=256)
 def adder(wires: tuple[Wire, ...], parts: int, made: tuple[Form, ...], device: torch.device) -> Recorded:
-    """Bundles from so many ranks to the sums of the values."""
+    """Traces the decoding of buffers from this many ranks, and the sums of the values over the ranks."""
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         sums = (total(x, w) for x, w in zip(_apart(xs, wires, parts), wires, strict=True))
@@ -213,7 +222,7 @@ def adder(wires: tuple[Wire, ...], parts: int, made: tuple[Form, ...], device: t
 
 @functools.lru_cache(maxsize=256)
 def recoder(wires: tuple[Wire, ...], parts: int, device: torch.device) -> Recorded:
-    """Bundles from so many ranks to a bundle of the sums, one part of those of all ranks."""
+    """Traces the sums of buffers from this many ranks, encoded again: each rank's result is its part of the sums."""
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         sums = [total(x, w).to(w.dtype) for x, w in zip(_apart(xs, wires, parts), wires, strict=True)]
@@ -224,7 +233,7 @@ def recoder(wires: tuple[Wire, ...], parts: int, device: torch.device) -> Record
 
 @functools.lru_cache(maxsize=256)
 def unbundler(wires: tuple[Wire, ...], parts: int, made: tuple[Form, ...], device: torch.device) -> Recorded:
-    """Bundles of all ranks' parts to the values without padding."""
+    """Traces the decoding of buffers that hold all ranks' parts, and removes the padding."""
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         apart = zip(_apart(xs, wires, parts), wires, made, strict=True)

@@ -1,14 +1,15 @@
-"""Has parameters and gradients travel in codes (transforms/compress_codes.py): rewrites the transfers that spreading a
-program over the mesh has placed, each by itself.
+"""Sends parameters and gradients encoded (transforms/compress_codes.py): rewrites the transfers that
+transforms/zero_pass.py has inserted, one at a time.
 
-    w_codes = encode(params['w'])                 # once a step, ahead of all lines that read it, of what rests
+    w_codes = encode(params['w'])                 # once per step, before all ops that read it, from the stored value
     w = decode(all_gather(w_codes))
 
-    codes = encode_grads(d_w, ...)                # of a block: the parts of all ranks, one behind the other
+    codes = encode_grads(d_w, ...)                # all gradients of a block: the parts for all ranks, concatenated
     d_w_shard, ... = decode_sum(all_to_all(codes))
 
-Where the sum is to be whole it is encoded again, `recode`, and gathered, and every rank decodes the same bits. Codes of
-parameters are shards as their leaf is, and move over several axes as that does; codes of gradients are ranks' own.
+If the sum is needed unsharded, it is encoded again (`recode`) and gathered, and every rank decodes the same bits. Codes
+of parameters are sharded like the parameter, and are gathered over several axes as the parameter would be; codes of
+gradients differ on every rank.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ from fzero.transforms.zero_placement import Zero
 _GATHER = "all_gather_start"
 _REDUCTIONS = ("reduce_scatter_start", "all_reduce_start")
 _KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
-"""The ops whose results are the gradient that they read."""
+"""The ops whose results are the same gradients as their arguments, in another form."""
 
 
 def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> Program:
-    """The program whose transfers are in codes. `wire`: the formats that an "auto" comes to.
+    """Returns the program with encoded transfers.
+
+    Args:
+        program: a program that is sharded over the mesh.
+        zero: how the parallel transforms shard each parameter.
+        wire: the formats that were chosen, for "auto".
 
     Raises:
-        FzeroValueError: an axis of the transform is not on the mesh, or nothing travels in codes over it, or at all.
+        FzeroValueError: an axis of the transform is not on the mesh; or nothing is sent encoded over it, or over any
+            axis.
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
@@ -55,11 +62,13 @@ def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> P
 
 
 def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
-    """The formats that an "auto" may choose for each axis, from as it is to the most compression, of a program before
-    its transfers are in codes. Gradients of 4 bits are for sums of another axis alone.
+    """Returns the formats that "auto" may choose for each axis, from no compression to the most compression.
+
+    The program is one whose transfers are not encoded yet. 4-bit gradients are offered only on axes that reduce sums of
+    another axis.
 
     Raises:
-        FzeroValueError: the axis of the transform is not on the mesh; nothing could travel in codes.
+        FzeroValueError: the axis of the transform is not on the mesh; nothing could be sent encoded.
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
@@ -81,8 +90,8 @@ def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
 
 
 class _Travels(NamedTuple):
-    """The transfers over an axis that may be in codes: whether parameters; the formats that change gradients; whether
-    some gradient is reduced over it first."""
+    """What could be sent encoded over an axis: whether any parameters; the formats that would change gradients; and
+    whether the axis is the first over which some gradient is reduced."""
 
     params: bool
     grads: frozenset[str]
@@ -90,13 +99,13 @@ class _Travels(NamedTuple):
 
 
 class _Bundle(NamedTuple):
-    """The gradients of a transfer that ranks along the same axes have as their own.
+    """The gradients of one transfer that vary over the same axes, and the ops that send them.
 
     Attributes:
         encode: the call that encodes them.
-        sent, come: its results, before and behind the deal.
-        add: the call that adds up.
-        wholes: gathered sums in codes, if sums are to be whole.
+        sent, come: the buffers before and after the all_to_all.
+        add: the call that decodes and adds them up.
+        wholes: the gathered encoded sums, if the sums are to be unsharded.
         decode: the last call.
     """
 
@@ -112,8 +121,8 @@ class _Coding:
     def __init__(self, program: Program, spec: Compress, zero: Zero):
         self.program, self.spec, self.mesh = program, spec, program.mesh
         shared = {a for r in zero.specs for a in r.axes}.difference(zero.computed)
-        self.axes = {a for a in shared if self.mesh.axes[a] > 1}  # over which parameters and gradients travel
-        # no named axis has two ranks; an elastic run may come to that
+        self.axes = {a for a in shared if self.mesh.axes[a] > 1}  # over which parameters and gradients are sent
+        # No named axis has two ranks, which an elastic run may come to.
         self.alone = bool(shared) and self.axes.isdisjoint(spec.axes or shared)
         self.values, self.names = program.values_by_name, Names(program.values())
         self.functions = Functions(program.functions)
@@ -122,15 +131,16 @@ class _Coding:
         self.made = {v.name: line for line in lines for v in line.out}
         self.waits = {line.args[0]: line for line in lines if OPS[line.op].waits}
         self.leaf_of = {**self._params(lines), **self._grads()}
-        self.read = {a for x in lines for a in x.args if not self._takes_codes(x, a)}  # by values
+        # the names that some op reads as decoded values
+        self.read = {a for x in lines for a in x.args if not self._takes_codes(x, a)}
         self.read |= {*program.outputs}
-        self.codes: dict[str, Value] = {}  # of a parameter, of a cast of it, or of what was gathered of it
+        self.codes: dict[str, Value] = {}  # the codes of a parameter, of its cast, or of a gathered shard of it
         self.wires: dict[str, Wire] = {}  # likewise
         self.num_deals = 0
-        self.before: list[Line] = []  # what is encoded ahead of a line, or of the loop that it is in
-        self.starts: dict[str, Line] = {}  # of handles that carry codes, the gather as it was
-        self.done: set[str] = set()  # axes over which something travels in codes
-        self.gone: set[str] = set()  # waits that have another in their place
+        self.before: list[Line] = []  # calls that encode before an op, or before the loop that contains it
+        self.starts: dict[str, Line] = {}  # by handle of a gather of codes: the gather before the rewrite
+        self.done: set[str] = set()  # axes over which something is sent encoded
+        self.gone: set[str] = set()  # handles whose waits have been replaced
 
     def run(self) -> Program:
         self.check_axes()
@@ -147,7 +157,7 @@ class _Coding:
         return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
 
     def check_axes(self) -> None:
-        """Raises if the spec names an axis that the mesh has not."""
+        """Raises if the configuration names an axis that the mesh does not have."""
         if unknown := [a for a in self.spec.axes if a not in self.mesh.axes]:
             said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
             raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
@@ -155,7 +165,7 @@ class _Coding:
     # --- what travels ---
 
     def travels(self, axis: str) -> _Travels:
-        """The transfers over an axis that may be in codes."""
+        """Returns what could be sent encoded over an axis."""
         lines = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
         gathers = [x for x in lines if x.op == _GATHER]
         reductions = [(x, self._pairs(x)) for x in lines if x.op != _GATHER]
@@ -176,18 +186,18 @@ class _Coding:
         return any(self._wire(a, format, math.prod(self._held(self.values[a]).shape)).format for a in takes)
 
     def _is_sum(self, name: str) -> bool:
-        """Whether a gradient has been reduced over an axis before."""
+        """Whether a gradient has been reduced over another axis before."""
         line = self.made.get(name)
         if line is None or line.op not in _KEEPS:
             return False
         if line.op == "wait":
             return self.made[line.args[0]].op in _REDUCTIONS
-        # of a sum over micro-batches each summand; the first of them is zeros
+        # For a sum over micro-batches, check each summand; the first of them is zeros.
         position = [v.name for v in line.out].index(name)
         return any(self._is_sum(a) for a in line.args[position :: len(line.out)])
 
     def _params(self, lines: Sequence[Line]) -> dict[str, Leaf]:
-        """The leaf of each value that is a parameter: it itself, a cast of it, or what is gathered of that."""
+        """Returns the parameter of each value that is one, a cast of one, or gathered from one of these."""
         found = {x.path: x for x in self.program.leaves.values() if x.role in ("params", "compute")}
         for line in lines:
             source = self.made.get(line.args[0]) if line.op == "wait" else None
@@ -198,7 +208,8 @@ class _Coding:
         return found
 
     def _grads(self) -> dict[str, Leaf]:
-        """The leaf of each gradient, and of what becomes one when it is added up and reduced."""
+        """Returns the parameter of each gradient, and of each value that becomes a gradient when it is accumulated and
+        reduced."""
         found = dict[str, Leaf]()
         todo = [(g, self.program.leaves[path]) for path, g in self.program.grads.items()]
         while todo:
@@ -213,19 +224,20 @@ class _Coding:
         return found
 
     def _format(self, line: Line) -> Format | None:
-        """The format of a transfer, of parameters or gradients."""
+        """The format of a transfer of parameters or gradients; None: uncompressed."""
         (axis,) = line.axes if len(line.axes) == 1 else ("",)
         of = self.spec.of_params if line.op == _GATHER else self.spec.of_grads
         return of(axis) if axis in self.axes else None
 
     def _takes_codes(self, line: Line, name: str) -> bool:
-        """Whether a line gathers a value in codes, if it has any: not where parts along a dim come."""
+        """Whether an op gathers this value encoded, provided that the value has codes. It does not if the gather
+        returns permuted shards of a dim."""
         if line.op != _GATHER or self._format(line) is None:
             return False
         return STARTS[_GATHER].arrives(line, self.values[name].placement).kind != "parts"
 
     def _wire(self, name: str, format: Format, numel: int) -> Wire:
-        """A value as it travels in parts of so many elements."""
+        """Returns the form in which a value is sent in parts of `numel` elements."""
         value, leaf = self.values[name], self.leaf_of[name]
         whole = self.program.leaves.get(leaf.master, leaf)
         refused = self.spec.refuses(whole) or value.dtype.itemsize == 1 or numel % BLOCK
@@ -266,7 +278,8 @@ class _Coding:
         return [*lines, replace(line, args=sent)]
 
     def _encoded(self, wires: dict[str, Wire]) -> list[Line]:
-        """The codes of shards: of what rests once a step, ahead of all that reads it."""
+        """Encodes shards, and returns the ops that do it. Stored values are encoded once per step, before all ops that
+        read them (these ops go to `self.before`)."""
         lines, self.wires = list[Line](), {**self.wires, **wires}
         rests = {a: path for a in wires if (path := self._resting(a)) is not None}
         self.codes |= {a: self.codes[path] for a, path in rests.items() if path in self.codes}
@@ -281,20 +294,21 @@ class _Coding:
         return lines
 
     def _resting(self, name: str) -> str | None:
-        """The leaf that a value is, or is cast from: codes are of what rests."""
+        """Returns the stored parameter that a value is, or is cast from; None for other values. Codes are made from the
+        stored values."""
         made = self.made.get(name)
         source = name if made is None else made.args[0] if made.op == "cast" else None
         return source if source in self.program.leaves else None
 
     def _coded(self, name: str, wire: Wire) -> Value:
-        """The codes of a shard, which are cut as it is."""
+        """Returns the codes of a shard, which are sharded as the shard is."""
         at = replace(self.values[name].placement, dims=())
         shape = (wire.sent * self.mesh.axis_size(at.axes), 1)
         self.codes[name] = Value(self.names(f"{identifier(name)}_codes"), shape, torch.uint8, at)
         return self.codes[name]
 
     def _gathered(self, wait: Line, start: Line) -> list[Line]:
-        """The wait for codes, and, where anything but a further gather reads them, the values."""
+        """Returns the wait for codes, and the call that decodes those that any op except another gather reads."""
         size, out = self.mesh.axis_size(start.axes), list[Value]()
         decoded = list[tuple[Value, Value, Wire]]()
         for a, value in zip(start.args, wait.out, strict=True):
@@ -332,12 +346,13 @@ class _Coding:
         return lines
 
     def _pairs(self, line: Line) -> list[tuple[Value, Value]]:
-        """The gradients that a reduction takes, each with what comes of it."""
+        """Returns the gradients that a reduction takes, each with its result."""
         out = self.waits[line.out[0].name].out
         return [(self.values[a], v) for a, v in zip(line.args, out, strict=True) if a in self.leaf_of]
 
     def _wires(self, line: Line, pairs: Sequence[tuple[Value, Value]], format: Format) -> list[Wire]:
-        """The gradients of a reduction as they travel; none where it is no sum of leaves."""
+        """Returns the forms in which the gradients of a reduction are sent; none if the reduction is not a sum of
+        gradients."""
         said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
         if getattr(line.attrs, "reduction", "") != "sum" or (said is not None and said.rows):
             return []
@@ -350,10 +365,10 @@ class _Coding:
         return wires
 
     def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
-        """A reduction: summands encoded, dealt and added up; and if it leaves whole sums, these encoded, gathered and
-        decoded."""
+        """Returns the ops of a reduction: encode the summands, exchange them by an all_to_all, add them up. If the
+        reduction leaves unsharded sums, the sums are then encoded, gathered and decoded."""
         (axis,) = line.axes
-        # by the axes along which ranks have their own
+        # grouped by the axes over which the gradients vary
         bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
         for value, out, wire in moved:
             own = tuple(a for a in self.mesh.axes if a in value.placement.own)
@@ -401,7 +416,7 @@ class _Coding:
         )
 
     def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Line]:
-        """A transfer and its wait."""
+        """Returns a transfer and its wait."""
         handle, attrs = moving(self.names.numbered(name)), GatherAttrs(axes=(axis,))
         start = Line(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
         return [start, Line("wait", (handle.name,), tuple(come), by=self.spec.name)]
@@ -409,7 +424,7 @@ class _Coding:
     # --- what does not ---
 
     def _check(self) -> None:
-        """Raises if nothing travels in codes, at all or over an axis that was named."""
+        """Raises if nothing is sent encoded, at all or over an axis that the configuration names."""
         if self.alone or (not self.program.assigns and self.spec.params is None):
             return
         idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
@@ -419,7 +434,7 @@ class _Coding:
         raise self.does_nothing(f"nothing would travel in codes over {over}" if idle else "does nothing")
 
     def does_nothing(self, what: str) -> FzeroValueError:
-        """The error of a step whose leaves travel as they are, and why."""
+        """Returns the error for a step whose tensors would all be sent uncompressed, with the reasons."""
         said = [f"{self.spec}: the mesh has {self.mesh}"]
         if not self.axes:
             said.append("no transform shards leaves or divides the batch")

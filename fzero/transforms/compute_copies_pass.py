@@ -1,7 +1,8 @@
-"""Gives each offloaded master a copy in the compute dtype; the update writes master and copy in one pass.
+"""Gives each offloaded master parameter a copy in the compute dtype; the update writes master and copy in one pass.
 
-Without it every step would cast the masters anew, after they were written, and move them once more. The copies are
-leaves of the state, in `extras['compute']`; they follow from the masters, so no checkpoint has them.
+Without the copies, every step would cast the masters again after they were written, and transfer them once more. The
+copies are tensors of the state, in `extras['compute']`; because they can be computed from the masters, no checkpoint
+contains them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ aten = torch.ops.aten
 
 
 def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
-    """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path
-    of the master."""
+    """Returns the base program of a step that reads the copies of masters, and whose update writes them too.
+
+    Args:
+        program: a base program.
+        copies: the copies, by the path of their master.
+    """
     casts = {
         x.args[0]: x
         for x in program.lines
@@ -50,7 +55,7 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
 
 
 def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
-    """The update that also writes the compute copies."""
+    """Returns the update that also writes the compute copies."""
     source = update.says(UpdateAttrs).graph
     graph = compat.Graph()
     env: dict[fx.Node, fx.Node] = {}
