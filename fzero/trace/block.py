@@ -1,9 +1,11 @@
-"""Marks functions as blocks, the unit of gathering, rematerialisation and compilation.
+"""Marks functions as blocks, the unit of gathering, rematerialization and compilation.
 
-`block(fn)` is `fn`, except while a step is traced: there a call is one line of the program, and the function itself is
-traced once per signature, forward and backward together, aside. So the program of a 64-layer model has a few hundred
-lines and is traced as fast as that of a 4-layer model. Nested blocks, blocks under a torch.func transform of the user's
-own (`vmap`, an inner `grad`) or under forward-mode AD, and backwards that are differentiated themselves are inlined.
+`block(fn)` behaves like `fn`, except while a step is traced. In a trace, each call of the block is one op of the
+program, and the function itself is traced separately, once per signature, with its forward and backward in one graph.
+So the program of a 64-layer model has only a few hundred ops, and is traced as fast as the program of a 4-layer model.
+
+Some calls are inlined instead: nested blocks, blocks under a torch.func transform of the user (`vmap`, an inner
+`grad`), blocks under forward-mode AD, and blocks whose backward is itself differentiated.
 """
 
 from __future__ import annotations
@@ -23,50 +25,53 @@ from fzero.trace.block_calls import BLOCK, retracing
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a pure function `(params, *args) -> outputs` as a block.
 
-    Called outside a trace it is `fn`. In a trace a call is one line: its parameters are gathered together right before
-    it and dropped right after, it is rematerialised as a whole and compiled once however often it is called.
+    Outside a trace, calling the block is the same as calling `fn`. In a trace, each call is one op of the program: the
+    parameters of the block are gathered together right before the op and freed right after it, the block is
+    rematerialized as a unit, and it is compiled once, however often it is called.
 
     Args:
         fn: a pure function of a pytree of parameters and of any further pytrees of tensors. Arguments that are not
-            tensors (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is
-            a value of the program, a number or a text is none.
+            tensors (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors. A tensor
+            that is returned is a value of the program; a number or a string is not, so neither may be returned.
 
-    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all other values
-    they read are the same:
+    Two calls share one traced function if their arguments have the same shapes, strides and dtypes, and if all other
+    values that the function reads are the same:
 
-    - its code and that of functions it calls, closure cells, globals, defaults and the environment;
+    - its code and the code of the functions that it calls, closure cells, globals, defaults and the environment;
     - attributes of objects, classes and modules that this code names;
-    - autocast, modes of the user's own and PyTorch's other settings (captured_settings.py and torch_switches.py of
-    trace/guards/).
+    - autocast, the user's own modes and PyTorch's other settings (captured_settings.py and torch_switches.py of
+      trace/guards/).
 
-    Not seen, if they change between two calls in one step: globals of installed libraries, the insides of C extensions,
-    files, computed names (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place.
-    `fz.testing.check_equivalent` traces every call and finds those. A function that does something else each time
-    (`next(iterator)`, `random.random()`) is an error.
+    Some values are not tracked. If they change between two calls in one step, the change goes unnoticed: globals of
+    installed libraries, the internals of C extensions, files, computed names (`eval`), tensors written through NumPy,
+    and arrays of more than 4 MiB that are changed in place. `fz.testing.check_equivalent` traces every call and finds
+    such changes. A function that does something different on each call (`next(iterator)`, `random.random()`) is an
+    error.
 
-    A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A
-    result may be a view of an argument or of another result. In a program it has memory of its own, so reading one of
-    these after another was written in place is an error. So is changing a container argument, and asking about an
-    argument's origin or memory (`x.is_leaf`, `x.grad_fn`, `x._version`, `x.storage_offset()`, `x.register_hook`). A
-    block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass its
-    border.
+    If the function returns one of its arguments, the caller gets the tensor that it passed. If one tensor is passed as
+    two arguments, the function also sees one tensor. A result may be a view of an argument or of another result. In a
+    program each result has its own memory, so it is an error to read one of these tensors after another one that shares
+    its memory has been written in place. It is also an error to change a container that was passed as an argument, and
+    to ask for an argument's origin or memory (`x.is_leaf`, `x.grad_fn`, `x._version`, `x.storage_offset()`,
+    `x.register_hook`), because a block is a function of values. For the same reason, tensors with user-defined
+    attributes (`x.scale = 2`) may be neither arguments nor results.
 
-    A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds,
-    floating-point results are NaN.
+    A condition that makes the function raise (`assert`, `if bad.any(): raise`) cannot be evaluated while tracing. If it
+    holds when the program runs, floating-point results are NaN.
 
-    Derivatives of a derivative are right: where `create_graph=True` asks for one, and in forward mode, the block's own
-    operations are recorded in its place.
+    Higher-order derivatives are correct: if `create_graph=True` asks for one, and in forward mode, the operations of
+    the block are recorded in place of the call.
 
     Communication: with `shard_params`, one all_gather of the block's parameters in the forward, one in the backward,
         and one reduce_scatter of their gradients.
 
     Raises:
-        TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something
-            other than tensors, reads a tensor from its closure, or draws from torch's global generator.
-            So do other results each time, questions about an argument's origin or memory, tensors with attributes as
-            arguments or results, and changes of values that are read outside.
-            Also a second derivative under other settings of PyTorch's than the call's, and a `TorchDispatchMode` or
-            `saved_tensors_hooks` of the user's own.
+        TraceError: while tracing, if the function changes an argument in place (a tensor, a list, a dict), returns
+            something other than tensors, reads a tensor from its closure, or draws from torch's global generator; if
+            its results differ from call to call; if it asks for an argument's origin or memory; if arguments or results
+            are tensors with attributes; or if it changes values that are read outside of it. Also raised for a second
+            derivative taken under PyTorch settings that differ from those of the call, and for the user's own
+            `TorchDispatchMode` or `saved_tensors_hooks` around the call.
 
     Example:
         >>> import torch
@@ -100,7 +105,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def attempt() -> Iterator[None]:
-    """A body whose refusal, if it leaves it, the trace around forgets: the caller has another way."""
+    """Runs a body that may be rejected. If an exception leaves the body, the surrounding trace forgets the rejection,
+    because the caller has another way to proceed."""
     blocks = tracer.get()
     before = blocks.recorder.refused if blocks is not None else None
     try:
@@ -113,8 +119,8 @@ def attempt() -> Iterator[None]:
 
 @contextmanager
 def every_call_traced() -> Iterator[None]:
-    """A block's call that is taken for a repetition of an earlier one is traced as well inside, and is an error if it
-    is none."""
+    """Traces every call of a block inside the body, including calls that look like repetitions of earlier ones. A call
+    whose trace differs from that of the earlier call is an error."""
     token = retracing.set(True)
     try:
         yield

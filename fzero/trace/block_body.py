@@ -1,4 +1,4 @@
-"""Runs the function of a block on a flat list of tensors, and checks what crosses its border."""
+"""Runs the function of a block on a flat list of tensors, and checks the values that enter and leave the block."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 
 COMPUTES = "_fzero_computes"
-"""An attribute of a block's function: the names of the parameters whose dtype it computes in, where it is not that of
-all (a module's buffers stay in their own)."""
+"""An attribute of a block's function: the names of the parameters whose dtype the block computes in. It is set if the
+parameters do not all share one dtype (the buffers of a module keep their own dtypes)."""
 
 
 RUNS = "_fzero_runs"
-"""An attribute of a block's function: the function of the user that it runs, whose line errors name."""
+"""An attribute of a block's function: the user's function that it runs. Errors point to the line of that function."""
 
 
 class BlockResults(NamedTuple):
-    """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
+    """The results of a block's function: the tensors that it created, and how the returned tree is built from them and
+    from the inputs."""
 
     made: list[torch.Tensor]
     structure: tree.TreeSpec
@@ -44,9 +45,12 @@ class BlockResults(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """The body of a block as a function of a flat list of tensors, with PyTorch's settings that it runs under. `places`
-    has, for each leaf of its arguments, the number of the tensor that it is; where it is None, `constants` has the
-    leaf."""
+    """The body of a block as a function of a flat list of tensors, together with the PyTorch settings that it runs
+    under.
+
+    For each leaf of the block's argument tree, `places` has the index of the tensor in the flat list. If that is None,
+    the leaf is not a tensor, and `constants` has its value.
+    """
 
     fn: Callable[..., Any]
     owner: str
@@ -58,7 +62,7 @@ class Body:
     switches: tuple[object, ...]
 
     def __call__(self, xs: Sequence[torch.Tensor]) -> BlockResults:
-        """The results, blocks inside inlined."""
+        """Runs the function and returns its results. Blocks that it calls are inlined."""
         token = tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(
@@ -89,12 +93,14 @@ class Body:
 
 
 def resolved(x: torch.Tensor) -> torch.Tensor:
-    """A value as what crosses a block's border is recorded: no view that stands for its conjugate or negative."""
+    """Returns a value in the form in which it enters or leaves a block: lazy conjugation and negation bits are
+    materialized."""
     return x.resolve_conj().resolve_neg()
 
 
 def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest absolute value of floating-point tensors, float32[]: inf if one is nan, 0 if there is none."""
+    """The largest absolute value in floating-point tensors, float32[]. It is inf if any element is NaN, and 0 if there
+    are no floating-point elements."""
     ends = [
         torch.linalg.vector_norm(x.detach(), math.inf).to(torch.float32)
         for x in values
@@ -105,7 +111,8 @@ def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _entering(fn: Any, params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments as a block computes with them."""
+    """The arguments in the dtype that the block computes in: floating-point tensors are cast to the dtype of the
+    parameters while `casting` is set."""
     if not casting.get():
         return args, kwargs
     own = getattr(fn, COMPUTES, None)
@@ -114,12 +121,13 @@ def _entering(fn: Any, params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if len(dtypes) != 1:
         return args, kwargs
     (dtype,) = dtypes
-    cast = functools.cache(lambda x: x.to(dtype))  # by identity: two arguments that are one tensor stay so
+    cast = functools.cache(lambda x: x.to(dtype))  # by identity: a tensor passed twice stays one tensor
     return tree.map(lambda x: cast(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
 def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
-    """`fn` of arguments whose containers were made for this call: what it changes of them is lost, and so an error."""
+    """Calls `fn` with its arguments. The containers in the arguments were built for this call only, so a change that
+    `fn` makes to one of them would be lost; it is reported as an error."""
     args, kwargs = _entering(fn, params, args, kwargs)
 
     def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
@@ -140,7 +148,7 @@ def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
 
 
 def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]) -> None:
-    """Raises if a tensor that crosses a block's border has an attribute that someone has set on it."""
+    """Raises if a tensor that enters or leaves a block has a user-defined attribute."""
     if extra := [f"{path}.{name}" for path, x in tensors_in(trees) for name in compat.attributes(x)]:
         fix = "pass what the attribute says as an argument, or return it, beside the tensor"
         raise TraceError(
@@ -149,14 +157,14 @@ def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]])
 
 
 def tensors_in(trees: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in trees, by path."""
+    """The tensors in several trees, with their paths."""
     return [
         (path, x) for root, values in trees for path, x in tree.with_paths(values, root) if isinstance(x, torch.Tensor)
     ]
 
 
 def arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arguments of a call, by the names that the function has for them."""
+    """The arguments of a call, with the names of the function's parameters."""
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
@@ -167,7 +175,7 @@ def arguments(fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def where(fn: Any) -> list[str]:
-    """The user's own line."""
+    """The place in the user's code where the function is defined, as a list of at most one `file:line`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = getattr(fn, RUNS, fn)

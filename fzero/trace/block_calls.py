@@ -1,4 +1,4 @@
-"""Writes each call of a block down as one node, and ties it into autograd so that its vjp is another."""
+"""Records each call of a block as one node, and connects it to autograd so that its vjp is recorded as another node."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ BLOCK = "_fzero_block"
 
 
 class Blocks:
-    """The distinct blocks met during one trace, and the stamping of their calls into the recorder's graph.
+    """The distinct blocks encountered during one trace; records each of their calls in the recorder's graph.
 
-    `names` gives each distinct block a name that no other has. With `casts` a block's floating-point arguments are cast
-    to the dtype of its parameters where it begins, if these have one dtype. With `watch` it has one output more, the
-    largest absolute value among the others: `maxima` has that of each call, float32[].
+    `names` maps a function's name to a unique name for a distinct block. With `casts`, the floating-point arguments of
+    a block are cast to the dtype of its parameters on entry, if the parameters share one dtype. With `watch`, each
+    block has one additional output, the largest absolute value among its other outputs; `maxima` collects this output
+    of each call, float32[].
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Blocks:
         self.maxima: list[torch.Tensor] = []
         self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self._names = names
-        self.contexts: list[Any] = []  # of the calls' autograd nodes
+        self.contexts: list[Any] = []  # the autograd contexts of the calls
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -66,7 +67,8 @@ class Blocks:
         finally:
             tracer.reset(tokens[0])
             casting.reset(tokens[1])
-            # a cycle through an autograd node of PyTorch's is never collected: it would hold every trace
+            # Python never collects a reference cycle through an autograd node of PyTorch. Without this, every trace
+            # would stay in memory.
             for context in self.contexts:
                 context.__dict__.clear()
             self.contexts.clear()
@@ -117,7 +119,7 @@ class Blocks:
 
         def trace(name: str, outputs: Collection[int] | None = None) -> Joint:
             grads = torch.enable_grad() if grad else torch.no_grad()
-            # not those of a checkpoint around the call
+            # Replaces the saved-tensor hooks of a checkpoint around the call.
             ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
             with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
@@ -136,7 +138,8 @@ class Blocks:
         if joint is None:
             joint = self.joints[now] = trace(self._names(name_of(fn)))
             if key() != now:
-                # it changes what it reads while it runs: a counter, a list of what it met, something it keeps for later
+                # While it ran, the function changed a value that it reads: a counter, a list of items that it has seen,
+                # or a value that it keeps for later.
                 outside = self._read_outside(fn)
                 compare(joint)
                 if changed := changes(outside, self._read_outside(fn)):
@@ -151,14 +154,14 @@ class Blocks:
             compare(joint)
 
         def restricted(outputs: tuple[int, ...]) -> Joint:
-            """The block whose backward begins at these of its outputs alone: nothing of what makes the others is
-            differentiated."""
+            """The block with a backward that starts only at these of its outputs: the operations that produce only the
+            other outputs are not differentiated."""
             if (now, outputs) not in self.joints:
                 self.joints[now, outputs] = trace(joint.name, outputs)
             return self.joints[now, outputs]
 
         call, self._calls = self._calls, self._calls + 1
-        with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
+        with torch.set_grad_enabled(bool(joint.diff)):  # the function may have enabled gradients itself
             outputs = list(_Call.apply(self, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
         if self._watch:
             *outputs, largest = outputs
@@ -173,7 +176,7 @@ class Blocks:
         return tree.unflatten(joint.structure, [values[i] for i in joint.returned])
 
     def _read_outside(self, fn: Any) -> Settings:
-        """The settings that the traced function reads beside its arguments, outside of blocks."""
+        """The settings that the traced function reads besides its arguments, excluding what blocks read."""
         body = fn.func if isinstance(fn, functools.partial) else fn
         owners = [fn, body, getattr(body, "__func__", fn)]
         return settings(
@@ -185,8 +188,8 @@ class Blocks:
         )
 
     def _labels(self, fn: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The block's own name of each tensor it is given, and the leaf that it is: `p['w'] =
-        params['blocks'][0]['w']`, `x`."""
+        """For each tensor that the block is given: its name inside the block, and the tensor of the step's arguments
+        that it is, such as `p['w'] = params['blocks'][0]['w']`, or only `x`."""
         trees = arguments(fn, params, args, kwargs)
         own = tensors_in(trees)
         first = {id(leaf): (path, leaf) for path, leaf in reversed(own)}
@@ -199,7 +202,7 @@ class Blocks:
 
 
 class _Call(torch.autograd.Function):
-    """Ties a block's line into autograd, so that its vjp becomes a line of the backward."""
+    """Connects the op of a block's call to autograd, so that its vjp becomes one op of the backward."""
 
     @staticmethod
     def forward(
@@ -237,11 +240,13 @@ class _Call(torch.autograd.Function):
             return (None,) * (5 + ctx.joint.num_inputs)
         again, ctx.differentiated = ctx.differentiated, True
         if not again and tuple(asked) != ctx.joint.diff_outputs:
-            # in PyTorch the others have no backward: zeros in their place may become nan
+            # In PyTorch, outputs without a tangent take no part in the backward. Passing zeros for their tangents
+            # instead could produce NaN.
             ctx.joint = ctx.restricted(tuple(asked))
             ctx.node.update_arg(0, ctx.joint)
         joint = ctx.joint
-        # the line that is recorded has no derivative, was recorded without autocast, and is for these outputs
+        # The recorded vjp node has no derivative, was recorded without autocast, and is for the outputs in
+        # `diff_outputs` only. In any other case the block's operations are recorded inline.
         if torch.is_grad_enabled() or any(autocast().enabled) or tuple(asked) != joint.diff_outputs:
             grads = _inlined_vjp(ctx, asked)
         else:
@@ -259,8 +264,8 @@ class _Call(torch.autograd.Function):
 
 
 def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """The gradients of a block's inputs by its own operations, done again where the caller is: as differentiable as
-    these are."""
+    """Computes the gradients of a block's inputs by running the block's own operations again at the point of the
+    backward. Unlike a recorded vjp node, the result can be differentiated again."""
     joint, body, now = ctx.joint, ctx.body, told(switches())
     other = [
         f"{name}: {then}, and {now[name]} for the derivative"
@@ -275,7 +280,7 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
             "ask for both under the same",
         )
     with autocast_as(body.autocast), torch.enable_grad():
-        inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another
+        inputs = [x.view_as(x) for x in ctx.saved_tensors]  # distinct: one input may be computed from another
         outputs = body(inputs).made
     wanted = [outputs[i] for i in tangents]
     create_graph = torch.is_grad_enabled()
@@ -285,8 +290,8 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` with the strides of `like`, which is dense: a copy where they differ. What is recorded for some strides (a
-    view) need not hold for others."""
+    """Returns `x` with the strides of `like`, which is dense; copies `x` if the strides differ. Operations that were
+    recorded for certain strides (a view) may not be valid for others."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
         return x
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
@@ -304,7 +309,7 @@ def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     x, version = packed
-    if x._version != version:  # what autograd says of a tensor that it saved itself
+    if x._version != version:  # the message of autograd for a tensor that it saved itself
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation"
         )
@@ -312,8 +317,8 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _orders(values: Any) -> tuple[Any, ...]:
-    """The keys of the dictionaries among a block's arguments, in the order that a loop over them has: to the structure
-    of a tree it is no difference."""
+    """The keys of the dictionaries among a block's arguments, in iteration order. A loop over a dictionary depends on
+    this order, but the structure of a pytree does not."""
     found: list[tuple[Any, ...]] = []
 
     def visit(x: Any) -> None:

@@ -1,4 +1,4 @@
-"""Merges operations of a graph that compute the same value."""
+"""Merges ops of a graph that compute the same value (common subexpression elimination)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fzero.trace.guards.value_keys import exact
 
 
 def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:
-    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and
-    reported. With `groups` only of operations in one group."""
+    """Merges ops that compute the same value into one op. An example is the norm of the gradients, if it is used for
+    clipping and also reported. With `groups`, only ops of the same group are merged."""
     seen: dict[Any, fx.Node] = {}
 
     def plain(value: Any) -> Any:

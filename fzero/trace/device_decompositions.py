@@ -1,6 +1,6 @@
-"""Replaces operations that a device lacks, and those whose order of summation it leaves open.
+"""Replaces ops that a device lacks, and ops whose order of summation the device leaves undefined.
 
-Whoever runs a function and whoever predicts what it takes ask here, so that both see the same one.
+The code that runs a function and the code that predicts its cost both call this file, so that both see the same ops.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ aten = torch.ops.aten
 
 
 def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
-    """The graph as it should run on a device.
+    """Returns the graph in the form in which it should run on a device.
 
-    Matrix products in bfloat16 and float16 run in float32 if the device has no native ones (`slow`: these dtypes, asked
-    of the device without it), and in 8 bits by the device's means (fzero/ops/scaled_matmul.py). Numbers of rows
-    are written out (fzero/ops/row_indices.py), and products of several experts' rows where there is no CPU
-    (fzero/ops/grouped_matmul.py). A CPU adds at indices in their order
-    (fzero/ops/index_sums.py), and has its own LSTM layers (fzero/ops/recurrent.py) and batch norms of two
-    dtypes.
+    Matrix products in bfloat16 and float16 run in float32 if the device has no native products in these dtypes. `slow`
+    names these dtypes; without it, the device is queried. Products in 8 bits run by the device's own means
+    (fzero/ops/scaled_matmul.py). Row numbers are written out (fzero/ops/row_indices.py), and so are products of several
+    experts' rows on devices other than CPUs (fzero/ops/grouped_matmul.py). A CPU adds at indices in their order
+    (fzero/ops/index_sums.py), and has its own implementations of LSTM layers (fzero/ops/recurrent.py) and of batch
+    norms with two dtypes.
 
-    A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding
-    once is the same arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16
-    matrices likewise.
+    A product of bfloat16 matrices accumulates in float32 on every device. Computing it from upcast operands and
+    rounding once is the same arithmetic, and on a CPU without bfloat16 instructions it is 3 to 80 times faster. The
+    same holds for float16 matrices.
     """
     if slow is None:
         slow = [
@@ -56,10 +56,10 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
 
 
 def by_operation(graph: Recorded) -> Callable[..., Any]:
-    """The graph as a function that runs it operation by operation.
+    """Returns the graph as a function that runs it op by op.
 
-    A result may have other strides on the device than on fake tensors, such as a log_softmax over dim 1 of a transposed
-    tensor. A traced view of it then copies.
+    A result may have other strides on the device than on fake tensors; an example is a log_softmax over dim 1 of a
+    transposed tensor. A traced view of such a result then makes a copy.
     """
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph.graph, env))
@@ -70,19 +70,20 @@ def by_operation(graph: Recorded) -> Callable[..., Any]:
 
 @functools.cache
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has arithmetic and matrix products in a dtype; on a GPU that means in hardware."""
+    """Whether a device supports arithmetic and matrix products in a dtype. On a GPU, bfloat16 must be supported in
+    hardware."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         x = torch.ones(2, 2, dtype=dtype, device=device)
         return bool((x @ x + x).isfinite().all())
-    except (RuntimeError, TypeError):  # what PyTorch says of a dtype that an operation does not have
+    except (RuntimeError, TypeError):  # PyTorch's errors for a dtype that an operation does not support
         return False
 
 
 def on_host(graph: Recorded) -> Recorded:
-    """The graph as the host runs it beside a device that it was recorded for: what it makes anew it makes there, and no
-    value of it is said to be elsewhere."""
+    """Returns a graph that was recorded for a device in the form in which the host runs it. Tensors that the graph
+    creates are created on the host, and the metadata of its values names no other device."""
     here = torch.device("cpu")
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     returned = copy.graph_copy(graph.graph, env)
@@ -96,7 +97,7 @@ def on_host(graph: Recorded) -> Recorded:
 
 
 def _nowhere(value: Any) -> Any:
-    """The metadata of a value, on no device."""
+    """The metadata of a value, on the meta device."""
     return (
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)
@@ -105,7 +106,7 @@ def _nowhere(value: Any) -> Any:
 
 
 def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
-    """The graph with each operation of `rules` replaced by what its rule does."""
+    """Returns the graph with each op in `rules` replaced by the ops that its rule runs."""
     if not any(n.target in rules for n in graph.graph.nodes):
         return graph
     places = graph.inputs
@@ -153,7 +154,7 @@ _MATMULS = {
 
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
-    # a convolution may give its first input no gradient
+    # the gradient of a convolution's first input may be absent
     first = next(v for v in value if v is not None) if isinstance(value, (tuple, list)) else value
     return first.dtype
 
@@ -218,7 +219,7 @@ def _differ(weight: Any, mean: Any) -> bool:
 
 
 def _widest(*tensors: Any) -> list[Any]:
-    """Tensors in the widest dtype of any of them; what is not there stays so."""
+    """Casts tensors to the widest dtype among them. None stays None."""
     dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors if x is not None})
     return [None if x is None else x.to(dtype) for x in tensors]
 
@@ -228,7 +229,7 @@ _NORMS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _forward(aten._native_batch_norm_legit_functional.default),
     aten.native_batch_norm_backward.default: _backward,
 }
-"""Replacements of batch norms on a CPU, which has none whose weight has another floating-point dtype than the running
-statistics: under `mixed_precision` weights are computed with in bfloat16 or float16, and statistics, which the forward
-makes anew, stay in float32. Such a norm is computed in the wider of the two, as PyTorch's own kernels do inside, and
-its results are rounded once."""
+"""Replacements for batch norms on a CPU. The CPU has no batch norm whose weight has a different floating-point dtype
+than the running statistics. This combination occurs under `mixed_precision`: weights are used in bfloat16 or float16,
+and the statistics, which the forward updates, stay in float32. The replacement computes in the wider of the two dtypes,
+as PyTorch's own kernels do internally, and rounds its results once."""

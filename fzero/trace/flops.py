@@ -1,5 +1,5 @@
-"""Counts the floating-point operations of recorded operations: what remat recomputes, and what a plan prices; and
-their transcendental functions."""
+"""Counts the floating-point operations of recorded ops, for remat (the cost of recomputation) and for plans (the
+predicted time); also counts their transcendental functions."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ PRODUCTS = {
     aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_cudnn_attention_backward,
 }
-"""Operations that are a library's own kernel: what they read and write is in memory."""
+"""Ops that run as a library kernel of their own, so that their operands and results are in memory and cannot be fused.
+"""
 
 
 def packet(node: fx.Node) -> object:
-    """The operator of a node, whatever its overload; None of what calls none."""
+    """The operator of a node, independent of its overload; None if the node does not call an operator."""
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def product_flops(node: fx.Node) -> float:
-    """Floating point operations of a node, a multiplication and an addition counted as two; 0 of what is not a product.
+    """The floating-point operations of a node, where a multiplication and an addition count as two; 0 for nodes that
+    are not products.
 
-    They are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, its backward with the
-    scores that it computes again.
+    The counts are those of torch.utils.flop_counter: causal attention counts as if nothing were masked, and its
+    backward includes the scores that it recomputes.
     """
     kind = packet(node)
     if kind not in PRODUCTS:
@@ -67,12 +69,12 @@ _ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
         d.shape, q.shape, k.shape, v.shape
     ),
 }
-"""Formulas that torch's registry lacks."""
+"""Formulas that are missing in torch's registry."""
 
 
 def operations(node: fx.Node) -> int:
-    """Floating-point operations of one node: of products as `product_flops`, of anything else one an element; none for
-    a view."""
+    """The floating-point operations of one node: `product_flops` for products, 0 for views, and one per element for all
+    other ops."""
     if node.target is operator.getitem or is_view(node):
         return 0
     if amount := product_flops(node):
@@ -96,13 +98,13 @@ _TRANSCENDENTAL: dict[Any, int] = {
     aten.tanh: 3,
     aten.pow: 4,
 }
-"""Transcendental functions an element, in those that take as long as an exponential: compiled for AVX-512, an error
-function or a logarithm does, a tanh takes three times as long, a power four times."""
+"""The transcendental functions per element, in units of one exponential. Compiled for AVX-512, an error function or a
+logarithm takes as long as an exponential, a tanh three times as long, and a power four times as long."""
 
 
 def transcendentals(node: fx.Node) -> int:
-    """Transcendental functions that a node computes, in exponentials: see `_TRANSCENDENTAL`. Those of fused attention
-    are a part of its rate."""
+    """The transcendental functions that a node computes, in units of one exponential; see `_TRANSCENDENTAL`. Those of
+    fused attention are not counted, because they are already included in the rate of attention."""
     kind = packet(node)
     if not (each := _TRANSCENDENTAL.get(kind, 0)):
         return 0
@@ -114,6 +116,6 @@ def transcendentals(node: fx.Node) -> int:
 
 
 def attention_of(node: fx.Node) -> str:
-    """ "forward" or "backward" of a node that is fused attention, else nothing."""
+    """ "forward" or "backward" if a node is fused attention, else an empty string."""
     name = str(packet(node))
     return "" if "attention" not in name else "backward" if name.endswith("backward") else "forward"

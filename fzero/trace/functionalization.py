@@ -1,4 +1,5 @@
-"""Rewrites recorded functions without in-place operations: readers of an overwritten tensor read its new value."""
+"""Rewrites recorded functions without in-place ops, so that every reader of an overwritten tensor reads
+its new value."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _CALL = torch.ops.fzero.recorded_call.default
 
 
 def finish(recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Recorded:
-    """The recorded function with these results, without in-place operations. Those on the arguments are an error that
-    names them."""
+    """Returns the recorded function with these results and without in-place ops. In-place ops on the arguments of the
+    function are an error that names these arguments."""
     if written := recorder.memory.written:
         changed = [f"{label}: {where}" if where else label for label, where in written.items()]
         raise TraceError(recorder.owner, CHANGES, changed, NEW_VALUE)
@@ -32,9 +33,12 @@ def finish(recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Recorded:
 
 
 def functional(graph: Recorded, owner: str) -> Recorded:
-    """The same function without in-place operations, recorded under the mode of its fake tensors: readers of an
-    overwritten tensor read the new value. A call of a block stays one node; it reads its arguments' values at the time
-    of the call, and so does its vjp."""
+    """Returns the same function without in-place ops, recorded under the mode of its fake tensors. Readers of an
+    overwritten tensor read its new value.
+
+    A call of a block stays one node. It reads the values that its arguments have at the time of the call, and its vjp
+    reads the same values.
+    """
     inputs, names = graph.inputs, list(graph.constants)
     again = _Again(owner, graph)
     for node in inputs:
@@ -49,20 +53,20 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     def run(*xs: torch.Tensor) -> Any:
         return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
 
-    # Function modes are for the code of a user, which has run already.
+    # Function modes apply to the user's code, which has already run.
     with torch.no_grad(), without_autocast(), compat.no_function_modes(), again:
         outputs = compat.functionalized(run, [*(n.meta["val"] for n in inputs), *literals])
     return again.finish(outputs)
 
 
 AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
-"""The operations that a graph calls instead when it is run again: results may then have other strides than in the
-trace, which rule out a view."""
+"""Ops, and what to call instead when a recorded graph is run again. Intermediate results may then have other strides
+than in the trace, and for these a view may be impossible."""
 
 
 class _Calls(fx.Interpreter):
-    """Runs a recorded graph with its calls of blocks as calls of one operator, which writes nothing and returns no
-    view."""
+    """Runs a recorded graph in which each call of a block is a call of a single operator that writes nothing and
+    returns no views."""
 
     def __init__(self, graph: Recorded, calls: list[fx.Node], literals: dict[str, torch.Tensor]):
         super().__init__(torch.nn.Module(), graph=graph.graph)

@@ -1,4 +1,4 @@
-"""Records a function of fake tensors as one functional graph of ATen operations."""
+"""Records a function of fake tensors as one functional graph of ATen ops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fzero.trace.recorder import Recorded, Recorder
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Without the cyclic garbage collector, for work that only makes things: it would go through all of torch's
-    objects, 0.3 s each time, to free nothing."""
+    """Disables the cyclic garbage collector, for work that only allocates objects. A collection would traverse all of
+    torch's objects, which takes 0.3 s each time, and free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,11 +37,11 @@ def record(
     labels: Sequence[str | None] = (),
     trained: Collection[int] | None = None,
 ) -> Recorded:
-    """The graph of a function of a flat list of fake tensors that returns a flat list of tensors.
+    """Returns the graph of a function that takes and returns flat lists of (fake) tensors.
 
-    The graph is functional: in-place operations on values made inside are rewritten, in-place operations on the
-    arguments are an error that names them, by `labels` where those differ from the names in the graph. `trained`: of a
-    block, which inputs require gradients.
+    The graph is functional. In-place ops on values that the function creates are rewritten; in-place ops on its
+    arguments are an error that names these arguments. The error uses `labels`, if they differ from the names in the
+    graph. `trained` is for blocks: the indices of the inputs that require gradients.
     """
     recorder = Recorder(owner, source)
     for i, (tensor, name) in enumerate(zip(inputs, names, strict=True)):

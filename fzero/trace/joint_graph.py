@@ -1,4 +1,4 @@
-"""Traces a block aside, once for a signature: its forward and its vjp in one graph."""
+"""Traces a block separately from the step, once per signature, with its forward and its vjp in one graph."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from fzero.trace.subgraph import Subgraph, differing_line
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
-    """The node of a block's forward in a recorded graph. Never run: lowering turns it into a line."""
+    """The node of a block's forward in a recorded graph. It is never run: lowering turns it into an op of
+    the program."""
     raise AssertionError("a recorded block call is not executable")
 
 
 def call_vjp(joint: Joint, call: int, *inputs_and_tangents: torch.Tensor) -> Any:
-    """The node of a block's backward in a recorded graph: the gradients of `joint.diff` given inputs and tangents."""
+    """The node of a block's backward in a recorded graph. It returns the gradients of the inputs in `joint.diff`, given
+    the inputs and the tangents."""
     raise AssertionError("a recorded block call is not executable")
 
 
@@ -44,17 +46,18 @@ class Joint:
     num_outputs: int
     diff: tuple[int, ...]  # inputs that get a gradient
     diff_outputs: tuple[int, ...]  # outputs that have a tangent
-    structure: tree.TreeSpec  # of what the function returns
-    returned: tuple[int, ...]  # its leaves: each is one of the inputs, or else of the outputs, counted on
-    # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
+    structure: tree.TreeSpec  # of the tree that the function returns
+    returned: tuple[int, ...]  # for each leaf of that tree: its index among the inputs, followed by the outputs
+    # For each input and output: the index of the first one that shares its memory when the function runs eagerly.
     memory: tuple[int, ...]
-    # the lines of conditions under which the function raises; it has one output more then, their flags
+    # The user's lines with conditions that make the function raise. If there are any, the function has one more output,
+    # the flags of these conditions.
     raises: tuple[str, ...] = ()
 
 
 def _of_results(graph: Recorded) -> Any:
-    """The operations that make a function's results. An operation without results, such as a check of torch.linalg, is
-    left out."""
+    """The signature of the ops that compute a function's results. Ops without results, such as a check of torch.linalg,
+    are left out."""
     merge_equal(graph.graph)
     return Subgraph(graph, graph.inputs, graph.outputs).signature
 
@@ -68,8 +71,9 @@ def trace_joint(
     labels: Sequence[str],
     of: Collection[int] | None,
 ) -> Joint:
-    """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks
-    inside are inlined. `of`: the outputs that it has a backward of; None: all that can have one."""
+    """Traces one distinct block on new fake tensors. This happens outside the outer trace and with no tracer active, so
+    that blocks inside this block are inlined. `of` has the outputs that get a backward; None means all outputs that can
+    have one."""
     found: list[BlockResults] = []
     diff: tuple[int, ...] = ()
     with mode:
@@ -90,7 +94,7 @@ def trace_joint(
             def joint(*args: torch.Tensor) -> list[torch.Tensor]:
                 nonlocal diff
                 ys = forward(*args[: len(primals)])
-                with without_autocast():  # as PyTorch advises for any backward
+                with without_autocast():  # PyTorch recommends this for every backward
                     wanted = [ys[i] for i in diff_outputs]
                     grads = torch.autograd.grad(
                         wanted, [args[i] for i in needs], list(args[len(primals) :]), allow_unused=True
@@ -112,7 +116,8 @@ def trace_joint(
             both = Subgraph(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):
-                # as the joint graph is where a backward writes in place
+                # A joint graph whose backward writes in place has been functionalized as a whole, so functionalize
+                # the forward too before comparing.
                 places = differing_line(forward_alone.graph, graph.graph) or where(body.fn)
                 raise TraceError(body.owner, "computes something else each time it is called", places, OTHERWISE)
     diff_outputs = diff_outputs if diff else ()

@@ -1,8 +1,9 @@
-"""Records a function: runs it on fake tensors and writes down every ATen operation.
+"""Records a function: runs it on fake tensors and writes down every ATen op.
 
-`Recorder` sits below autograd, so it writes down the forward and the backward alike, in the order they run. It knows
-tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its arguments,
-which is an error, for a program is a function of its arguments alone. It must not know the use of the graph.
+`Recorder` is a dispatch mode below autograd, so it records the ops of the forward and of the backward, in the order in
+which they run. It identifies tensors by identity. A tensor that it has not seen before came from somewhere other than
+the function's arguments, which is an error, because a program is a function of its arguments only. This file does not
+know what the graph is used for.
 """
 
 from __future__ import annotations
@@ -46,19 +47,20 @@ aten = torch.ops.aten
 
 _REWRITTEN = {**overwrites.REWRITTEN, **RNN}
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-"""Operations that return their argument: no line of a program."""
+"""Ops that return their argument. They do not become ops of a program."""
 _META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
 FROM = "from"
-"""The key under which the meta data of a node has the user's line that it is, or is the backward of."""
+"""The key of a node's metadata under which the user's line is stored: the line of the op or, for an op of the backward,
+the line that is differentiated."""
 _ON_SHARDS = {"optimizer", "init"}
-"""Whose operations are asked for their lines when they turn out not to run on shards."""
+"""The owners whose ops must run on shards. Errors about ops that cannot need the line of each op."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A recorded function: a graph of ATen operations and the literal tensors in it."""
+    """A recorded function: a graph of ATen ops and the literal tensors in it."""
 
     graph: fx.Graph
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -72,14 +74,14 @@ class Recorded:
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def module(self) -> fx.GraphModule:
-        """As a callable."""
+        """The graph as a callable module."""
         return fx.GraphModule(dict(self.constants), self.graph)
 
 
 class Recorder(compat.TorchDispatchMode):
-    """Writes the operations that run inside it into an `fx.Graph`. `owner` names the traced function in errors."""
+    """Records the ops that run inside it in an `fx.Graph`. `owner` names the traced function in errors."""
 
-    supports_higher_order_operators = True  # so that they come here, and are refused by name
+    supports_higher_order_operators = True  # so that they arrive here and are rejected by name
 
     def __init__(self, owner: str, constants_from: Callable[..., Any] | None = None):
         super().__init__()
@@ -88,20 +90,20 @@ class Recorder(compat.TorchDispatchMode):
         self.mutates = False
         self.memory = ArgumentMemory()
         self.failure: Failure | None = None
-        # what the function may have caught: it runs on, but not as it would in PyTorch
+        # A rejection that the function may have caught. It then continues, but not as it would in PyTorch.
         self.refused: Exception | None = None
         self.owner = owner
         self.in_place: dict[str, None] = {}  # lines with in-place operations
         self.source = constants_from
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
+        self._alive: list[torch.Tensor] = []  # an id is valid only while its tensor is alive
         self._results = FakeResults()
         self._labels: dict[fx.Node, str] = {}
         self._answers = Answers(self)
-        self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where
-        self._of_block: list[torch.Tensor] = []  # a block's arguments, as its function gets them
+        self._replaced: dict[int, str | None] = {}  # tensors whose memory was replaced (`set_`), and the line
+        self._of_block: list[torch.Tensor] = []  # a block's arguments, in the form its function gets them
         self._outside: FrameType | None = None  # the frame that traces
-        # by the sequence number of an autograd node: where the operation is that it differentiates
+        # by the sequence number of an autograd node: the user's line that it differentiates
         self._lines: dict[int, Place | None] = {}
         self._dtype = torch.get_default_dtype()
 
@@ -113,27 +115,28 @@ class Recorder(compat.TorchDispatchMode):
         return node
 
     def arguments(self, trained: Collection[int]) -> list[torch.Tensor]:
-        """A block's arguments, as its function gets them: leaves of autograd, of which these require gradients."""
+        """A block's arguments in the form in which its function gets them: leaves of autograd, of which those in
+        `trained` require gradients."""
         inputs = [x for x in self._alive if id(x) in self._nodes and self._nodes[id(x)].op == "placeholder"]
         self._of_block = [x.detach().requires_grad_(i in trained) for i, x in enumerate(inputs)]
         return self._of_block
 
     def layout_guessed(self, tensor: torch.Tensor) -> bool:
-        """Whether PyTorch may lay a tensor out otherwise than its fake tensor says."""
+        """Whether PyTorch may give a tensor other strides than its fake tensor has."""
         node = self._nodes.get(id(tensor))
         return node is not None and strides_guessed(node)
 
     def of_block(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument of the block that is traced."""
+        """Whether a tensor is an argument of the block that is being traced."""
         return any(x is tensor for x in self._of_block)
 
     def constant(self, name: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
-        """`tensor` stands for a literal of the function."""
+        """Records that `tensor` stands for a literal of the function."""
         self.constants[name] = value
         self.track(tensor, self.graph.create_node("get_attr", name))
 
     def track(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """From here on `tensor` is the value of `node`."""
+        """Records that `tensor` is the value of `node` from now on."""
         node.meta["val"] = compat.with_memory(tensor)
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
@@ -188,7 +191,7 @@ class Recorder(compat.TorchDispatchMode):
         return found
 
     def call(self, target: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> fx.Node:
-        """Writes down a call with several outputs."""
+        """Records a call with several outputs."""
         node = self.graph.call_function(target, args)
         for i, out in enumerate(outputs):
             self.track(out, self.graph.call_function(operator.getitem, (node, i)))
@@ -197,7 +200,7 @@ class Recorder(compat.TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the user's function that runs inside, and turns PyTorch's refusals into errors of fzero."""
+        """Records the user's function that runs in the body, and turns PyTorch's errors into errors of fzero."""
         self._outside = sys._getframe(2)
         check_types(self.owner, self.source)
         try:
@@ -211,7 +214,8 @@ class Recorder(compat.TorchDispatchMode):
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """A refusal that leaves the body ends the trace, even if the traced function catches it."""
+        """Remembers a rejection (a TraceError) that leaves the body, so that it ends the trace even if the traced
+        function catches it."""
         try:
             yield
         except TraceError as error:
@@ -219,7 +223,8 @@ class Recorder(compat.TorchDispatchMode):
             raise
 
     def check_default_dtype(self) -> None:
-        """Raises if it is another than at the beginning: when the program runs, one holds for all of it."""
+        """Raises if the default dtype has changed since the beginning of the trace, because a program runs with one
+        default dtype."""
         if torch.get_default_dtype() is not self._dtype:
             what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
             raise TraceError(
@@ -230,12 +235,12 @@ class Recorder(compat.TorchDispatchMode):
             )
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:
-        """The recorded function with these results."""
+        """Returns the recorded function with these results."""
         self.graph.output(tuple(self.node(t) for t in outputs))
         return Recorded(self.graph, self.constants)
 
     def where(self) -> str | None:
-        """The user's line that runs, or whose backward does."""
+        """The user's line that is running or, during a backward, the line that is being differentiated."""
         number = compat.backward_of()
         if number is None:
             place = user_place(self._outside)
@@ -243,17 +248,17 @@ class Recorder(compat.TorchDispatchMode):
         return self.backward_line(number)
 
     def backward_line(self, number: int) -> str:
-        """The user's line whose backward an autograd node is."""
+        """Describes the user's line that an autograd node differentiates."""
         forward = self._lines.get(number)
         return f"the backward of {line(forward)}" if forward else "PyTorch's backward"
 
     def empty(self) -> list[str]:
-        """The leaves of a batch that have no elements."""
+        """The tensors of the batch that have no elements."""
         named = [(label, node.meta["val"]) for node, label in self._labels.items() if label.startswith("batch")]
         return [described(x, label) for label, x in named if not x.numel()]
 
     def named(self, tensor: torch.Tensor) -> str | None:
-        """The argument that a tensor is, or is a view or a cast of."""
+        """The name of the argument that a tensor is, or of which it is a view or a cast."""
         node = self._nodes.get(id(tensor))
         while node is not None and node not in self._labels:
             node = (
@@ -264,12 +269,12 @@ class Recorder(compat.TorchDispatchMode):
         return self._labels[node] if node is not None else None
 
     def here(self, *lines: str) -> list[str]:
-        """The user's line, if it is known, and these."""
+        """The user's line that is running, if it is known, followed by these lines."""
         where = self.where()
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:  # as `remembering` does, which would take as long as the rest
+        try:  # same as `remembering`, whose overhead would double the time of a dispatch
             return self._dispatch(func, types, args, kwargs)
         except TraceError as error:
             self.refused = self.refused or error
@@ -279,7 +284,7 @@ class Recorder(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if not compat.is_operator(func):
             refuse_functions(self, str(func))
-        if func is _DEVICE:  # autograd asks a leaf for its device where nothing may be raised
+        if func is _DEVICE:  # autograd queries the device of a leaf where raising is not allowed
             return func(*args, **kwargs)
         self.check_default_dtype()
         func = CTC.get(func, func)
@@ -288,7 +293,7 @@ class Recorder(compat.TorchDispatchMode):
             out = func(*args, **kwargs)
             self.literal(args[0], out)
             return out
-        if func.overloadpacket is aten.set_:  # cuDNN looks into the memory of its weights this way, and reads nothing
+        if func.overloadpacket is aten.set_:  # cuDNN inspects the memory of its weights this way; reads no values
             self._nodes.pop(id(args[0]), None)
             self._replaced[id(args[0])] = self.where()
             self._alive.append(args[0])
@@ -300,9 +305,9 @@ class Recorder(compat.TorchDispatchMode):
             if results is not None:
                 return results
         if func is aten._to_copy.default and kwargs.get("device") == _META != args[0].device:
-            kwargs = kwargs | {"device": args[0].device}  # PyTorch's sum with a ZeroTensor, which a fake one is of meta
+            kwargs = kwargs | {"device": args[0].device}  # a sum with a ZeroTensor, which as a fake is on meta
         elif kwargs.get("device") == _META or any(isinstance(x, torch.Tensor) and x.device == _META for x in args):
-            return func(*args, **kwargs)  # PyTorch's own, for the shape of a product with a ZeroTensor
+            return func(*args, **kwargs)  # PyTorch's own call, for the shape of a product with a ZeroTensor
         backward, place = compat.backward_of(), None
         if backward is not None:
             place = self._lines.get(backward)
@@ -342,12 +347,12 @@ class Recorder(compat.TorchDispatchMode):
         return out
 
     def do(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Writes down an operation that stands for another, or for a part of it."""
+        """Records an op that replaces another op, or a part of it."""
         return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _nan_where_singular(self, info: torch.Tensor) -> None:
-        """Makes results NaN where PyTorch raises because a matrix is singular or not positive definite: a program does
-        not raise."""
+        """Makes results NaN if PyTorch would raise because a matrix is singular or not positive definite. A program
+        cannot raise."""
         call = self.node(info).args[0]
         of_call = {
             id(x): n
@@ -365,7 +370,7 @@ class Recorder(compat.TorchDispatchMode):
         self._nodes.update({key: replaced[node] for key, node in of_call.items() if node in replaced})
 
     def _write(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remembers that these are overwritten."""
+        """Records that these tensors are overwritten."""
         self.mutates = True
         if compat.backward_of() is None:
             self.in_place.update(dict.fromkeys(self.here()))
@@ -373,12 +378,13 @@ class Recorder(compat.TorchDispatchMode):
             self.memory.write(tensor, self.where)
 
     def _overwrite(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Writes down `old.copy_(new)`, of which autograd, like PyTorch's, knows nothing."""
+        """Records `old.copy_(new)` without informing autograd, as PyTorch's own kernels do when they overwrite an
+        argument."""
         self._write([old])
         self.track(old, self.graph.call_function(aten.copy_.default, (self.node(old), self.node(new))))
 
     def nodes_in(self, value: Any) -> Any:
-        """Arguments with tensors replaced by their nodes."""
+        """Arguments with their tensors replaced by the nodes of these tensors."""
         if isinstance(value, torch.Tensor):
             return self.node(value)
         if isinstance(value, (tuple, list)):
@@ -388,7 +394,7 @@ class Recorder(compat.TorchDispatchMode):
         return value
 
     def literal(self, value: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` stands for a literal of this value."""
+        """Records that `out` stands for a literal with this value."""
         if value.numel() == 1:
             known = getattr(out, "constant", None)
             with compat.no_modes():
@@ -401,6 +407,6 @@ class Recorder(compat.TorchDispatchMode):
             )
             return
         name = f"literal_{len(self.constants)}"
-        with compat.no_modes():  # a real copy, not one of the mode that traces
+        with compat.no_modes():  # a real copy, not one recorded by the tracing mode
             copy = value.clone()
         self.constant(name, copy, out)

@@ -1,4 +1,5 @@
-"""Cuts a graph into functions: the part between some values, with the views of parameters that it needs."""
+"""Extracts subgraphs, the part of a graph between given inputs and outputs, and computes the signatures by which equal
+subgraphs are recognized."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fzero.trace.storages import storage_of
 
 @dataclass(frozen=True, eq=False)
 class Subgraph:
-    """The function from `inputs` to `outputs` that a graph contains. Nodes that no output needs are left out."""
+    """The part of a graph that computes `outputs` from `inputs`. Nodes that no output needs are left out."""
 
     source: Recorded
     inputs: Sequence[fx.Node]
@@ -28,13 +29,13 @@ class Subgraph:
 
     @functools.cached_property
     def between(self) -> list[fx.Node]:
-        """The nodes computed between inputs and outputs, in the order of the graph."""
+        """The nodes between the inputs and the outputs, in the order of the graph."""
         given = set(self.inputs)
         return sorted(ancestors(self.outputs, stop=given) - given)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The `signature` of the function to extract, without extracting it."""
+        """The `signature` of the extracted subgraph, computed without extracting it."""
         return _signature(self.inputs, self.between, self.outputs, self.source.constants)
 
     def extract(self, names: Sequence[str] | None = None) -> Recorded:
@@ -54,12 +55,12 @@ class Subgraph:
 
 
 def differing_line(one: fx.Graph, other: fx.Graph) -> list[str]:
-    """The user's line of the first operation in which two traces of a function differ, if it is known."""
+    """The user's line of the first op in which two traces of a function differ, if that line is known."""
     nodes = [[n for n in graph.nodes if n.op == "call_function"] for graph in (one, other)]
     for a, b in zip(*nodes, strict=False):
         constants = [
             repr(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in (a, b)
-        ]  # arguments that are no nodes
+        ]  # arguments that are not nodes
         if a.target is not b.target or constants[0] != constants[1]:
             place = a.meta.get(FROM) or b.meta.get(FROM)
             return [line(place)] if place else []
@@ -69,15 +70,15 @@ def differing_line(one: fx.Graph, other: fx.Graph) -> list[str]:
 def extract(
     source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None
 ) -> Recorded:
-    """The function from `inputs` to `outputs` that a graph contains, as a graph of its own."""
+    """Extracts the part of a graph that computes `outputs` from `inputs`, as a separate graph."""
     return Subgraph(source, inputs, outputs).extract(names)
 
 
 def inlined(
     graph: fx.Graph, before: fx.Node, made: Recorded, inputs: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Puts the operations of a function, which has no literals, into a graph before a node. Returns: the new nodes, and
-    the results."""
+    """Copies the ops of a function without literals into a graph, before a given node. Returns the new nodes and the
+    results."""
     env = dict(zip(made.inputs, inputs, strict=True))
     with graph.inserting_before(before):
         new = [
@@ -87,7 +88,7 @@ def inlined(
 
 
 def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that `outputs` depend on, themselves included, without going past `stop`."""
+    """The nodes that `outputs` depend on, including `outputs`. The search does not go past `stop`."""
     seen: set[fx.Node] = set()
     todo = list(outputs)
     while todo:
@@ -100,7 +101,7 @@ def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
 
 
 def reached(graph: fx.Graph, roots: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes that depend on any of `roots`, and these."""
+    """The nodes that depend on any of `roots`, including `roots`."""
     found = set(roots)
     for node in graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -109,14 +110,14 @@ def reached(graph: fx.Graph, roots: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
-    """The function with a buffer more for each of these outputs, contiguous, behind its inputs: it writes them there
-    instead of returning them."""
+    """Returns the function with one additional contiguous buffer argument, after its inputs, for each of these outputs.
+    The function writes these outputs to the buffers instead of returning them."""
     if not which:
         return source
     assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), (
         "a function that writes its arguments has no results to place"
     )
-    made = compat.Graph()  # all of it: what an operation writes in place depends on no name
+    made = compat.Graph()  # the whole graph, because no output depends on the node of an in-place write
     made.output(made.graph_copy(source.graph, {}))
     copy = Recorded(made, source.constants)
     graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
@@ -135,13 +136,14 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
 
 
 def views_of(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that are views of `roots`: cheap to recompute, and expensive to keep, for they keep the root alive."""
+    """The nodes that are views of `roots`. They are cheap to recompute and expensive to save, because a saved view
+    keeps its base alive."""
     return {node for node in graph.nodes if node not in roots and storage_of(node) in roots}
 
 
 def signature(graph: Recorded) -> tuple[Any, ...]:
-    """The signature by which two graphs are the same function: operations, constants, shapes, strides and dtypes. Which
-    of the devices of a type they were recorded on does not: each rank of a host has its own."""
+    """The signature by which two graphs are recognized as the same function: ops, constants, shapes, strides, dtypes
+    and device types. The device index is not part of it, because each rank of a host has its own device."""
     return _signature(
         graph.inputs,
         [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")],
@@ -185,7 +187,7 @@ def _signature(
 
 
 def _told(value: torch.Tensor) -> str:
-    """The value of a literal: its numbers, or a digest of many."""
+    """The value of a literal as text: its elements, or a digest if there are many."""
     if value.numel() <= _SHOWN:
         return str(value.tolist())
     plain = value.detach().cpu().contiguous()

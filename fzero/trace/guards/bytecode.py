@@ -1,7 +1,7 @@
-"""Reads the code of functions: its instructions, the names that it uses (globals, imports, attributes, and the texts by
-which it asks for items), the names that it stores to, and the values of its variables.
+"""Reads the bytecode of functions: the instructions, the names that the code uses (globals, imports, attributes, and
+the strings with which it accesses items), the names that it stores to, and the values of its closure variables.
 
-It must not know the questions that others ask of the code.
+This file does not know why other files ask about the code.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astuple", "fields"})
-"""Names by which code reads attributes that it does not name."""
+"""Names with which code reads attributes that it does not name."""
 ENVIRONMENT = frozenset({"environ", "getenv"})
-"""Names by which code reads the environment of the process."""
+"""Names with which code reads the environment of the process."""
 _BY_TEXT = WHOLE | {"globals", "__globals__", "hasattr", "modules", "import_module", "__import__"}
-"""Names by which code reads attributes that a text names."""
+"""Names with which code reads attributes that are named by a string."""
 
 
 class CodeNames(NamedTuple):
-    """The names in a function's code, and in that of functions inside it. `keys`: texts that it uses as keys; `whole`:
-    names that it loads and does something else with than to name an item of what they stand for; `environment`: whether
-    one of the names is that of the process's environment."""
+    """The names in a function's code, including the code of nested functions. `keys`: strings that are used as keys.
+    `whole`: names that are loaded and then used for anything other than reading an item by a constant key.
+    `environment`: whether one of the names is that of the process's environment."""
 
     globals: tuple[str, ...]
     imports: tuple[str, ...]
@@ -38,7 +38,7 @@ class CodeNames(NamedTuple):
 
 
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code, and that of all functions and classes inside it."""
+    """A code object, and the code objects of all functions and classes inside it."""
     yield code
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
@@ -46,18 +46,19 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def instructions(code: types.CodeType) -> list[dis.Instruction]:
-    """The instructions of a code that do something to values."""
+    """The instructions of a code object that operate on values."""
     return [i for i in dis.get_instructions(code) if i.opname not in _BETWEEN]
 
 
 def instructions_from(code: types.CodeType, offset: int) -> tuple[list[dis.Instruction], int | None]:
-    """All instructions of a code, and the position among them of the one at this offset; None if there is none."""
+    """All instructions of a code object, and the index of the instruction at this offset, or None if there is none."""
     found = list(dis.get_instructions(code))
     return found, next((i for i, x in enumerate(found) if x.offset == offset), None)
 
 
 def text_at(code: types.CodeType, instruction: dis.Instruction) -> str:
-    """The text of the expression that an instruction is of; nothing if that is not known, as of code without a file."""
+    """The source text of the expression that an instruction belongs to; empty if it is not known, for example because
+    the code has no file."""
     at = instruction.positions
     if at is None or not (at.lineno and at.end_lineno) or at.col_offset is None or at.end_col_offset is None:
         return ""
@@ -67,7 +68,7 @@ def text_at(code: types.CodeType, instruction: dis.Instruction) -> str:
 
 
 EMPTY = object()
-"""The value of a cell that nothing is assigned to yet."""
+"""The value of a closure cell that has not been assigned yet."""
 
 
 def cells(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -98,8 +99,8 @@ def names_in(code: types.CodeType) -> CodeNames:
 
 
 def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The `keys` and the `whole` of `CodeNames`, of one code. An instruction that is not known here makes a name one of
-    those that are read as a whole."""
+    """The `keys` and the `whole` of `CodeNames` for one code object. If an unknown instruction follows a name, the name
+    counts as read in whole."""
     lines = [*((i.opname, i.argval, i.argrepr) for i in instructions(code)), *[("", None, "")] * 4]
     keys, whole = set[str](), set[str]()
     for at, (op, name, _) in enumerate(lines):
@@ -111,8 +112,8 @@ def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
-    """The key in `NAME["key"]`, `NAME.get("key", 1)`, `"key" in NAME` and `getenv("key")`, where the name is loaded at
-    this line; None anywhere else."""
+    """The key in `NAME["key"]`, `NAME.get("key", 1)`, `"key" in NAME` and `getenv("key")`, if the instruction at index
+    `at` loads the name in such an expression; otherwise None."""
 
     def text(i: int) -> bool:
         return lines[i][0] == "LOAD_CONST" and type(lines[i][1]) is str
@@ -137,11 +138,11 @@ def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
 _WRITERS = {"batch_norm", "instance_norm", "setattr", "_foreach_lerp_", "_foreach_add_", "_foreach_mul_"}
 """Functions that write to their arguments."""
 _BETWEEN = frozenset({"PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE"})
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  # the others are of the bodies of classes
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  # the last two occur in class bodies
 
 
 def _texts(constants: Collection[Any]) -> Iterator[str]:
-    """Constants that can be names."""
+    """The constants that can be names."""
     for x in constants:
         if isinstance(x, (tuple, frozenset)):
             yield from _texts(x)
@@ -151,8 +152,9 @@ def _texts(constants: Collection[Any]) -> Iterator[str]:
 
 @functools.cache
 def stores(code: types.CodeType) -> frozenset[str]:
-    """The names of attributes that code writes: it binds them, writes their items, calls a writing method, or passes
-    them to a function that writes its argument. Code without a text writes to none."""
+    """The names of attributes that code writes to: it binds them, assigns to their items, calls a writing method on
+    them, or passes them to a function that writes to its argument. Code without source text counts as writing to none.
+    """
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):

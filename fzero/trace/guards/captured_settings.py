@@ -1,18 +1,20 @@
-"""Captures the settings of a function, the values that it reads beside its arguments, so that two functions or two
-moments can be compared.
+"""Captures the settings of a function, the values that it reads besides its arguments, so that two functions, or two
+moments, can be compared.
 
-A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
-and classes, and the same of every function among them. Attributes are read where some code that was reached names them;
-what code names is looked up, code is not run. A value of no kind that is known here (a file, a lock, an iterator) is
-told by its identity, or not at all. It must not know of blocks or steps.
+A function is its code and everything that this code can name: closure cells, defaults, globals, attributes of objects,
+modules and classes, and the same for every function among these. An attribute is read if any code that was reached
+names it. Named values are looked up; no code is run. A value of an unknown kind (a file, a lock, an iterator) is
+compared by identity or not at all. This file does not know about blocks or steps.
 
-A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`,
-`globals()["RATE"]`. Of the environment, and of a dictionary of texts, only named items count, if code does nothing else
-with the dictionary (`CONFIG["rate"]`, `os.getenv("RATE", "1")`). Other items of it are no settings. Unless strict.
+A name that code contains as a string counts if the code reads by string: `getattr(config, "rate")`,
+`vars(config)["rate"]`, `globals()["RATE"]`. Unless `strict`, only named items count of the environment and of a
+dictionary with string keys, if code does nothing else with the dictionary (`CONFIG["rate"]`, `os.getenv("RATE", "1")`);
+its other items are not settings.
 
-Not seen are draws and counts of a running function (`counted` is for these), the clock (`timed`), globals of installed
-libraries and computed names (`globals()[prefix + "rate"]`, `eval`). Nor are files, tensors written through NumPy,
-changes in place of arrays above `value_keys.LARGE` bytes, and values beyond the first `settings_walk.MOST`.
+Not covered are draws and counters of a running function (see `counted`), the clock (see `timed`), globals of installed
+libraries, and computed names (`globals()[prefix + "rate"]`, `eval`). Also not covered are files, tensors written
+through NumPy, in-place changes of arrays above `value_keys.LARGE` bytes, and values beyond the first
+`settings_walk.MOST`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 
 
 class Settings(NamedTuple):
-    """Facts about the values that a function reads, in a fixed order, with the place of each; and objects that know
-    their own reads. Two functions with equal facts and equal arguments do the same."""
+    """Facts about the values that a function reads, in a fixed order, with the place of each; and the objects that
+    report their own reads. Two functions with equal facts and equal arguments do the same."""
 
     facts: tuple[Hashable, ...]
     places: tuple[str, ...]
@@ -38,14 +40,14 @@ class Settings(NamedTuple):
 
 
 def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
-    """The settings of functions, or of values that functions get, as they are now.
+    """The current settings of functions, or of values that are passed to functions.
 
     Args:
         values: functions, and arguments that are not tensors.
-        strict: whether values count as different when in doubt. Then values of unknown kinds and tensors in memory are
-            compared by identity. If code reads attributes without naming them (`getattr`, `vars`), all are read, and
-            all items of a dictionary. Otherwise they are equal when in doubt.
-        without: functions and objects of which this holds are not looked into.
+        strict: whether values count as different when in doubt. If so, values of unknown kinds and tensors in memory
+            are compared by identity, and if code reads attributes without naming them (`getattr`, `vars`), all
+            attributes and all items of a dictionary are read. Otherwise values count as equal when in doubt.
+        without: functions and objects for which this returns True are not inspected.
 
     Example:
         >>> rate = [0.5]
@@ -61,8 +63,8 @@ def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] =
 
 
 def changes(old: Settings, new: Settings) -> list[str]:
-    """The first difference between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are
-    equal."""
+    """The first difference between two captures of one function, such as `temperature: 1.0 before, 2.0 now`. Empty if
+    they are equal."""
     if old.facts == new.facts:
         return []
     before, after = _told(old), _told(new)
@@ -74,8 +76,8 @@ def changes(old: Settings, new: Settings) -> list[str]:
 
 
 def counted(*values: Any) -> dict[str, Hashable]:
-    """The state that functions may change by counting or drawing, by place: the numbers that are alone there, and how
-    far generators and iterators are, those of Python's `random` and NumPy's included."""
+    """The state that functions may change by counting or drawing, by place: numbers that are the only number at their
+    place, and the progress of generators and iterators, including Python's `random` and NumPy's global generator."""
     walk = Walk(strict=False)
     walk.run(values)
     found = [
@@ -92,15 +94,15 @@ def counted(*values: Any) -> dict[str, Hashable]:
 
 
 def timed(*values: Any) -> list[str]:
-    """The modules by which functions may read what is another each time: the clock, or numbers that nobody has
-    seeded."""
+    """The modules through which functions may read values that differ on each read: the clock, or random numbers
+    without a seed."""
     walk = Walk(strict=False)
     walk.run(values)
     return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk.names)
 
 
 def _told(settings: Settings) -> dict[str, str]:
-    """The values that can be shown, by place: plain ones, and the lengths of containers."""
+    """The values that can be shown in a message, by place: plain values, and the lengths of containers."""
     shown: dict[str, str] = {}
     for fact, place in zip(settings.facts, settings.places, strict=True):
         match fact:

@@ -1,8 +1,8 @@
 """Reads PyTorch's switch for deterministic algorithms, `torch.use_deterministic_algorithms`: the parts of it that
-decide which code is made and what it does.
+determine the generated code and its behavior.
 
-It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
-`DeterministicSetting` that it was made with.
+The switch is global to the process. Code that traces or runs something queries PyTorch again each time; results that
+are cached are cached together with the `DeterministicSetting` under which they were made.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from fzero._compat import compat
 
 WORKSPACES = (":4096:8", ":16:8")
-"""Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic."""
+"""The values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic."""
 
 
 class DeterministicSetting(NamedTuple):
-    """The position of the switch. `fill`: whether memory that nobody has written yet is filled with NaN."""
+    """The state of the switch. `fill`: whether uninitialized memory is filled with NaN."""
 
     enabled: bool
     warn_only: bool
@@ -29,7 +29,7 @@ class DeterministicSetting(NamedTuple):
 
 
 def setting() -> DeterministicSetting:
-    """The setting of this process, now."""
+    """The current setting of this process."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return DeterministicSetting(
         enabled,
@@ -39,19 +39,19 @@ def setting() -> DeterministicSetting:
 
 
 def use(setting: DeterministicSetting) -> None:
-    """Takes over another process's setting."""
+    """Sets this process's switch to the setting of another process."""
     torch.use_deterministic_algorithms(setting.enabled, warn_only=setting.warn_only)
     compat.fill_uninitialized_memory(setting.fill)
 
 
 def unsettled(device_type: str, setting: DeterministicSetting, workspace: str | None) -> str | None:
-    """Why products on a device would refuse to run under a setting, if they would: cuBLAS gives the same sums each time
-    only with a workspace that is said before CUDA starts.
+    """Why matrix products on a device would raise under a setting; None if they would not. cuBLAS computes the same
+    sums each time only with a workspace configuration that is set before CUDA starts.
 
     Args:
-        device_type: of the device.
-        setting: of the switch.
-        workspace: CUBLAS_WORKSPACE_CONFIG, as the environment has it.
+        device_type: the type of the device.
+        setting: the state of the switch.
+        workspace: the value of CUBLAS_WORKSPACE_CONFIG in the environment.
     """
     if device_type != "cuda" or not setting.enabled or setting.warn_only or workspace in WORKSPACES:
         return None

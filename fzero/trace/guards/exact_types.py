@@ -1,5 +1,5 @@
-"""Finds questions for the exact type of a value in a function's code: a traced tensor, and the number of a layer, are
-of classes of their own, which `type(x) is torch.Tensor` would tell from others."""
+"""Finds code that compares the exact type of a value. In a trace, tensors and layer numbers are instances of special
+classes, which `type(x) is torch.Tensor` would distinguish from the usual ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from fzero.trace.guards.user_frames import is_library, line
 
 
 def check_types(owner: str, fn: Any) -> None:
-    """Raises if the code of a function, or of one that it may call, compares the type of something with that of
-    tensors. Libraries are not looked into."""
+    """Raises if the code of a function, or of a function that it may call, compares a type with the type of tensors.
+    Libraries are not inspected."""
     if asked := list(dict.fromkeys(place for code in _codes(fn) for place in _compared(code))):
         what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
         raise TraceError(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)")
 
 
 def asks_types(fn: Any) -> bool:
-    """Whether the code of a function, or of one that it may call, asks `type(x)` of anything but `self`."""
+    """Whether the code of a function, or of a function that it may call, evaluates `type(x)` for anything
+    but `self`."""
     return any(map(_asks, _codes(fn)))
 
 
@@ -47,8 +48,8 @@ def _asks(code: CodeType) -> bool:
 
 @functools.cache
 def _compared(code: CodeType) -> tuple[tuple[str, int], ...]:
-    """The places where a code, or one inside it, compares a type with that of tensors. A code without a file is not
-    read."""
+    """The places where a code object, or one nested in it, compares a type with the type of tensors. Code without a
+    file is not inspected."""
     return tuple(
         (inner.co_filename, x.positions.lineno)  # type: ignore[union-attr]  # of an instruction with a text
         for inner in nested(code)
@@ -62,7 +63,7 @@ def _compared(code: CodeType) -> tuple[tuple[str, int], ...]:
 def _is_of_types(text: str) -> bool:
     try:
         nodes = list(ast.walk(ast.parse(f"({text})", mode="eval")))
-    except SyntaxError:  # the file is another than the code is of
+    except SyntaxError:  # the file has changed since the code was compiled
         return False
     types = [
         n

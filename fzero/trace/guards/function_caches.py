@@ -1,8 +1,9 @@
 """Keeps the tensors of a trace out of caches that outlive it.
 
-A function under `functools.lru_cache` that makes a positional grid would keep the grid of the trace, a tensor without
-values, and return it to later traces and to the user's own code. As for `torch.compile`, such a cache does not exist
-for a trace: it is emptied before and after, if it holds tensors, and the function computes its result again.
+A function under `functools.lru_cache` that computes a positional grid would cache the grid of the trace, a tensor
+without values, and return it to later traces and to the user's own code. As in `torch.compile`, a trace does not use
+such caches: a cache that holds tensors is emptied before and after the trace, and the function computes its result
+again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Answers questions about values in a trace: of literals, whose values are known, and of conditions under which a
-function does nothing but raise.
+"""Answers questions about values in a trace: the values of literals, which are known, and conditions that only decide
+whether a function raises.
 
-Known are the results of operations on literals alone, such as a mask made by `torch.ones(4, 4).triu()`: what Python, or
-a shape, asks of them is answered by computing them. Values that depend on an argument of the function are not known.
+The result of an op is known if all of its inputs are literals; an example is a mask made by `torch.ones(4, 4).triu()`.
+If Python, or the computation of a shape, needs such a value, it is computed. Values that depend on an argument of the
+function are not known.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ aten = torch.ops.aten
 
 
 class Answers:
-    """The answers that a recorder gives."""
+    """The answers that a recorder gives to questions about values."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
         self._known = Known(recorder.graph, recorder.constants)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The answer to a question about values, where these are known, or decide whether the function raises and
-        nothing else. None: it cannot be said."""
+        """The answer to a question about values, if they are known, or if they only decide whether the function raises.
+        None if there is no answer."""
         recorder = self._recorder
         found = self._compute(func, args, kwargs)
         if found is not None:
@@ -58,13 +59,13 @@ class Answers:
             return recorder.do(func, args[0], places)
         frame = asking_frame() if func is aten._local_scalar_dense.default else None
         if frame is not None and (test := raise_conditions.test_of(frame)) is not None:
-            if compat.backward_of() is None:  # else it was noted when the forward ran
+            if compat.backward_of() is None:  # in a backward, it was already noted when the forward ran
                 self._note(frame, test, args[0])
             return test.answer
         return None
 
     def _note(self, frame: FrameType, test: raise_conditions.Test, value: torch.Tensor) -> None:
-        """Writes down whether a test fails, and all before it of the same condition."""
+        """Records a flag that says whether a test fails, and with it all earlier tests of the same condition."""
         do = self._recorder.do
         fails = do(aten.eq.Scalar if test.passes else aten.ne.Scalar, value, 0)
         flag = do(aten.view.default, do(aten._to_copy.default, fails, dtype=torch.float32), [1])
@@ -82,7 +83,7 @@ class Answers:
             return None
 
     def _constant_like(self, value: torch.Tensor, args: Any) -> torch.Tensor:
-        """A literal of a value that was computed, as a fake tensor where the arguments are."""
+        """A literal with a computed value, as a fake tensor of the same mode as the arguments."""
         like = tree.tensors(args)[0]
         mode = like.fake_mode  # type: ignore[attr-defined]
         out = compat.new_fake(mode, value.shape, value.dtype, like.device, value.stride())
@@ -91,24 +92,24 @@ class Answers:
 
 
 class Unknown(Exception):
-    """A value that depends on an argument."""
+    """A value depends on an argument, so it is not known."""
 
 
 class Known:
-    """Computes the known values of a graph during its recording: from its literals, in its order, in place where it
-    works in place."""
+    """Computes the known values of a graph while it is recorded: starts from its literals and follows the order of its
+    ops, in place if an op works in place."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
         self._constants = constants
         self._values: dict[fx.Node, Any] = {}
         self._last = graph._root
-        self._lost: set[int] = set()  # memory that something unknown was written to
+        self._lost: set[int] = set()  # memory to which an unknown value was written
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation, from arguments in which nodes stand for tensors.
+        """The result of an op, given arguments in which nodes stand for tensors.
 
         Raises:
-            Unknown: it depends on more than literals.
+            Unknown: the result depends on more than literals.
         """
         with compat.no_modes(), torch.no_grad():
             while (node := self._last.next).op != "root":

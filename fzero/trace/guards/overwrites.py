@@ -1,8 +1,8 @@
-"""Finds the arguments that operators overwrite; an operator whose schema denies it becomes a functional one and a copy
-to each argument.
+"""Finds the arguments that an operator overwrites. An operator that overwrites arguments although its schema says
+otherwise is replaced by a functional operator and a copy to each of these arguments.
 
-PyTorch's batch norms overwrite the running statistics that they are given while training: `batch_norm` and
-`instance_norm` end in one of these.
+The operators in question are PyTorch's batch norms, which overwrite the running statistics that they are given while
+training. `batch_norm` and `instance_norm` decompose into one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 Do = Callable[..., Any]
 """Runs an operator: `do(op, *args)`."""
 Overwrite = Callable[[torch.Tensor, torch.Tensor], None]
-"""`overwrite(old, new)`: from here on the one has the other's values."""
+"""`overwrite(old, new)`: from here on, `old` has the values of `new`."""
 
 
 def _native(
@@ -55,7 +55,7 @@ def _of_a_library(
     eps: float,
     num_results: int,
 ) -> Any:
-    """cuDNN's and MIOpen's, which this operator calls under the same conditions."""
+    """The batch norms of cuDNN and MIOpen, which this operator calls under the same conditions."""
     if not training or mean is None or var is None:
         return None
     *results, new_mean, new_var = do(
@@ -77,23 +77,23 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.cudnn_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=4),
     aten.miopen_batch_norm.default: lambda do, overwrite, *args: _of_a_library(do, overwrite, *args, num_results=3),
 }
-"""`rule(do, overwrite, *args)`: the operator's results; None where it writes nothing."""
+"""`rule(do, overwrite, *args)` returns the operator's results, or None if this call writes nothing."""
 
 REFUSED = {
     aten.batch_norm_gather_stats.default: ("running_mean", "running_var"),
     aten.batch_norm_gather_stats_with_counts.default: ("running_mean", "running_var"),
 }
-"""Operators without a functional form, and the arguments that they overwrite where these are given."""
+"""Operators without a functional form, and the arguments that they overwrite if these are given."""
 
 
 def given(func: Any, args: Any, kwargs: Any, names: Iterable[str]) -> list[torch.Tensor]:
-    """The tensors that an operator is given for the arguments of these names."""
+    """The tensors that are passed to an operator for the arguments with these names."""
     values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
     return [x for name in names for x in tree.leaves(values.get(name)) if isinstance(x, torch.Tensor)]
 
 
 def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator writes to, whatever its schema says."""
+    """The tensors that a call of an operator writes to, whatever its schema says."""
     names = _written_names(func)
     if func in REWRITTEN:
         names += (
@@ -106,6 +106,6 @@ def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @functools.cache
 def _written_names(func: Any) -> tuple[str, ...]:
-    """The arguments that an operator always writes to."""
+    """The names of the arguments that an operator always writes to."""
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return (*names, *REFUSED.get(func, ()))

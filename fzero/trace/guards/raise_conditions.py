@@ -1,11 +1,12 @@
-"""Recognises conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss`
+"""Recognizes conditions that make a function raise: `if bad.any(): raise ...` and `assert`, as in `F.gaussian_nll_loss`
 and `torch.distributions`.
 
-A trace cannot know whether one holds: a program takes the branch that does not raise. Where the condition holds, the
-loss is NaN, and so are its gradients; a training step raises on every rank (fzero/runtime/metrics_watch.py).
+A trace cannot know whether such a condition holds, so a program takes the branch that does not raise. If the condition
+holds at run time, the loss and its gradients are NaN, and a training step raises on every rank
+(fzero/runtime/metrics_watch.py).
 
-`assert a.all() or b.all()` asks twice, and raises only if both tests fail. The first question is answered so that the
-second is asked, and its flag waits until then: the condition holds if both flags are 1.
+`assert a.all() or b.all()` asks for two values and raises only if both tests fail. The first question is answered such
+that the second one is asked too, and the flag of the first is kept until then. The condition holds if both flags are 1.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ from fzero.trace.guards.user_frames import line
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions that were noted: float32[n] flags, 1 where a function would have raised, and the line of each."""
+    """The conditions that were recorded: their flags, float32[n], which are 1 if the function would have raised, and
+    the line of each."""
 
     flags: list[torch.Tensor] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    waiting: dict[int, Waiting] = field(default_factory=dict)  # by the id of the frame that asks
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # by the id of the frame that evaluates the condition
 
     @property
     def joined(self) -> list[torch.Tensor]:
-        """All flags as one vector, if there are any."""
+        """A list with all flags concatenated into one vector; empty if there are none."""
         return [torch.cat(self.flags)] if self.flags else []
 
     def poisoned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The floating-point values times NaN if one of the conditions holds, else times 1."""
+        """The values, of which the floating-point ones are multiplied by NaN if one of the conditions holds, and by 1
+        otherwise."""
         if not self.flags:
             return list(values)
         factor = torch.where(torch.cat(self.flags).amax() > 0, math.nan, 1.0)
@@ -53,9 +56,9 @@ class Test(NamedTuple):
     """A test whose answer decides only whether a function raises.
 
     Attributes:
-        passes: the truth of what is tested for which the function does not raise.
-        passing: where the code goes on if it does not raise (`_place`).
-        last: whether the function raises if this test fails. If not, another test follows that may pass.
+        passes: the truth value of the tested expression with which the function does not raise.
+        passing: where the code continues if it does not raise (`_place`).
+        last: whether the function raises if this test fails. If not, another test follows, which may pass.
     """
 
     passes: bool
@@ -64,13 +67,14 @@ class Test(NamedTuple):
 
     @property
     def answer(self) -> bool:
-        """The answer in a trace: that the last test passes, and that each test before it fails, so that the next one
-        is asked."""
+        """The answer that a trace gives: the last test passes, and each test before it fails, so that the next one is
+        asked."""
         return self.passes if self.last else not self.passes
 
 
 class Waiting(NamedTuple):
-    """The flag of failed tests whose condition has another test to come, and where code goes on if one passes."""
+    """The flag of the failed tests of a condition that has another test to come, and where the code continues if one
+    passes."""
 
     frame: FrameType
     passing: Hashable
@@ -80,8 +84,8 @@ class Waiting(NamedTuple):
 
 @contextmanager
 def collected(owner: str) -> Iterator[Conditions]:
-    """The conditions noted inside. `owner` names the traced function in errors. Checks of the arguments of
-    distributions are off, because each of them would be a condition.
+    """Collects the conditions that are recorded in the body. `owner` names the traced function in errors. PyTorch's
+    checks of the arguments of distributions are disabled, because each of them would be a condition.
 
     Raises:
         TraceError: the body raises after a test that was answered only so that the next one is asked.
@@ -103,7 +107,7 @@ def collected(owner: str) -> Iterator[Conditions]:
 
 
 def _failed(error: BaseException, noted: Conditions) -> list[str]:
-    """The line that raised an error, if a test before it in the same function waits for the next one."""
+    """The line that raised an error, if an earlier test in the same function call is still waiting for the next one."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -167,7 +171,8 @@ def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test 
     if jumps != stays:
         passing = at + 1 if jumps else target
         return Test(stays == if_true, _place(found, passing), last=True)
-    # `a or b`: the jump passes, and the code that stays tests again, with the same place to go on at
+    # `a or b`: if the test passes, the code jumps. Otherwise it tests again, and continues at the same place if
+    # that test passes.
     following = next((i for i in range(at + 1, target) if found[i].opcode in _JUMPS), None)
     if jumps or following is None or not found[following].opname.startswith("POP_JUMP"):
         return None
@@ -193,7 +198,7 @@ def _target(found: Sequence[dis.Instruction], jump: dis.Instruction) -> int:
 
 
 def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> bool:
-    """Whether a branch does nothing but raise, and its own function does not catch it."""
+    """Whether a branch does nothing but raise, and the function itself does not catch the exception."""
     for x in found[start:]:
         if x.opname == "RAISE_VARARGS":
             return not _caught(found, x.offset, code)
@@ -203,7 +208,7 @@ def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> boo
 
 
 def _caught(found: Sequence[dis.Instruction], offset: int, code: CodeType) -> bool:
-    """Whether an instruction lies in a `try`; a `with` lets exceptions through."""
+    """Whether an instruction is inside a `try`. A `with` does not count, because it lets exceptions through."""
     handlers = [e.target for e in dis.Bytecode(code).exception_entries if e.start <= offset < e.end]  # type: ignore[attr-defined]
     names = {x.offset: [y.opname for y in found[i : i + 3]] for i, x in enumerate(found) if x.offset in handlers}
     return any("WITH_EXCEPT_START" not in names[h] for h in handlers)

@@ -1,7 +1,8 @@
-"""Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
-and a way out.
+"""Rejects functions that cannot be traced, with an error that shows the user's line, the operands with the arguments
+that they come from, and a fix.
 
-PyTorch's errors name its operators and its own files. A function's own exceptions pass unchanged.
+PyTorch's own errors name its operators and its own files instead. Exceptions that the function raises itself pass
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fzero.trace.guards.user_frames import is_library, line
 
 @dataclass(frozen=True)
 class Failure:
-    """A call of PyTorch's that raised `error`."""
+    """A call into PyTorch that raised `error`."""
 
     error: Exception
     call: str
@@ -35,7 +36,7 @@ class Failure:
 
 
 class TracedFunction(Protocol):
-    """Who knows the tensors of the function that is traced."""
+    """The interface of an object that knows the tensors of the function being traced."""
 
     failure: Failure | None
     refused: Exception | None
@@ -63,13 +64,13 @@ class TracedFunction(Protocol):
 
 
 def described(tensor: torch.Tensor, name: str | None = None) -> str:
-    """As `params['w']: float32[3, 4]`."""
+    """Describes a tensor, such as `params['w']: float32[3, 4]`."""
     return (f"{name}: " if name else "") + tree.describe(tensor)
 
 
 def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None:
-    """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more
-    than what it is made of."""
+    """Remembers which call raised. A failure in the backward takes precedence over the call that started the backward,
+    and the user's own call over the calls that it consists of."""
     known = traced.failure
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
@@ -80,13 +81,13 @@ def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None
 
 @contextmanager
 def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
-    """Turns PyTorch's errors about the function in the body into a TraceError."""
+    """Turns PyTorch's errors about the function that runs in the body into a TraceError."""
     try:
         with compat.quiet_fake_tensors():
             yield
     except FzeroError:
         raise
-    except ZeroDivisionError as error:  # of a mean, as torch decomposes its backward
+    except ZeroDivisionError as error:  # from the backward of a mean, as torch decomposes it
         if traced is None or not (empty := traced.empty()):
             raise
         what = "divides by the number of rows of a batch without rows"
@@ -106,7 +107,7 @@ def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
         if rule is not None:
             places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
             raise TraceError(owner, rule[0], places, rule[1]) from error
-        if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
+        if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before any op runs
             raise TraceError(
                 owner,
                 said,
@@ -134,7 +135,7 @@ _OF_TRACES = (
     "its data is not allocated yet",
     "passed to FakeTensor.__format__",
 )
-"""Errors of PyTorch that only tensors of a trace raise."""
+"""Errors of PyTorch that only the tensors of a trace cause."""
 _IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites what its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
@@ -165,7 +166,7 @@ _REFUSED = [
         "keep to torch operations",
     ),
     (
-        "its data is not allocated yet",  # an operator that looks into its arguments before it knows its results
+        "its data is not allocated yet",  # an operator that reads its arguments' values before its results are known
         "needs the value of a tensor while being traced",
         "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
     ),
@@ -186,7 +187,7 @@ _REFUSED = [
         "checkpoint(..., use_reentrant=False), or @fz.block with fz.remat",
     ),
 ]
-"""Errors of torch: a pattern of its text, the meaning, and the fix."""
+"""Errors of torch: a pattern in the message, what it means, and the fix."""
 _FIXES = [
     (
         "expected operands of one dtype",
@@ -195,14 +196,15 @@ _FIXES = [
     ),
     ("expected class indices", "give labels as int64: labels.long()"),
 ]
-"""Fixes of calls that raise: a pattern of what the error says."""
+"""Fixes for calls that raise: a pattern in the message, and the fix."""
 
 
 def lines_through(error: BaseException, traced: TracedFunction | None = None) -> list[str]:
-    """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
+    """The innermost line of the user's code that an error passed through, or whose backward raised it; a list of at
+    most one line."""
     found, trace = [], error.__traceback__
     while trace is not None:
-        ctx = trace.tb_frame.f_locals.get("ctx")  # of the backward of a torch.autograd.Function
+        ctx = trace.tb_frame.f_locals.get("ctx")  # present in the backward of a torch.autograd.Function
         if not is_library(trace.tb_frame.f_code.co_filename):
             found.append(line((trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
         elif traced is not None and isinstance(ctx, torch.autograd.function.FunctionCtx):
@@ -212,7 +214,7 @@ def lines_through(error: BaseException, traced: TracedFunction | None = None) ->
 
 
 def _raised_by_user(error: BaseException) -> bool:
-    """Whether a `raise` of the user's own made an error, and not a call."""
+    """Whether a `raise` statement in the user's code caused an error, and not a call."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -226,8 +228,8 @@ def _raised_by_user(error: BaseException) -> bool:
 
 
 def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
-    """The way in which a function reaches a tensor other than as an argument: through its closure, globals, defaults,
-    or functions that it calls."""
+    """How a function reaches a tensor other than as an argument: through its closure, its globals, its defaults, or
+    functions that it calls."""
     seen = set() if seen is None else seen
     if id(fn) in seen:
         return None
@@ -264,7 +266,7 @@ def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str 
 
 
 def _tensors(value: Any) -> list[tuple[str, Any]]:
-    """The tensors a variable holds: itself, leaves of a tree, attributes of an object."""
+    """The tensors that a variable holds: the variable itself, leaves of a tree, or attributes of an object."""
     if isinstance(value, torch.Tensor):
         return [("", value)]
     if isinstance(value, torch.nn.Module):

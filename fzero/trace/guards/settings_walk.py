@@ -1,6 +1,6 @@
-"""Walks through all that a function can read, value by value, and writes down a fact about each.
+"""Walks over everything that a function can read, value by value, and records a fact about each.
 
-It must not know the use of the facts.
+This file does not know what the facts are used for.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from fzero.trace.guards.bytecode import EMPTY, ENVIRONMENT, WHOLE, cells, names_
 from fzero.trace.guards.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
 
 MOST = 20_000
-"""Values that are looked at for one function, 1 to 2 us each."""
+"""The largest number of values that are inspected for one function; each takes 1 to 2 us."""
 _LONG = 32
-"""Items of a container above which it is compared at once, if it holds plain values alone."""
+"""A container with more items than this is compared at once, if it holds only plain values."""
 KNOWN = frozenset(
     {"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"}
 )
 """Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
 _FIELDS = WHOLE - {"getattr", "attrgetter"}
-"""Names by which code reads all that a record holds."""
+"""Names with which code reads everything that a record holds."""
 _NUMBERS = (*PLAIN, numbers.Number)
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})
-"""Methods that PyTorch calls; Python calls those between underscores, but not all of them to compute something."""
+"""Methods that PyTorch calls. Python itself calls the methods with double underscores, but some of those do not compute
+anything."""
 _NOT_CALLED = frozenset(
     {
         "__init__",
@@ -58,31 +59,31 @@ _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_fo
 
 
 met_caches: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Caches of functools that the code of a user can read, wherever they are (function_caches.py)."""
+"""Caches of functools that the user's code can read, wherever they are stored (function_caches.py)."""
 
 
 class SelfChecked:
-    """An object that names the parts of it that are read. It is one of this package's, whose objects are not looked
-    into."""
+    """An object that reports which of its parts are read. It belongs to this package, whose objects are not
+    inspected."""
 
     def stands_for(self) -> tuple[Hashable, tuple[Any, ...]]:
-        """A fact about it, and values that are looked at in its place."""
+        """A fact about the object, and the values to inspect in its place."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises if it cannot be used any more."""
+        """Raises if the object cannot be used any more."""
 
 
 class _Scope:
-    """Attributes of which those are read that code names: of an object, a class or a module. `always`: read whatever
-    code names. `fields`: read where code reads a record as a whole."""
+    """The attributes of an object, a class or a module; only those that some code names are read. `always`: attributes
+    that are read regardless. `fields`: attributes that are read if code reads a record as a whole."""
 
     def __init__(
         self, values: Mapping[str, Any], path: str, always: Collection[str] = (), fields: Collection[str] = ()
     ):
         self.values, self.path, self.fields = values, path, fields
         self._keys, self.always = set(values), always
-        self._due = self._keys.intersection(always)  # whatever code names
+        self._due = self._keys.intersection(always)  # read regardless of the names in code
 
     def named(self, names: Collection[str]) -> list[str]:
         """Names not read yet, in a fixed order."""
@@ -97,7 +98,7 @@ class _Scope:
 
 
 class _Module(_Scope):
-    """A module, of which no more is read than code names, ever."""
+    """A module. Only attributes that code names are ever read from it."""
 
 
 class Walk:
@@ -107,14 +108,14 @@ class Walk:
         self._strict, self._without = strict, without
         self._todo: list[tuple[Any, str]] = []
         self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []  # ids are only good while the value lives
+        self._alive: list[Any] = []  # an id is valid only while its value is alive
         self.names: set[str] = set()
-        self._keys: set[str] = set()  # that code names
-        self._whole: set[str] = set()  # names with which code does something else than to name items
+        self._keys: set[str] = set()  # strings that code uses as keys
+        self._whole: set[str] = set()  # names that code uses for more than reading items by key
         self._scopes: list[_Scope] = []
         self.states: dict[str, Hashable] = {}
         self.standing: list[SelfChecked] = []
-        self.modules: set[str] = set()  # of what is read: themselves, classes and functions of them
+        self.modules: set[str] = set()  # of what is read: modules, and the modules of classes and functions
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
@@ -135,13 +136,14 @@ class Walk:
                         self._read(scope.values[name], path, name)
                     else:
                         self._todo.append((scope.values[name], path))
-            for scope, names in self._dicts.values():  # behind the scopes, which find some
+            for scope, names in self._dicts.values():  # after the scopes, because these find some of the dictionaries
                 for key in scope.named(self._keys if names.isdisjoint(self._whole) else scope.values):
                     self._fact(key, f"keys of {scope.path}")
                     self._todo.append((scope.values[key], f"{scope.path}[{key!r}]"))
 
     def _read(self, x: Any, path: str, *names: str) -> None:
-        """The value that code reads under a name. A dictionary of texts waits until its use in code is known."""
+        """Reads a value that code accesses under a name. A dictionary with string keys is deferred until it is known
+        how code uses it."""
         if self._strict or type(x) not in (dict, type(os.environ)) or not all(type(key) is str for key in list(x)):
             self._todo.append((x, path))
         else:
@@ -163,7 +165,7 @@ class Walk:
                 return self._fact((kind, repr(x)), path)
             if isinstance(x, torch.Tensor):
                 return self._tensor(x, path)
-            if isinstance(x, weakref.ref):  # equal each other as what they refer to does, and tensors do by values
+            if isinstance(x, weakref.ref):  # compare like their referents, and tensors compare by value
                 return self._visit(x(), path)
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._alive):
@@ -268,11 +270,11 @@ class Walk:
         self._attributes(x, path)
 
     def _at_once(self, x: Any, path: str) -> bool:
-        """Whether a long container was plain values alone, and compared as such."""
+        """Whether a long container held only plain values and was recorded as one fact."""
         if len(x) <= _LONG:
             return False
         try:
-            # version 2 has no references, which depend on who else holds a value
+            # version 2 of the format has no back references, which depend on the reference counts of values
             self._fact(hashlib.sha256(marshal.dumps(x, 2)).hexdigest(), path)
         except ValueError:
             return False
@@ -281,14 +283,14 @@ class Walk:
     def _set(self, x: Any, path: str) -> None:
         plain = all(type(item) in PLAIN_TYPES for item in x)
         self._fact((type(x), frozenset(map(exact, x))) if plain else (type(x), "of", len(x)), path)
-        if not plain:  # in an order that does not depend on how the set came about
+        if not plain:  # in an order that does not depend on the history of the set
             self._todo += [
                 (item, f"items of {path}") for item in sorted(x, key=lambda item: (type(item).__qualname__, hash(item)))
             ]
         self._attributes(x, path)
 
     def _getter(self, x: Any, path: str) -> None:
-        """`operator.attrgetter("rate")` and its like name what they read in their arguments."""
+        """`operator.attrgetter("rate")` and similar objects name the attributes that they read in their arguments."""
         made, args = x.__reduce__()
         self._fact(type(x), path)
         args = (*getattr(made, "args", ()), *args, getattr(made, "keywords", {}))
@@ -303,7 +305,8 @@ class Walk:
         ]
 
     def _attributes(self, x: Any, path: str, always: Collection[str] = ()) -> None:
-        """The attributes of an object beside its items: all that it has, if its code is not looked into."""
+        """The attributes of an object in addition to its items. All attributes are read if the code of its class is not
+        inspected."""
         if package(type(x).__module__) not in KNOWN:
             held = dict(attributes_of(x))
             fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else ()
@@ -377,7 +380,7 @@ _BY_TYPE = {
     for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
     if kind.__module__ in ("builtins", "types")
 }
-"""By their exact type those that most values are of."""
+"""The handlers by exact type, for the types that most values have."""
 
 
 def package(name: Any) -> str:
@@ -386,12 +389,13 @@ def package(name: Any) -> str:
 
 @functools.cache
 def installed(module: Any) -> bool:
-    """Whether code is of a library, and not looked into: it has settings in its objects, all of which are read."""
+    """Whether code belongs to a library, whose functions are not inspected. The settings of a library are in its
+    objects, of which all attributes are read."""
     top = package(module)
     file = str(getattr(sys.modules.get(top), "__file__", None) or "")
     return top in KNOWN or any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
 
 
 def _of_library(cls: type) -> bool:
-    """Whether code that is not looked into may read any attribute of an object of this class."""
+    """Whether code that is not inspected may read any attribute of an object of this class."""
     return installed(cls.__module__) and package(cls.__module__) not in KNOWN

@@ -1,4 +1,4 @@
-"""Refuses questions about a tensor that no trace answers: its value, its memory, its history, its layout."""
+"""Rejects questions about a tensor that no trace can answer: questions about its value, memory, history or layout."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fzero.trace.guards.user_frames import asking_frame, is_library
 
 @contextmanager
 def strides_noted() -> Iterator[list[str]]:
-    """The lines that ask for strides, of what is traced inside: a program is given its batch contiguous, and PyTorch
-    would answer something else of any other."""
+    """Collects the lines of the traced code that ask for strides. A program gets its batch contiguous; for a batch with
+    other strides, PyTorch would give other answers."""
     asked: list[str] = []
     token = _asked.set(asked)
     try:
@@ -46,14 +46,14 @@ _asked: ContextVar[list[str] | None] = ContextVar("fzero_strides", default=None)
 
 
 class Calls(TorchFunctionMode):
-    """Notes the call of PyTorch's, as the function wrote it, that raises."""
+    """Remembers the call into PyTorch that raises, in the form in which the function wrote it."""
 
     def __init__(self, traced: TracedFunction):
         super().__init__()
         self._traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LOOKED_AT:  # few are, and the trace of a deep model calls ten thousands
+        if func in LOOKED_AT:  # a fast check, because the trace of a deep model makes tens of thousands of calls
             with self._traced.remembering():
                 self._look(func, args, sys._getframe(1))
         elif func in CTC_LOSS:
@@ -65,7 +65,7 @@ class Calls(TorchFunctionMode):
         except FzeroError:
             raise
         except _KINDS as error:
-            if compat.is_function_operator(func):  # of PyTorch's own trace, which it begins with
+            if compat.is_function_operator(func):  # from PyTorch's own trace, with which such an operator begins
                 with self._traced.remembering():
                     refuse_functions(self._traced, str(func))
             note(self._traced, error, func, (args, kwargs or {}))
@@ -75,7 +75,7 @@ class Calls(TorchFunctionMode):
 
     def _look(self, func: Any, args: Any, caller: FrameType) -> None:
         """Raises if a call has effects that no trace sees, or asks a question that no trace can answer."""
-        if func == _SETS_DATA:  # no operation, and so in no trace
+        if func == _SETS_DATA:  # not an op, so no trace would record it
             what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
             raise TraceError(self._traced.owner, what, self._traced.here(), fix)
         if func in _FACTS and _asked_by_user(caller):
@@ -88,7 +88,7 @@ class Calls(TorchFunctionMode):
             raise TraceError(self._traced.owner, *self._as_text(func, args[0]))
 
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
-        """Refuses to make a text or a pickle of a tensor."""
+        """The parts of the error for converting a tensor to text or pickling it."""
         where = [*self._traced.here(), described(x, self._traced.named(x))]
         return (
             f"needs the value of a tensor while being traced ({_TEXTS[func]})",
@@ -104,7 +104,7 @@ _TEXTS = {
 }
 _LAYOUTS = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 _OF_HISTORY = ("is_leaf", "grad_fn", "register_hook", "register_post_accumulate_grad_hook")
-"""Attributes and methods of a tensor that say where it comes from, or act there."""
+"""Attributes and methods of a tensor that depend on its autograd history, or change it."""
 _OF_MEMORY = (
     "storage_offset",
     "as_strided",
@@ -116,7 +116,7 @@ _OF_MEMORY = (
     "_base",
     "_is_view",
 )
-"""Attributes and methods of a tensor that say in which memory it lies."""
+"""Attributes and methods of a tensor that depend on its location in memory."""
 
 
 def _facts() -> dict[Any, str]:
@@ -132,7 +132,8 @@ LOOKED_AT = frozenset((*_FACTS, *_LAYOUTS, *_TEXTS, _SETS_DATA))
 
 
 def _asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the code that calls a method of a tensor is none of a library's that knows what it asks."""
+    """Whether the code that calls a method of a tensor is the user's, and not that of a library, which knows what it
+    asks."""
     while frame is not None and frame.f_code.co_filename in _OF_METHODS:
         frame = frame.f_back
     return frame is not None and not is_library(frame.f_code.co_filename)
@@ -142,7 +143,7 @@ _OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for 
 
 
 def _check_layout(traced: TracedFunction, tensor: torch.Tensor) -> None:
-    """Notes where code asks how a tensor is laid out; raises where a trace cannot tell."""
+    """Records that code asks for the layout of a tensor; raises if a trace cannot tell."""
     _note_strides(traced.here())
     if traced.layout_guessed(tensor):
         text = (
@@ -154,13 +155,13 @@ def _check_layout(traced: TracedFunction, tensor: torch.Tensor) -> None:
 
 
 def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None:
-    """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or
-    where it lies."""
+    """Raises if code reads a property of a tensor that differs between a trace and PyTorch: the history of a block's
+    argument, or the location in memory."""
     if what in _OF_HISTORY:
         if not traced.of_block(tensor):
             return
         text, fix = "asks where an argument comes from", "do it outside of the block"
-    elif what == "data_ptr" or traced.memory.may_be_part(tensor):  # a trace has no addresses
+    elif what == "data_ptr" or traced.memory.may_be_part(tensor):  # the tensors of a trace have no addresses
         text = "asks where a tensor lies that is given to it or to a block, or comes from one"
         fix = "index or view it, or make a copy first: x.contiguous().clone()"
     else:

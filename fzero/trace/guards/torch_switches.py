@@ -1,8 +1,8 @@
-"""Captures PyTorch's own switches that decide a function's operations: they belong to a function's signature as its
-arguments do.
+"""Captures PyTorch's own switches that determine which ops a function runs. They belong to a function's signature in
+the same way as its arguments.
 
-Switches that decide how an operation is carried out (`allow_tf32`, the number of threads) are not among them: those
-count when a program runs.
+Switches that determine how an op is executed (`allow_tf32`, the number of threads) are not included. They take effect
+when a program runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Autocast(NamedTuple):
-    """The autocast of `_DEVICES`, in their order: whether autocast is on, and its dtype; and whether casts of leaves
-    are kept."""
+    """The autocast state for `_DEVICES`, in their order: whether autocast is enabled, its dtype, and whether casts of
+    leaf tensors are cached."""
 
     enabled: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -29,14 +29,14 @@ class Autocast(NamedTuple):
 
 
 def autocast() -> Autocast:
-    """As it stands now."""
+    """The current autocast state."""
     enabled = tuple(map(torch.is_autocast_enabled, _DEVICES))
     return Autocast(enabled, tuple(map(torch.get_autocast_dtype, _DEVICES)), torch.is_autocast_cache_enabled())
 
 
 @contextmanager
 def autocast_as(state: Autocast) -> Iterator[None]:
-    """Autocast as it stood at another moment."""
+    """Sets the autocast state to a captured one."""
     before = autocast()
     try:
         _set(state)
@@ -47,7 +47,7 @@ def autocast_as(state: Autocast) -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """For operations that have their dtypes already: those of a backward, or of a graph that was recorded."""
+    """Disables autocast, for ops whose dtypes are already determined: those of a backward, or of a recorded graph."""
     now = autocast()
     with autocast_as(now._replace(enabled=(False,) * len(_DEVICES))):
         yield
@@ -81,29 +81,31 @@ _SWITCHES: dict[str, Callable[[], object]] = {
 
 
 def switches() -> tuple[object, ...]:
-    """The others, in the order of `told`. Microseconds: a step asks at every call."""
+    """The states of all other switches, in the order of `told`. It takes microseconds, because a step reads the
+    switches on every call."""
     return tuple([read() for read in _SWITCHES.values()])
 
 
 def told(positions: Sequence[object]) -> dict[str, object]:
-    """A result of `switches`, by the name that a user knows each by."""
+    """A result of `switches` as a dictionary, with a name for each switch that users recognize."""
     return dict(zip(_SWITCHES, positions, strict=True))
 
 
 def function_modes() -> list[Any]:
-    """The user's own `TorchFunctionMode`s around the caller, which may make any operation another."""
+    """The user's own `TorchFunctionMode`s around the caller. Such a mode may replace any op."""
     return _users(compat.function_modes())
 
 
 def dispatch_modes(within: Any = None) -> list[Any]:
-    """The user's own `TorchDispatchMode`s around the caller; with `within` those between that mode and the caller."""
+    """The user's own `TorchDispatchMode`s around the caller; with `within`, only those between that mode and the
+    caller."""
     modes = compat.dispatch_modes()
     return _users(modes[next((i + 1 for i, mode in enumerate(modes) if mode is within), 0) :])
 
 
 def saved_tensor_hooks() -> list[str]:
-    """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's
-    (checkpoints, `save_on_cpu`) do not."""
+    """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's own
+    hooks (checkpoints, `save_on_cpu`) do not."""
     pack = (compat.saved_tensor_hooks() or (None, None))[0]
     ours = pack is None or _package(getattr(pack, "__module__", "")) in _OURS
     return [] if ours else [f"saved_tensors_hooks({getattr(pack, '__name__', type(pack).__name__)}, ...)"]

@@ -1,5 +1,5 @@
-"""Refuses operations without a line in a program: draws from the global generator, questions for a value, tensors that
-are not dense, and writes outside the trace."""
+"""Rejects ops that no program can contain: draws from the global generator, reads of a value, tensors that are not
+dense, and writes outside of the trace."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _PRODUCTS = {
 
 
 def refuse_functions(traced: TracedFunction, name: str) -> NoReturn:
-    """Raises because of an operator of functions."""
+    """Raises because of a higher-order operator, which takes functions as arguments."""
     what = f"uses an operator of functions, which a program has no line for ({name})"
     fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
     raise TraceError(traced.owner, what, traced.here(), fix)
 
 
 def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -> None:
-    """Raises if an operation is none that can be recorded, whatever it returns."""
+    """Raises if an op cannot be recorded, independent of its results."""
     if compat.fx_tracing():
         what = f"traces a function by torch.fx while being traced ({func})"
         fix = "use torch.func.jvp, which computes the same, in place of torch.func.linearize"
@@ -70,7 +70,7 @@ def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -
 
 
 def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-    """The arguments of an observer that it would give another size, one number a channel, by name."""
+    """The arguments of an observer that it would resize to one number per channel, by name."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     if not given.get("per_row_fake_quant"):
         return {}
@@ -79,7 +79,7 @@ def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 def check_dtypes(func: Any, args: Any) -> None:
-    """Raises if an operator is given dtypes that PyTorch's devices reject, and fake tensors accept."""
+    """Raises if an operator is given dtypes that fake tensors accept but PyTorch's devices reject."""
     if func in _CLASSES and args[1].dtype not in (torch.int64, torch.uint8):
         raise RuntimeError(f"expected class indices of {torch.int64}, but got {args[1].dtype}")
     if func in _ONE_DTYPE:
@@ -108,18 +108,18 @@ _ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.nll_loss2d_forward.default: (0, 2),
     aten._embedding_bag.default: (0, 6),
 }
-"""Operators that need some of their arguments in one dtype, with the positions of these arguments."""
+"""Operators that require some of their arguments to have one dtype, with the positions of these arguments."""
 _CLASSES = {
     aten.nll_loss_forward.default,
     aten.nll_loss2d_forward.default,
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
 }
-"""Losses whose second argument has class indices."""
+"""Losses whose second argument contains class indices."""
 
 
 def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
-    """Raises if an operation makes a tensor that is not dense."""
+    """Raises if an op creates a tensor that is not dense."""
     for x in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
             what = f"makes a tensor that is not dense ({func})"
@@ -128,7 +128,7 @@ def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
 
 
 def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoReturn:
-    """Raises because an operation needs the value of a tensor."""
+    """Raises because an op needs the value of a tensor."""
     of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
     what = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
     asks = asking_frame()
@@ -139,8 +139,8 @@ def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoRetur
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws from the global generator. Attention and layers of RNNs are tagged so whatever their
-    dropout, and what draws in training alone."""
+    """Whether a call draws from the global generator. PyTorch's tag alone does not tell: attention and RNN layers have
+    it independent of their dropout, and so do ops that draw only in training."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = (

@@ -1,4 +1,5 @@
-"""Finds the user's own line among the frames that run, above PyTorch's, this library's and the standard library's."""
+"""Finds the user's line among the running frames, skipping the frames of PyTorch, this library and the standard
+library."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from types import FrameType
 import torch
 
 Place = tuple[str, int]
-"""A file and a line of it."""
+"""A file and a line number in it."""
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def user_place(outside: FrameType | None) -> Place | None:
-    """The innermost line that runs now, above the frame that traces, and is neither PyTorch's, nor ours, nor the
-    standard library's."""
+    """The innermost running line above the tracing frame that belongs to neither PyTorch, nor fzero, nor the standard
+    library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not outside and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -28,7 +29,8 @@ def user_place(outside: FrameType | None) -> Place | None:
 
 
 def asking_frame() -> FrameType | None:
-    """The function that asks for what runs now, the user's or PyTorch's own: not what carries the question here."""
+    """The frame of the function that asks for the running op, either the user's or PyTorch's own, skipping the frames
+    that only pass the request on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_CARRIERS):
         frame = frame.f_back
@@ -36,12 +38,12 @@ def asking_frame() -> FrameType | None:
 
 
 def is_pytorchs(filename: str) -> bool:
-    """Whether a file is one of PyTorch's own."""
+    """Whether a file is part of PyTorch."""
     return filename.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 def within(outside: FrameType | None, folder: str) -> bool:
-    """Whether a function of this folder or file of PyTorch's runs, above the frame that traces."""
+    """Whether a function in this folder or file of PyTorch is running, above the tracing frame."""
     frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder)
     while frame is not None and frame is not outside:
         if frame.f_code.co_filename.startswith(prefix):
@@ -51,13 +53,14 @@ def within(outside: FrameType | None, folder: str) -> bool:
 
 
 def line(place: Place) -> str:
-    """As `file:3: y = x + 1`."""
+    """A place with its source text, such as `file:3: y = x + 1`."""
     code = linecache.getline(*place).strip()
     return f"{place[0]}:{place[1]}" + (f": {code}" if code else "")
 
 
 def own_line() -> list[str]:
-    """The innermost of the user's lines that runs: not one of an installed library, if there is another."""
+    """The innermost running line of the user's code. Lines of installed libraries are used only if there is
+    no other."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
@@ -78,7 +81,7 @@ _CARRIERS = (
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether a file is of this library, PyTorch or the standard library."""
+    """Whether a file is part of this library, PyTorch or the standard library."""
     if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
         return True
     if filename.startswith((os.path.dirname(torch.__file__) + os.sep, _PACKAGE)):

@@ -1,4 +1,4 @@
-"""Tells values apart: plain ones by value, arrays by their contents, iterators by progress, the rest by identity."""
+"""Compares values: plain values by value, arrays by content, iterators by progress, and all others by identity."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 import torch
 
 LARGE = 2**22
-"""Bytes of an array above which it is told by its identity: reading as many takes about 3 ms."""
+"""Arrays of more bytes than this are compared by identity; reading this many takes about 3 ms."""
 
 
 def exact(value: Any) -> tuple[type, Hashable]:
-    """A number, text or another plain constant as a key: 1, 1.0 and True are three, 0.0 and -0.0 are two, nan is
-    one."""
+    """A key for a number, a string or another plain constant. 1, 1.0 and True have three different keys, 0.0 and -0.0
+    have two, and all NaNs have one."""
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 class Position(NamedTuple):
-    """The place in a file at which the next byte is written or read."""
+    """The position in a file at which the next byte is read or written."""
 
     at: int
 
 
 def progress(x: Any) -> Hashable:
-    """The progress of a generator of random numbers or an iterator; None of other values."""
+    """The progress of a random number generator or an iterator; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(x, random.Random):
         return hash(x.getstate())
@@ -68,7 +68,7 @@ PLAIN_TYPES = frozenset(PLAIN)
 
 
 class Same:
-    """A value that equals itself alone, kept alive so that no later one can have its id."""
+    """A value that equals only itself. It is kept alive so that no later value can have its id."""
 
     __slots__ = ("value",)
 
@@ -83,7 +83,7 @@ class Same:
 
 
 def attributes_of(x: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an object has itself, slots included."""
+    """The attributes of an object itself, including slots."""
     yield from getattr(x, "__dict__", {}).items()
     for base in type(x).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -95,8 +95,8 @@ def attributes_of(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def contents(x: Any) -> tuple[Any, ...] | None:
-    """The contents of an array of numbers: format, shape and, where it is not large, a digest. None for anything
-    else."""
+    """The contents of an array of numbers: its format, its shape and, unless it is large, a digest. None for other
+    values."""
     try:
         view = memoryview(x)
     except (TypeError, ValueError, BufferError):
@@ -105,7 +105,7 @@ def contents(x: Any) -> tuple[Any, ...] | None:
 
 
 def hashes(x: Any) -> bool:
-    """Whether a value has a hash."""
+    """Whether a value is hashable."""
     try:
         hash(x)
     except TypeError:

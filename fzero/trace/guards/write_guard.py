@@ -1,5 +1,5 @@
-"""Guards arguments, and their gradients, from writes while a function runs: in the plain step, as the trace of a
-compiled step does."""
+"""Rejects writes to arguments and their gradients while a function runs. The plain step uses it, so that it rejects
+what the trace of a compiled step rejects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fzero.trace.guards.user_frames import line, user_place
 
 
 class Untouched(compat.TorchDispatchMode):
-    """Operations inside that would write to the memory of these trees are errors, before they do."""
+    """Raises before an op inside would write to the memory of a tensor in these trees."""
 
     def __init__(self, owner: str, **arguments: Any):
         super().__init__()
@@ -44,8 +44,8 @@ class Untouched(compat.TorchDispatchMode):
 
 @contextmanager
 def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Raises if the body leaves a gradient in one of these arguments, or a hook for when one is left there: whoever
-    calls the function differentiates what it returns, and reads no other gradient."""
+    """Raises if the body accumulates a gradient in one of these arguments, or registers a hook for that. The caller of
+    the function differentiates its result, and reads no other gradients."""
     paths = {id(x): (path, x) for path, x in arguments if x.requires_grad and x.is_leaf}
     refused: list[TraceError] = []
 
@@ -66,7 +66,7 @@ def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]])
     finally:
         for handle in handles:
             handle.remove()
-    if refused:  # and caught by the function
+    if refused:  # the function may have caught the exception
         raise refused[0]
     if graded := [f"{path}.grad" for path, x in paths.values() if x.grad is not None]:
         raise _refusal(owner, "sets gradients itself", graded)
