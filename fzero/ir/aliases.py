@@ -1,7 +1,7 @@
-"""Tells aliases: which result of a line may lie in the memory of which of its arguments.
+"""Determines aliases: which results of an op may share memory with which of its arguments.
 
-Of an op that calls no function its row says so (fzero/ir/ops); of a function its recorded graph
-(fzero/trace/storages.py).
+For an op that calls no subgraph, the op table says so (fzero/ir/ops). For a call, the recorded graph of the subgraph
+determines it (fzero/trace/storages.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from fzero.trace.storages import Output, output_storages
 
 
 class Aliases:
-    """The aliases of lines that call these functions, each looked at once."""
+    """The aliases of ops that call these subgraphs. Each subgraph is analyzed once."""
 
     def __init__(self, functions: Mapping[str, Function]):
         self._functions = functions
         self._outputs: dict[str, list[Output]] = {}
 
     def outputs(self, name: str) -> list[Output]:
-        """The place of each result of a function."""
+        """Returns where each result of a subgraph is stored: in an argument's memory, or in memory of its own."""
         if name not in self._outputs:
             self._outputs[name] = output_storages(self._functions[name].graph)
         return self._outputs[name]
 
     def of(self, line: Line) -> Iterable[tuple[str, str]]:
-        """Results that may lie in an argument's memory, each with that argument."""
+        """Returns the results that may lie in an argument's memory, each with that argument."""
         if not line.fn:
             return OPS[line.op].shares(line)
         return [
@@ -38,7 +38,7 @@ class Aliases:
         ]
 
     def own(self, line: Line) -> Iterable[str]:
-        """Results that surely share memory with no argument and no other result."""
+        """Returns the results that certainly share memory with no argument and with no other result."""
         if not line.fn:
             return [v.name for v in line.out] if OPS[line.op].makes_own else ()
         outputs = self.outputs(line.fn)
@@ -51,11 +51,13 @@ class Aliases:
 
 
 class Views:
-    """Tells which values share memory: a function may return views of its arguments, or several views of one tensor."""
+    """Determines which values of a program share memory: a subgraph may return views of its arguments, or several
+    views of one tensor.
+    """
 
     def __init__(self, program: Program):
         self._of: dict[str, str] = {}
-        self._same: dict[str, str] = {}  # copies that are their sources
+        self._same: dict[str, str] = {}  # copies that move nothing, and so are their sources
         self.alone: set[str] = set()  # results that share no memory with another result
         aliases = Aliases(program.functions)
         started: dict[str, Line] = {}
@@ -70,11 +72,11 @@ class Views:
         self.returned = {root for name in program.outputs for root in self.roots(name)}
 
     def origin(self, name: str) -> str:
-        """The value that a value is, under the name it was made with."""
+        """Returns the name under which a value was first computed: the source of copies that move nothing."""
         while name in self._same:
             name = self._same[name]
         return name
 
     def roots(self, name: str) -> set[str]:
-        """A value and those whose memory it lies in."""
+        """Returns a value and all values in whose memory it lies."""
         return {name} | (self.roots(self._of[name]) if name in self._of else set())

@@ -1,8 +1,10 @@
-"""Defines the attributes of lines: all that a line says beside its arguments and its results, a frozen dataclass an op.
+"""Defines the attributes of ops: everything that an op says besides its arguments and results, as one frozen
+dataclass per op.
 
-A row of the op table names the class of its lines (`Op.attrs`, fzero/ir/ops/op.py), and `misformed` refuses any
-other and any field that is not of its type. What many ops say is a base class here, which `Line` reads by a property
-(`line.micro`, `line.axes`): who asks need not know which op it is. Of the ops themselves this file knows nothing.
+Each row of the op table names the attribute class of its op (`Op.attrs`, fzero/ir/ops/op.py). `misformed` reports any
+other class, and any field that is not of its declared type. Attributes that many ops have are declared in base
+classes here, and `Line` reads them through properties (`line.micro`, `line.axes`), so code that needs one does not
+have to know which op it is. This file knows nothing about the ops themselves.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from fzero.trace.recorder import Recorded
 
 @dataclass(frozen=True, kw_only=True)
 class Attrs:
-    """Base of the attributes of a line; says nothing itself."""
+    """Base class of the attributes of an op. It has no fields."""
 
     @functools.cached_property
     def ill_typed(self) -> list[str]:
-        """The fields that are not of their types, in words."""
+        """The fields whose values do not have the declared type, described for an error message."""
         return [
             f"{name} = {x!r} is not a {getattr(hint, '__name__', hint) if not typing.get_args(hint) else hint}"
             for name, (hint, fits) in _hints(type(self)).items()
@@ -39,49 +41,51 @@ class Attrs:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated(Attrs):
-    """`micro`: the micro-batch that a line repeated without a loop is for, and how many there are."""
+    """`micro`: if the op is repeated for each micro-batch without a loop, the index of its micro-batch and the number
+    of micro-batches.
+    """
 
     micro: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guessed(Attrs):
-    """`guess`: carried out on a guess (fzero/transforms/speculate_pass.py)."""
+    """`guess`: whether the op is speculative (fzero/transforms/speculate_pass.py)."""
 
     guess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Over(Attrs):
-    """`axes`: the mesh axes that it moves, cuts or counts along."""
+    """`axes`: the mesh axes along which the op communicates, shards or counts."""
 
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutAttrs(Over):
-    """`dims`: along which the first of its axes cut, other than flat."""
+    """`dims`: the dimensions along which the first of the axes shard, if they do not shard flat."""
 
     dims: tuple[Dim, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted(Attrs):
-    """`count`: how many parts or turns there are."""
+    """`count`: the number of parts or of loop iterations."""
 
     count: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DealAttrs(Over, Counted):
-    """The number of shards that are dealt."""
+    """`count`: the number of shards that are assigned to ranks in round-robin order."""
 
     count: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side(Attrs):
-    """`on`: where it computes."""
+    """`on`: whether the op computes on the device or on the host."""
 
     on: Literal["device", "host"] = "device"
 
@@ -91,10 +95,10 @@ class Side(Attrs):
 
 @dataclass(frozen=True)
 class BlockCall(Attrs):
-    """A call of a block: its joint graph, the number of the call, the part that runs ("both" if forward and vjp are one
-    function), the block's arguments, and the gradients of the vjp.
+    """A call of a block: its joint graph, the number of the call, the part that runs ("both" if forward and vjp are
+    one subgraph), the block's arguments, and the indices of the gradients that the vjp computes.
 
-    The arguments of the line follow from `inputs` once it is settled what the block keeps.
+    The arguments of the op follow from `inputs` once it is decided which values the block saves for its backward.
     """
 
     joint: Joint
@@ -105,7 +109,9 @@ class BlockCall(Attrs):
 
 
 class Segment(NamedTuple):
-    """The part of a function that was cut: `index` of `count`; `of` is the function's own number."""
+    """One partition of a subgraph that was split at collectives: partition `index` of `count`. `of` is the number of
+    the subgraph that was split.
+    """
 
     of: int
     index: int
@@ -114,9 +120,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallAttrs(Repeated, Guessed, Side):
-    """`of_sums`: that it reads what the sums of ranks and
-    micro-batches add up to, where other lines read this one's own; `weights`: that it makes gradients of parameters,
-    which no other block waits for."""
+    """`of_sums`: whether the call reads sums over all ranks and micro-batches; other calls read this rank's own
+    summands. `weights`: whether the call computes gradients of parameters, which no other block waits for.
+    """
 
     block: BlockCall | None = None
     segment: Segment | None = None
@@ -129,40 +135,42 @@ class CallAttrs(Repeated, Guessed, Side):
 
 @dataclass(frozen=True, kw_only=True)
 class CastAttrs(Repeated, Guessed):
-    """`dtype`: of the result."""
+    """`dtype`: the dtype of the result."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferAttrs(Side):
-    """`leaves`: that the buffers are for."""
+    """`leaves`: the paths of the parameters, or other tensors of the state, that the buffers are for."""
 
     leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartAttrs(Repeated, Counted):
-    """A micro-batch: by `micro`, or, of `count`, that of each turn of the loop around it."""
+    """Selects a micro-batch: the one that `micro` names or, with `count`, the one of each iteration of the enclosing
+    loop.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartIndexAttrs(PartAttrs, Over):
-    """The same, and the axes that split the batch."""
+    """Selects a micro-batch as `PartAttrs` does, and names the axes that shard the batch."""
 
     axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOfAttrs(Over):
-    """`shape`: of the whole leaf that `axes` shard."""
+    """`shape`: the shape of the full tensor that `axes` shard."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawAttrs(ShardOfAttrs):
-    """`base`: where the random words of the whole leaf begin."""
+    """`base`: the offset at which the random words of the full tensor begin."""
 
     base: int
 
@@ -172,8 +180,10 @@ class DrawAttrs(ShardOfAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAttrs(Attrs):
-    """`graph`: the optimizer; `sums` and `maxima`: the names of what it reads of all micro-batches and ranks together;
-    `leaf`: the name of a shard → the leaf that it is of. The gradients are the program's."""
+    """`graph`: the recorded optimizer. `sums` and `maxima`: the names of the arguments that are reduced over all
+    micro-batches and ranks. `leaf`: maps the name of a shard to the tensor that it is a shard of. The gradients are
+    those of the program (`Program.grads`).
+    """
 
     graph: Recorded
     sums: tuple[str, ...]
@@ -183,28 +193,28 @@ class UpdateAttrs(Attrs):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsAttrs(Counted):
-    """The number of times that its own lines are carried out; as plans count, where that is settled at run time."""
+    """`count`: how often the op's body runs. If that is decided only at run time, the number that plans assume."""
 
     count: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinAttrs(Attrs):
-    """`reduction`: how values become one, "sum", "max" or "min"."""
+    """`reduction`: how values are combined into one: "sum", "max" or "min"."""
 
     reduction: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddAttrs(JoinAttrs, Repeated):
-    """A sum over micro-batches that are repeated without a loop."""
+    """A sum over micro-batches whose ops are repeated without a loop."""
 
     micro: tuple[int, int] = field()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssignAttrs(Guessed):
-    """`restores`: that it takes a guess back."""
+    """`restores`: whether the assignment rolls a speculative update back."""
 
     restores: bool = False
 
@@ -219,13 +229,14 @@ class GatherAttrs(Repeated, Over):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceAttrs(GatherAttrs, JoinAttrs):
-    """One that reduces what it moves."""
+    """A transfer that reduces the values that it moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterAttrs(ReduceAttrs):
-    """`grid`: the axes that a whole is padded for, if there are more than it is cut over here. `rows`: whether each
-    rank gets its part of dim 0, as a tensor of its own."""
+    """`grid`: the axes whose sizes determine the padding of the full tensor, if those are more than the axes that
+    shard it here. `rows`: whether each rank gets its shard of dimension 0 as a tensor, instead of a flat shard.
+    """
 
     grid: tuple[str, ...] = ()
     rows: bool = False
@@ -233,13 +244,15 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
-    """Attributes of a copy between tiers."""
+    """Attributes of a copy between memory tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`shift`: the distance to the receiving rank along the axis. `every`: in one of so many steps. `once`: for values
-    that no step writes. `leaves`: the paths sent. `number`: the send's own."""
+    """`shift`: the distance along the axis to the receiving rank. `every`: the values are sent in one of so many
+    steps. `once`: the values are never written by a step and are sent once. `leaves`: the paths of the tensors that
+    are sent. `number`: the index of this send.
+    """
 
     shift: int
     every: int = 1
@@ -274,8 +287,10 @@ class TakeAttrs(HandAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitAttrs(Repeated):
-    """`together`: that every rank has read what went before when it returns (fzero/compiler/buffer_allocation.py);
-    `host`: whether the host waits too, not the device alone (fzero/compiler/device_waits.py)."""
+    """`together`: whether the wait returns only after every rank has finished reading the previous transfers
+    (fzero/compiler/buffer_allocation.py). `host`: whether the host waits too, rather than only the device
+    (fzero/compiler/device_waits.py).
+    """
 
     together: bool = False
     host: bool = True
@@ -286,7 +301,7 @@ class WaitAttrs(Repeated):
 
 @functools.cache
 def required(kind: type[Attrs]) -> tuple[str, ...]:
-    """The fields that have no default."""
+    """Returns the names of the fields that have no default."""
     return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
 
 
@@ -297,7 +312,9 @@ def _hints(kind: type[Attrs]) -> dict[str, tuple[Any, Callable[[Any], bool]]]:
 
 
 def _fits(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value is of a type: read once, for every line of every program is asked."""
+    """Returns a predicate that checks whether a value has a type. The type is analyzed once, because every op of
+    every program is checked.
+    """
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda x: True

@@ -1,17 +1,18 @@
-"""Finds which lines of a program must come after which, and puts lines in an order that this allows: a list scheduler.
+"""Finds which ops of a program must come after which, and sorts ops accordingly: a list scheduler.
 
-The order of lines follows from the op table: reads, writes, and shared memory of each line. Where a line is best
-placed, within that, is for the passes that ask (compiler/overlap.py, compiler/hoist_updates.py).
+The dependences follow from the op table: what each op reads, what it writes, and which values share memory. The
+passes decide where an op is best placed within these limits (compiler/overlap.py, compiler/hoist_updates.py).
 
-[Note: dependences] A line comes after
+[Note: dependences] An op comes after
   - read after write: the producer of each argument, and the last writer of its memory;
-  - write after read and write after write: every reader and the last writer of the memory it writes. Leaves of the
-  state are donated, and `add` adds in place. Who writes a copy of a leaf, or the memory for its new value, writes the
-  leaf.
-A transfer reads and writes until its wait: for what comes later both of them do. Lines with a body do what that does.
+  - write after read and write after write: every reader and the last writer of the memory that it writes. Tensors of
+    the state are donated, and `add` adds in place. An op that writes a copy of a tensor of the state, or the buffer
+    for its new value, counts as writing that tensor.
+A transfer reads and writes until its wait, so for later ops both the start and the wait do. An op with a body depends
+on everything that its body depends on.
 
-Transfers over one axis may start in any order, if it is the same on every rank: it is, for all of this is a function of
-the program.
+Transfers over one axis may start in any order that is the same on every rank. It is, because the order is a function
+of the program.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from fzero.ir.program import Line
 
 
 def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
-    """For each line the numbers of those that it must come after; of some that follow from others only these. See
-    [Note: dependences].
+    """Returns for each op the indices of the ops that it must come after. Dependences that follow from others may be
+    left out. See [Note: dependences].
 
     Args:
-        lines: of a program, or of one body in it: what is made outside is there.
-        views: of the whole program.
+        lines: the ops of a program, or of one body in it. Values that are made outside exist already.
+        views: the views of the complete program.
     """
     before: list[set[int]] = []
     made: dict[str, int] = {}
     started: dict[str, int] = {}
-    written: dict[str, int] = {}  # by the value whose memory it is the last line that wrote there
-    read: dict[str, list[int]] = defaultdict(list)  # and those that have read it since
-    leaf: dict[str, str] = {}  # by a copy, or memory for a new value, what it is of
+    written: dict[str, int] = {}  # by value: the last op that wrote to its memory
+    read: dict[str, list[int]] = defaultdict(list)  # by value: the ops that have read its memory since then
+    leaf: dict[str, str] = {}  # by copy or buffer for a new value: the tensor of the state it belongs to
     for number, line in enumerate(lines):
         start = lines[started[line.args[0]]] if OPS[line.op].waits and line.args[0] in started else None
         touches = [*line.with_body()]
@@ -67,19 +68,19 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
 
 
 def _touched(touches: Sequence[Line], start: Line | None) -> tuple[list[str], list[str]]:
-    """The values that lines read and write; a wait counts as its transfer."""
+    """Returns the values that ops read and write. A wait counts as its transfer."""
     reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
     return reads, [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
 
 
 def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Sequence[Any]) -> list[Line]:
-    """The lines in the order of their priorities, as far as dependences allow it: of those that may come next the one
-    with the least.
+    """Returns the ops sorted by priority, as far as the dependences allow: of the ops that may come next, the one
+    with the lowest priority value is chosen.
 
     Args:
-        lines: of a program, or of one body in it.
-        before: for each line those that it must come after.
-        priority: of each line, no two alike.
+        lines: the ops of a program, or of one body in it.
+        before: for each op, the indices of the ops that it must come after.
+        priority: the priority of each op. No two are equal.
     """
     left = [len(numbers) for numbers in before]
     after: list[list[int]] = [[] for _ in lines]
@@ -101,5 +102,5 @@ def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Seque
 
 
 def _writes(line: Line) -> Sequence[str]:
-    """The values in whose memory a line writes."""
+    """Returns the values in whose memory an op writes."""
     return (*line.writes, *line.args[: len(line.out)]) if OPS[line.op].in_place else line.writes

@@ -1,7 +1,8 @@
-"""Lays graphs out as lines: records loss, gradients and optimizer on abstract values and turns them into a program.
+"""Converts graphs into ops: records the loss, its gradients and the optimizer on abstract values and turns them into
+a program.
 
-The result is the step of one process in base form: every leaf whole, blocks unsplit (a vjp recomputes its forward), one
-`update` for the whole optimizer. Every transform is a rewrite of this program.
+The result is the base form of a step, for one process: every parameter is unsharded, blocks are not split (a vjp
+recomputes its forward), and one `update` op is the complete optimizer. Every transform rewrites this program.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from fzero.trace.subgraph import ancestors, extract, signature, views_of
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position. Equal to
-    itself alone, `alike` to others.
+    """An abstract pytree of arguments: its structure, and a `Leaf` for every position. It compares equal only to
+    itself; use `alike` to compare it with others.
 
     `ties[i]` is the position of the first leaf that is the same tensor as leaf `i`.
     """
@@ -47,12 +48,14 @@ class Inputs:
         return (self.leaves, self.ties, self.structure) == (other.leaves, other.ties, other.structure)
 
     def rebuild(self, distinct: Mapping[int, Any]) -> Any:
-        """The tree with `distinct[i]` at position `i` and at every position tied to it, None where there is none."""
+        """Returns the tree with `distinct[i]` at position `i` and at every position tied to it, and None at positions
+        that are missing.
+        """
         return tree.unflatten(self.structure, [distinct.get(t) for t in self.ties])
 
 
 class Functions:
-    """Functions by what they compute: equal graphs are one function."""
+    """The subgraphs of a program, deduplicated: equal graphs become one `Function`."""
 
     def __init__(self, known: Mapping[str, Function] | None = None) -> None:
         self.by_name: dict[str, Function] = dict(known or {})
@@ -76,9 +79,11 @@ def run_traced(
     casts: bool,
     watch: bool = False,
 ) -> Recorded:
-    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments
-    (trace/block.py). With `watch` the last result is the largest absolute value of each block's outputs, a vector over
-    the calls, if there are any."""
+    """Records `fn(*fakes) -> flat list of tensors`, with each block call as a single node.
+
+    `casts`: whether blocks cast their arguments (trace/block.py). With `watch`, and if there are any block calls, the
+    last result is a vector with the largest absolute value of each call's outputs.
+    """
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(owner, source)
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
@@ -93,12 +98,13 @@ def run_traced(
     return graph
 
 
-# --- lines from a graph ---
+# --- ops from a graph ---
 
 
 class Lines:
-    """Turns a recorded graph into lines: a line a block call, and a function for each run of other operations between
-    them."""
+    """Converts a recorded graph into ops: one op for each block call, and one subgraph for each run of other
+    operations between block calls.
+    """
 
     def __init__(self, graph: Recorded, functions: Functions, names: Names, result_names: Mapping[fx.Node, str]):
         self.graph, self.functions, self.names = graph, functions, names
@@ -107,7 +113,7 @@ class Lines:
         self._wanted = result_names
         self._run: list[fx.Node] = []
         self._num_runs = 0
-        # functions of blocks, and which inputs they read
+        # the subgraphs of blocks, and which of the block's inputs each reads
         self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}
         nodes = graph.graph.nodes
         self._inputs = [n for n in nodes if n.op == "placeholder"]
@@ -126,7 +132,9 @@ class Lines:
         self._flush()
 
     def _block(self, node: fx.Node) -> None:
-        """One line: the forward, or the vjp that recomputes it. Inputs that the graph does not read are not passed."""
+        """Appends one op: the forward, or the vjp that recomputes it. Inputs that the graph does not read are not
+        passed.
+        """
         joint: Joint = node.args[0]  # type: ignore[assignment]
         call: int = node.args[1]  # type: ignore[assignment]
         backward = node.target is call_vjp
@@ -156,18 +164,19 @@ class Lines:
         self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, CallAttrs(block=block)))
 
     def _flush(self) -> None:
-        """The operations since the last block call, as one function. Views of inputs are remade wherever they are
-        used."""
+        """Appends the operations since the last block call as one subgraph. Views of inputs are computed again
+        wherever they are used.
+        """
         run, self._run = [n for n in self._run if n not in self._views], []
         inside = set(run)
-        # A block that takes a view of a parameter needs it as a value: such views join the run before it.
+        # A block that takes a view of a parameter needs the view as a value, so such views join the run before it.
         outputs = [n for n in run if any(u not in inside for u in n.users)]
         wanted_views = (
             n
             for n in self._views
             if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users)
         )
-        outputs += sorted(wanted_views)  # in the order of the graph: a set has the order of addresses
+        outputs += sorted(wanted_views)  # in the order of the graph: sets of nodes iterate in the order of addresses
         if not outputs:
             return
         inputs = [n for n in _inputs_of(outputs, inside | self._views) if n not in inside]
@@ -193,7 +202,7 @@ def _value(node: fx.Node, name: str) -> Value:
 
 
 def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    """The nodes outside `inside` that `outputs` depend on, in a fixed order."""
+    """Returns the nodes outside `inside` that `outputs` depend on, in a fixed order."""
     seen: dict[fx.Node, None] = {}
     todo = list(reversed(outputs))
     while todo:

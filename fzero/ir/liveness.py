@@ -1,13 +1,12 @@
-"""Computes live ranges of program values, including reads by other ranks where ranks share memory.
+"""Computes live ranges of program values, including reads by other ranks from shared memory.
 
-[Note: release] Ranks of one host read each other's buffers (comm/shared_memory.py): a rank is done with its wait, but
-another may still be reading. It has read all it needs once a later transfer over the same axis, started after that
-wait, has
-arrived: every rank starts its transfers in the same order (but a send, which tells two ranks alone, and nobody in a
-step that sends nothing). Until then the region stays taken. It costs nothing but the distance to the next transfer, and
-needs no message of its own. But the last wait in a loop returns only when all ranks are done with it (`together`): the
-next turn writes the same buffers again. Ranks that share no memory have got copies: the sent buffers are free with the
-wait.
+[Note: release] Ranks of one host read each other's buffers (comm/shared_memory.py): when this rank's wait returns,
+another rank may still be reading. All ranks have finished reading once a later transfer over the same axis, started
+after that wait, has arrived, because every rank starts its transfers in the same order. (A send does not count: it
+involves two ranks only, and none in a step that sends nothing.) Until then the buffer stays allocated. This costs
+only the distance to the next transfer and needs no additional message. The last wait in a loop is different: it
+returns only when all ranks have finished (`together`), because the next iteration writes the same buffers again.
+Ranks that do not share memory receive copies, so there the sent buffers are free after the wait.
 """
 
 from __future__ import annotations
@@ -22,18 +21,21 @@ from fzero.ir.ops import COLLECTIVES, OPS, STARTS, Start
 from fzero.ir.program import Line, Program
 
 Interval = tuple[int, int]
-"""The first and the last line, both inclusive."""
+"""The indices of the first and the last op, both inclusive."""
 
 
 class Uses:
-    """The lines of a program by their numbers, and for each value its maker and its readers. A line that has a body
-    comes before it."""
+    """The ops of a program by index, and for each value the op that makes it and the ops that read it. An op that has
+    a body comes before its body.
+    """
 
     def __init__(self, program: Program):
         self.mesh = program.mesh
-        self.lines = list(_numbered(program.lines))  # in order, with where the loop around each begins and ends
+        self.lines = list(_numbered(program.lines))  # in order, each with the first and last op of the enclosing loop
         self.made: dict[str, int] = {}
-        self.read: dict[str, int] = {}  # the last line that reads a value; for one from outside a loop the loop's end
+        self.read: dict[
+            str, int
+        ] = {}  # the last op that reads a value; the end of the loop for a value from outside it
         self.reads: Counter[str] = Counter()
         self.views = Views(program)
         self.copying: dict[str, tuple[str, ...]] = {}
@@ -57,12 +59,12 @@ class Uses:
             for i, (line, _) in enumerate(self.lines)
             if line.op in COLLECTIVES and STARTS[line.op].meets
         ]
-        self.met = {  # the waits for what every rank starts: over which axes, and in which loop
+        self.met = {  # the waits of transfers that every rank takes part in: over which axes, and in which loop
             wait: (axes, self.lines[wait][1]) for _, wait, axes in self.starts
         }
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
-        # of each loop and axis the starts, and the first wait of any transfer from that start on
+        # for each loop and axis: the starts, and the first wait of any transfer that starts there or later
         self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
         for start, wait, axes in self.starts:
             starts, waits = self.arrivals.setdefault((self.lines[wait][1], axes), ([], []))
@@ -72,15 +74,18 @@ class Uses:
             waits[:] = reversed(list(accumulate(reversed(waits), min)))
 
     def last(self, name: str) -> int:
-        """The last line that reads a value, or the line that makes it if none does; the end for returned values."""
+        """Returns the last op that reads a value, or the op that makes it if none does. Returned values live to the
+        end.
+        """
         return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])
 
     def same_loop(self, one: int, other: int) -> bool:
         return self.lines[one][1] == self.lines[other][1]
 
     def until(self, last: int, wait: int, axes: tuple[str, ...]) -> int:
-        """The line at which both the last reader here and, where memory is shared, the other ranks' reads at their wait
-        are done."""
+        """Returns the op after which a buffer is free: the last reader on this rank is done and, if memory is shared,
+        so are the other ranks' reads of the transfer that `wait` waits for.
+        """
         if not self.mesh.shared_memory:
             return last
         span = self.lines[wait][1]
@@ -95,8 +100,9 @@ class Uses:
 def _numbered(
     lines: Sequence[Line], span: Interval | None = None, at: int = 0
 ) -> Iterator[tuple[Line, Interval | None]]:
-    """Lines in the order of their text, each with the first and last number of the loop it is in. The line that has a
-    body comes before it."""
+    """Yields the ops in the order of their text, each with the first and last index of the loop that contains it. An
+    op that has a body comes before its body.
+    """
     for line in lines:
         yield line, span
         at += 1

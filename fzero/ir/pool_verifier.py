@@ -1,13 +1,14 @@
-"""Verifies the pool of a finished program by going through it as it runs, two turns of a loop: not by how places were
-chosen.
+"""Verifies the arena of a finished program by simulating its execution, with two iterations of each loop. It does not
+rely on how the buffers were chosen.
 
-Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own, and one that
-does the same to several values writes none over another. While a transfer is under way nobody writes what it reads or
-fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
-ir/liveness.py). Where a copy to the device was taken from, or one from there was put that the device alone has
-waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). An update in place
-counts as a write. No transfer is waited for before it is started, so with the same program on every rank
-(runtime/program_agreement.py) there is no order in which ranks wait for each other.
+Bytes of the arena belong to the value that was written there last. An op that reads a value must find that the bytes
+still belong to it, and an op that processes several values in the same way must not write one result over another
+argument. While a transfer is in flight, nothing may write what it reads or fills, and what other ranks read from
+shared memory must stay unchanged until they are known to have read it ([Note: release] in ir/liveness.py). Host
+memory that a copy to the device reads, or that a copy from the device fills while only the device has waited for it,
+may be written only by ops that wait for such copies themselves (`Op.settles`). An update in place counts as a write.
+No transfer is waited for before it is started, so with the same program on every rank (runtime/program_agreement.py)
+there is no order in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from fzero.ir.ops import OPS, STARTS, Start, stays, turns
 from fzero.ir.program import Line, Place, Program
 from fzero.ir.verifier import refuse, shown
 
-Span = tuple[int, int]  # bytes of the pool, half open; the host's pool comes after the device's, then each room
-_APART = 1 << 52  # between the beginnings of rooms, which are no part of the pool
+# bytes of the arena, half open; the host's arena comes after the device's, then each separate allocation
+Span = tuple[int, int]
+_APART = 1 << 52  # distance between the beginnings of separate allocations, which are not part of the arena
 
 
 def check(program: Program) -> Program:
-    """The program, if it keeps the rules of the pool.
+    """Returns the program, if its buffers follow the rules of the arena.
 
     Raises:
-        VerifyError: listing every rule that is broken, with the line.
+        VerifyError: listing every rule that is broken, with the op.
     """
     checker = _PoolChecker(program)
     checker.lines(program.lines)
@@ -40,13 +42,14 @@ def check(program: Program) -> Program:
 
 @dataclass(eq=False)
 class _Guard:
-    """Bytes that a transfer reads or fills, until its wait; and bytes that other ranks read from shared memory, until
-    they are known to be done."""
+    """Bytes that a transfer reads or fills until its wait, and bytes that other ranks read from shared memory until
+    they are known to have finished.
+    """
 
     line: Line
     spans: list[Span]
     waited: bool = False
-    # transfers started since the wait: once one arrives, every rank has read
+    # transfers started since the wait: once one of them arrives, every rank has finished reading
     after: set[str] = field(default_factory=set)
 
 
@@ -54,14 +57,14 @@ class _PoolChecker:
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}
-        # who wrote which bytes last: in the order of the bytes, which do not overlap
+        # which value was written last to which bytes: sorted by the bytes, which do not overlap
         self.owners: list[tuple[Span, str]] = []
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # results of copies that move nothing
-        # of copies for which the device alone has waited: what they read or fill on the host
+        # for copies that only the device has waited for: the host memory that they read or fill
         self.sent: dict[str, list[Span]] = {}
-        self.sent_leaves: dict[str, list[str]] = {}  # and those leaves at rest there
-        self.same: dict[str, str] = {}  # such a copy, or a part, and its source
+        self.sent_leaves: dict[str, list[str]] = {}  # and the stored tensors that they read there
+        self.same: dict[str, str] = {}  # copies that move nothing and views, with their sources
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -90,7 +93,7 @@ class _PoolChecker:
                     self._write(line, name, self.places[name])
                 read = [(a, self.places.get(a)) for a in map(self._origin, line.args)] if row.batched else []
                 for value, place in zip_longest(line.out, line.into):
-                    if place is None:  # in an earlier turn of a loop a transfer may have copied it to the pool
+                    if place is None:  # in an earlier iteration of a loop, a transfer may have copied it to the arena
                         self.places.pop(value.name, None)
                         continue
                     if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
@@ -175,7 +178,7 @@ class _PoolChecker:
         self.owners[self._on(span)] = [(span, name)]
 
     def _on(self, span: Span) -> slice:
-        """Whose bytes these are, among the owners."""
+        """Returns the slice of `owners` that these bytes belong to."""
         first = bisect_right(self.owners, span[0], key=lambda owner: owner[0][1])
         return slice(first, max(first, bisect_left(self.owners, span[1], key=lambda owner: owner[0][0])))
 

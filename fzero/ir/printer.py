@@ -1,7 +1,7 @@
-"""Prints a program: valid Python, with the dtype, shape and placement of every result beside it.
+"""Prints a program as valid Python, with the dtype, shape and placement of every result next to it.
 
-The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
-differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the
+The flat form is exactly the code that runs. The folded form prints repeated layers as a loop: runs of ops that differ
+only in their numbers, if each number increases or decreases evenly. It is for reading; its names are those of the
 flat form with the number in brackets.
 """
 
@@ -19,7 +19,7 @@ from fzero.ir.program import Line, Program, repeats
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
-_WIDTH, _NOTES = 110, 72  # columns: where a line wraps, where remarks stand
+_WIDTH, _NOTES = 110, 72  # columns: where a statement wraps, and where remarks begin
 _LONGEST = 80  # statements in the body of a folded loop
 
 
@@ -34,11 +34,13 @@ class Printed:
     remark: str = ""
 
     def text(self) -> str:
-        """As it runs."""
+        """Returns the statement as it runs."""
         return "    " * self.depth + (f"{', '.join(self.out)} = {self.code}" if self.out else self.code)
 
     def render(self) -> str:
-        """As it is read: one result a line where there are many, types beside them, long argument lists wrapped."""
+        """Returns the statement as it is read: one result per line if there are more than two, with the types next to
+        the results, and long argument lists wrapped.
+        """
         pad = "    " * self.depth
         note = self.remark
         if len(self.out) <= 2:
@@ -54,7 +56,7 @@ class Printed:
 
 
 def source(program: Program) -> str:
-    """The code that runs: Python source of one function, flat."""
+    """Returns the code that runs: Python source of one function, in the flat form."""
     return (
         "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)])
         + "\n"
@@ -93,12 +95,12 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 
 def name_of(program: Program) -> str:
-    """The name of the one function that a program's source defines."""
+    """Returns the name of the only function that a program's source defines."""
     return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
 
 
 def statements(program: Program) -> list[str]:
-    """Each line as it runs, without indentation, in the order of `Program.walk`."""
+    """Returns each op as it runs, without indentation, in the order of `Program.walk`."""
     return [_statement(line, program, 0).text() for line, _ in program.walk()]
 
 
@@ -118,10 +120,11 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
 
 
 def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
-    """A statement a line, and a `del` where a name is read for the last time; one of its own for what the lines of
-    several micro-batches read."""
+    """Returns one statement per op, and a `del` after the last read of a name. Names that the ops of several
+    micro-batches read get a separate `del`.
+    """
     out: list[Printed] = []
-    readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
+    readers: dict[str, set[int]] = {}  # the micro-batches whose ops read a name
     for line in lines:
         if line.micro is not None:
             for name in line.args:
@@ -142,7 +145,7 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
 
 
 def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
-    """For each line the names that no later line reads: the program deletes them there."""
+    """Returns for each op the names that no later op reads: the program deletes them there."""
     last: dict[str, int] = {}
     named = list(_named(lines))
     for i, names in enumerate(named):
@@ -155,8 +158,9 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
 
 
 def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
-    """Names that each line defines or uses. An accumulation also uses the arguments of its summand, so that all
-    micro-batches free them at the same line."""
+    """Yields the names that each op defines or uses. An accumulation also uses the arguments of its summand, so that
+    all micro-batches free them at the same op.
+    """
     read: tuple[str, ...] = ()
     for line in lines:
         read = line.args if line.fn and line.micro is not None else read
@@ -168,7 +172,7 @@ def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
 
 
 def _inner_reads(line: Line) -> list[str]:
-    """Names of the enclosing lines that a loop's body reads."""
+    """Returns the names of the enclosing ops that a loop's body reads."""
     made = {v.name for x in line.body if not OPS[x.op].outlives for v in x.out}
     return [a for x in line.body for a in x.args if a not in made] + [
         v.name for x in line.body if OPS[x.op].outlives for v in x.out
@@ -180,7 +184,7 @@ def _noted(code: str, note: str) -> str:
 
 
 def _wrapped(code: str, note: str) -> list[str]:
-    """A statement in lines of readable width, broken at its commas; a remark stands on the first."""
+    """Returns a statement as lines of readable width, broken at its commas. A remark is placed on the first line."""
     if len(code) <= _WIDTH:
         return [_noted(code, note)]
     indent = " " * (len(code) - len(code.lstrip()) + 4)
@@ -210,7 +214,7 @@ _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 def _header(program: Program) -> list[str]:
     values = program.values_by_name
-    cost: dict[str, list[int]] = {}  # by spec, or else by the pass that placed a line
+    cost: dict[str, list[int]] = {}  # by transform spec, or else by the pass that placed an op
     kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
     for line, times in program.walk():
         if line.op in TRANSFERS:
@@ -248,8 +252,9 @@ _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")  # not one that ends a word: `norm1`
 
 
 def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
-    """Runs of statements that repeat with evenly moving numbers, as loops over the first of `indices`; and such runs
-    within them over the next."""
+    """Returns runs of statements that repeat with evenly changing numbers as loops over the first of `indices`, and
+    such runs within them as loops over the next.
+    """
     templates = [_NUMBER.sub("#", _all(p)) for p in lines]
     numbers = [[int(x) for x in _NUMBER.findall(_all(p))] for p in lines]
     out: list[Printed] = []
@@ -281,8 +286,9 @@ def _all(p: Printed) -> str:
 
 
 def _repeats(templates: list[str], numbers: list[list[int]], start: int, period: int) -> int:
-    """The number of times that the `period` statements from `start` on repeat, each number moving by the same amount
-    every time."""
+    """Returns how often the `period` statements from `start` on repeat, with each number changing by the same amount
+    every time.
+    """
 
     def steps(k: int, turn: int) -> list[int]:
         here = start + turn * period + k
@@ -300,8 +306,9 @@ def _repeats(templates: list[str], numbers: list[list[int]], start: int, period:
 
 
 def _indexed(p: Printed, steps: list[int], variable: str) -> Printed:
-    """A statement of the loop: moving numbers become expressions of its variable, in brackets where they are part of a
-    name."""
+    """Returns a statement of the loop: changing numbers become expressions of its variable, in brackets if they are
+    part of a name.
+    """
     moving = iter(steps)
     next(moving)  # the depth
 

@@ -1,52 +1,54 @@
-"""Defines the program: a whole training step as a list of lines.
+"""Defines the program: a complete training step as a list of ops.
 
-[Note: placements] How a value of a program relates to the mesh:
-  whole          the same on every rank
-  shard(axes)    each rank holds its flat part of it (fzero/sharding/layout.py); an axis `along` a dim cuts that instead
-  parts(axes)    a shard over all these axes but the last, in the order of the parts that this one cuts along a dim,
-                 each padded as it rests: results of a gather over it, operands of a reduction over it
-  local(axes)    each rank has its own: the batch, and whatever is computed from it
-  moving         a transfer has been started and not yet waited for
+[Note: placements] The placement of a value says how it relates to the mesh:
+  whole          replicated: the same on every rank
+  shard(axes)    each rank holds its flat shard (fzero/sharding/layout.py); an axis `along` a dim shards that dim
+  parts(axes)    permuted shards: a shard over all these axes but the last, in the order of the shards that the last
+                 axis makes along a dim, each padded as it is stored: the result of a gather over the last axis, or the
+                 operand of a reduction over it
+  local(axes)    varying: each rank has its own value: the batch, and everything that is computed from it
+  moving         a transfer that has been started and not yet waited for
 
-A whole or a local may also be `cut(axes along dims)`: a rank has one of the equal parts that these axes cut it in, as a
-tensor of its own. Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those
-axes; `by` another reduction it is the largest or smallest. No partial value rests in a state, and only a `whole` or an
-uncut `local` is returned. Each value has axes of its own: one program has shards over `data`, and, padded for the same
-`grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
-fzero/sharding/layout.py). A transfer is over one axis: a gather over the last axis of its shards' cut, a reduction over
-the next axis to cut.
+A `whole` or a `local` value may also be `cut(axes along dims)`: a rank has one of the equal shards that these axes
+make of it, as a tensor with its natural shape. Any of them may also be `partial(axes)`: each rank has a summand, and
+the value is the sum over those axes; `by` another reduction it is the maximum or the minimum. No partial value is
+stored in a state, and only a `whole` or an uncut `local` is returned. Each value has its own axes: one program
+contains shards over `data` and, padded for the same `grid` of axes, the shards over `data` and `node` that those are
+divided into (see [Note: several axes] in fzero/sharding/layout.py). A transfer is over one axis: a gather over the
+last axis of its shards, a reduction over the next axis to shard.
 
-[Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
-small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
+[Note: lines] An op (`Line`) calls a traced subgraph (`call`), moves data (a `..._start` and its `wait`), or does one
+of a few small things that need no trace: `cast`, `buffer` (memory that is written before it is read), `take_shard`,
 `take_part`, `unflatten`, `flatten`, `part_index`, `cut_index`, `num_valid`, `draw_start`, `accumulate`, `add`,
-`assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
-micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a
-loop lines are repeated themselves (`repeats`), and `add` adds to totals in place: its first arguments, whose new names
-are its results. Names are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says
-which a line overwrites. `zeros` makes a value of zeros. For lines on a `guess` see fzero/ir/ops/redo.py.
+`assign`, `zeros`. `update` is the complete optimizer before it is partitioned into subgraphs. `loop` runs its body
+once per micro-batch; an `accumulate` inside it is the sum over its iterations, or the maximum (`op`), and is read
+after it. Without a loop, the ops themselves are repeated (`repeats`), and `add` adds to totals in place: its results
+are new names of its first arguments. Names are assigned once, except for the tensors of the state: their buffers are
+donated, and `writes` lists those that an op overwrites. `zeros` makes a value of zeros. For speculative ops (`guess`)
+see fzero/ir/ops/redo.py.
 
-A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/ops/scaled_matmul.py).
+A `cast` to 8 bits also reads a scale, and says `through` which dtype it goes (fzero/ops/scaled_matmul.py).
 
-[Note: pool] What moves lies in one arena a program keeps for the whole run, its pool: gathered leaves, the buffers that
-are reduced, shards of gradients, sums over micro-batches. `Line.into` holds places in it
-(compiler/buffer_allocation.py):
-  call, cast, buffer, accumulate   one for each result (None: allocated anew); the line writes there
-  all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
-  reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
-  all_reduce_start         the flat of each argument
-  all_to_all_start         the flat of each argument, then of each result
-  wait                     each result, a view of what its transfer filled
+[Note: pool] The buffers of transfers lie in one arena that a program keeps for the complete run, its pool: gathered
+parameters, the buffers that are reduced, shards of gradients, sums over micro-batches. `Line.into` lists buffers in
+it (compiler/buffer_allocation.py):
+  call, cast, buffer, accumulate   one per result (None: newly allocated); the op writes there
+  all_gather_start         the flat, padded full tensor of each argument; a rank's shard is its part of that buffer
+  reduce_scatter_start     the flat, padded full tensor of each argument, then the shard of each result
+  all_reduce_start         the flattened tensor of each argument
+  all_to_all_start         the flattened tensor of each argument, then of each result
+  wait                     each result, a view of a buffer that its transfer filled
 
-Where the arena would be large for a few lines' sake, places lie apart from it (compiler/separate_allocation.py). Their
-memory, a room, is allocated by the first line that has a place in it. It is given back when the last value that lies
-there is.
+If a few ops alone would make the arena large, their buffers lie outside it (compiler/separate_allocation.py). Such a
+separate allocation, a room, is made by the first op that has a buffer in it. It is freed together with the last value
+in it.
 
-[Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line
-computes where its arguments lie. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each make
-new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as `disk_write_start`
-always does: its arguments are those leaves, then the values for them. A disk reads to and writes from host memory. Host
-values that move lie in a pool of their own. If host and device are one memory (`mesh.unified_memory`), copies between
-the two hand out their arguments, and everything lies in one pool.
+[Note: tiers] A value lies on a memory tier: in the device's memory, in the host's, or, only as a stored tensor of the
+state, on disk. An op computes where its arguments lie. Copies move values: `to_host_start`, `to_device_start` and
+`disk_read_start` each make new values, which their `wait` returns. With `writes` a copy overwrites stored tensors
+instead, as `disk_write_start` always does: its arguments are those tensors, then the values for them. A disk reads to
+and writes from host memory. Host values that move lie in a separate arena. If host and device are one memory
+(`mesh.unified_memory`), copies between the two return their arguments, and everything lies in one arena.
 """
 
 from __future__ import annotations
@@ -81,14 +83,18 @@ from fzero.trace.recorder import Recorded
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
 K = TypeVar("K", bound=Attrs)
 _ALL = Segment(-1, 0, 1)
-_UNSAID: Any = None  # the attributes of a line's op, with nothing said
+_UNSAID: Any = None  # stands for the default attributes of the op
 
 
 @dataclass(frozen=True)
 class Placement:
-    """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
-    "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own. `dims`: how
-    the first of its axes cut it along dims. `cuts`: of what is no shard, the axes that cut it along dims."""
+    """The placement of a value on the mesh. See [Note: placements].
+
+    `partial`: the axes over which the value is still to be reduced, and `by` which reduction: "sum", "max" or "min".
+    `grid`: of a shard, the axes that it is padded for, if those are more than its own. `dims`: the dimensions along
+    which the first of its axes shard it. `cuts`: of a value that is not a shard, the axes that shard it along
+    dimensions.
+    """
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
@@ -106,32 +112,33 @@ class Placement:
 
     @functools.cached_property
     def own(self) -> tuple[str, ...]:
-        """The axes along which each rank has its own: a part, or a summand."""
+        """The axes along which the value differs between ranks, because each rank has a shard or a summand."""
         return (*self.axes, *(axis for axis, _ in self.cuts), *self.partial)
 
     def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
-        """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for; `dims`:
-        along which the first of the axes cut a whole."""
+        """Returns the placement sharded over these axes; a shard is sharded further. `grid`: the axes that a full
+        tensor is padded for. `dims`: the dimensions along which the first of the axes shard a full tensor.
+        """
         return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid, dims=self.dims or dims)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank has it 1-D: a shard, or gathered parts of shards."""
+        """Whether a rank holds it as a 1-D tensor: a shard, or permuted shards."""
         return self.kind in ("shard", "parts")
 
     @property
     def joined(self) -> Placement:
-        """The placement of the value that the last axis cuts into these shards or parts: one axis less."""
+        """The placement of the value that the last axis divides into these shards: one axis less."""
         left = self.axes[:-1]
         return replace(self, kind="shard" if left else "whole", axes=left, grid=self.grid or self.axes)
 
     @property
     def is_nested(self) -> bool:
-        """Whether its axes are the first of its grid, so that it consists of the parts of a finer cut."""
+        """Whether its axes are the first axes of its grid, so that it consists of finer shards."""
         return not self.grid or self.grid[: len(self.axes)] == self.axes
 
     def left(self, partial: Iterable[str]) -> Placement:
-        """With these axes left to be reduced over."""
+        """Returns the placement with these axes left to be reduced over."""
         partial = tuple(partial)
         return replace(self, partial=partial, by=self.by if partial else "sum")
 
@@ -146,7 +153,7 @@ class Placement:
 
 
 def resting(layout: Layout) -> Placement:
-    """The placement of a leaf of this layout."""
+    """Returns the placement of a stored tensor of this layout."""
     return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else WHOLE
 
 
@@ -156,7 +163,7 @@ MOVING = Placement("moving")
 
 @dataclass(frozen=True)
 class Value:
-    """A result of a line: name, shape of the whole, dtype, how it relates to the mesh, and the tier it lies on."""
+    """A result of an op: its name, shape when unsharded, dtype, placement on the mesh, and memory tier."""
 
     name: str
     shape: tuple[int, ...]
@@ -166,16 +173,16 @@ class Value:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole value."""
+        """Number of elements of the unsharded value."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole value."""
+        """Bytes of the unsharded value."""
         return self.numel * self.dtype.itemsize
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
-        """The shape of a rank's part of it."""
+        """Returns the shape of what a rank holds of it."""
         at = self.placement
         if not at.is_cut:
             along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
@@ -190,15 +197,16 @@ class Value:
 
 
 def moving(name: str) -> Value:
-    """The result of a start, which only its wait reads."""
+    """Returns the result of a start. Only its wait reads it."""
     return Value(name, (), torch.uint8, MOVING)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this
-    rank's part along those axes of the flat that begins there. In the arena "apart" it lies in the `room` with this
-    number, which is allocated by the first line that has a place there."""
+    """A buffer in an arena, "device" or "host": its offset in bytes, its number of elements and its dtype. With
+    `part`, it is this rank's shard, along those axes, of the flat tensor that begins there. In the arena "apart" it
+    lies in the separate allocation with the number `room`, which is made by the first op that has a buffer there.
+    """
 
     offset: int
     numel: int
@@ -214,8 +222,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Line(Generic[A]):
-    """`out = op(args)`; `attrs` is what it says besides (fzero/ir/attributes.py), `by` names the transform that placed
-    it, `into` where its results lie (see [Note: pool])."""
+    """An op: `out = op(args)`. `attrs`: its attributes (fzero/ir/attributes.py). `by`: the transform that inserted
+    it. `into`: the buffers of its results (see [Note: pool]).
+    """
 
     op: str
     args: tuple[str, ...] = ()
@@ -235,91 +244,94 @@ class Line(Generic[A]):
 
     @property
     def block(self) -> BlockCall | None:
-        """The block's call that it is."""
+        """The call of a block, if the op is one."""
         return self.attrs.block if isinstance(self.attrs, CallAttrs) else None
 
     @property
     def segment(self) -> Segment:
-        """The part of a function that it calls: by default all of it."""
+        """The partition of a subgraph that it calls; by default all of it."""
         said = self.attrs.segment if isinstance(self.attrs, CallAttrs) else None
         return said or _ALL
 
     @property
     def begins_block(self) -> bool:
-        """Whether it is a block's call, or the first segment of one."""
+        """Whether it is the call of a block, or the first partition of one."""
         return self.block is not None and self.segment.index == 0
 
     @property
     def ends_block(self) -> bool:
-        """Whether it is a block's call, or the last segment of one."""
+        """Whether it is the call of a block, or the last partition of one."""
         return self.block is not None and self.segment.index == self.segment.count - 1
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is a block's forward, alone."""
+        """Whether it is only the forward of a block."""
         return self.block is not None and self.block.part == "forward"
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a block's vjp, alone."""
+        """Whether it is only the vjp of a block."""
         return self.block is not None and self.block.part == "backward"
 
     @property
     def of_codes(self) -> bool:
-        """Whether it makes or reads the codes in which values travel (transforms/compress_pass.py): it belongs to a
-        transfer."""
+        """Whether it computes or reads the quantized codes that are sent in place of values
+        (transforms/compress_pass.py), so that it belongs to a transfer.
+        """
         return self.by == "compress" and bool(self.fn)
 
     @property
     def of_sums(self) -> bool:
-        """Whether it reads totals over all ranks and micro-batches; any other line reads this rank's own values."""
+        """Whether it reads totals over all ranks and micro-batches. Any other op reads this rank's own values."""
         return isinstance(self.attrs, CallAttrs) and self.attrs.of_sums
 
     @property
     def on_host(self) -> bool:
-        """Whether it says that it computes on the host. A line that computes where its arguments lie says nothing."""
+        """Whether its attributes say that it computes on the host. An op that computes where its arguments lie has no
+        such attribute.
+        """
         return isinstance(self.attrs, Side) and self.attrs.on == "host"
 
     @property
     def guess(self) -> bool:
-        """Whether it is carried out on a guess; if the step does not guess, in vain or not at all."""
+        """Whether it is speculative. In a step that does not speculate it runs in vain, or not at all."""
         return isinstance(self.attrs, Guessed) and self.attrs.guess
 
     @property
     def callee(self) -> str:
-        """What its text calls: its function or its op, by way of `guess` if it is on one."""
+        """The name that its text calls: its subgraph or its op, through `guess` if it is speculative."""
         name = self.fn or self.op
         return f"guess({name})" if self.guess else name
 
     @property
     def micro(self) -> tuple[int, int] | None:
-        """The micro-batch that it is for, and how many there are, where lines are repeated themselves."""
+        """The micro-batch that it is for, and their number, if ops are repeated per micro-batch without a loop."""
         return self.attrs.micro if isinstance(self.attrs, Repeated) else None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it is about."""
+        """The mesh axes along which it communicates, shards or counts."""
         return self.attrs.axes if isinstance(self.attrs, Over) else ()
 
     @property
     def count(self) -> int:
-        """The number of turns or parts."""
+        """The number of loop iterations or parts."""
         count = self.attrs.count if isinstance(self.attrs, Counted) else None
         return 1 if count is None else count
 
     def with_body(self) -> Iterator[Line]:
-        """The line, and all lines that it repeats."""
+        """Yields the op, and all ops in its body."""
         yield self
         for line in self.body:
             yield from line.with_body()
 
     def says(self, kind: type[K]) -> K:
-        """Its attributes, which must be of this class."""
+        """Returns its attributes, which must be of this class."""
         assert isinstance(self.attrs, kind), f"{self.op} says {self.attrs}"
         return self.attrs
 
     def saying(self, **changes: Any) -> Line[A]:
-        """The line with other attributes."""
+        """Returns the op with changed attributes."""
         return replace(self, attrs=replace(self.attrs, **changes))
 
     def rename(self, names: Mapping[str, str]) -> Line[A]:
@@ -331,9 +343,10 @@ class Line(Generic[A]):
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A traced pure function, compiled once however many lines call it. `writes`: indices of the inputs it overwrites;
-    `into`: indices of the outputs that it writes into buffers it is given, instead of returning them; `on`: whether the
-    device runs it, or the host."""
+    """A traced pure function, a subgraph of the program. It is compiled once, however many ops call it. `writes`:
+    indices of the inputs that it overwrites. `into`: indices of the outputs that it writes into given buffers instead
+    of returning them. `on`: whether the device or the host runs it.
+    """
 
     name: str
     graph: Recorded
@@ -344,11 +357,11 @@ class Function:
 
 @dataclass(frozen=True)
 class Program:
-    """A step: inputs (the leaves of the state, then the batch), lines, and the names of the outputs.
+    """A step: inputs (the tensors of the state, then the batch), ops, and the names of the outputs.
 
-    `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them
-    that get a new value in each step. `grads` has, by the path of a parameter, the name of its gradient as an update
-    reads it, reduced. `notes`: remarks of passes for its header.
+    `leaves` is the table of the state: for each input that is part of a state, by name, how it is stored. `assigns`
+    names those that get a new value in each step. `grads` maps the path of a parameter to the name of its gradient as
+    an update reads it, reduced. `notes`: remarks of passes for the header.
     """
 
     name: str
@@ -362,13 +375,13 @@ class Program:
     owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
     assigns: tuple[str, ...] = ()
     grads: Mapping[str, str] = field(default_factory=dict)
-    sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
+    sums: tuple[str, ...] = ()  # values that an evaluation sums over the mesh
     pool_bytes: int = 0
     host_pool_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def walk(self) -> Iterator[tuple[Line, int]]:
-        """Every line with the number of times it runs in a step, bodies of loops included."""
+        """Yields every op with the number of times it runs in a step, including the bodies of loops."""
         return iter(self._walked)
 
     @functools.cached_property
@@ -386,12 +399,12 @@ class Program:
 
     @property
     def update(self) -> Line[UpdateAttrs] | None:
-        """The line that is the whole optimizer, until it is cut into functions."""
+        """The op that is the complete optimizer, until it is partitioned into subgraphs."""
         found = (line for line in self.lines if isinstance(line.attrs, UpdateAttrs))
         return next(found, None)  # type: ignore[return-value]
 
     def values(self) -> dict[str, Value]:
-        """Every value by name."""
+        """Returns every value by name."""
         found = {v.name: v for v in self.inputs}
         for line, _ in self.walk():
             found.update((v.name, v) for v in line.out)
@@ -403,16 +416,16 @@ class Program:
 
     @functools.cached_property
     def pooled(self) -> list[Line]:
-        """The lines with places in the pool, in the order of the text: `pool[i]` there is `pooled[i].into`."""
+        """The ops with buffers in the arena, in the order of the text: `pool[i]` in the text is `pooled[i].into`."""
         return [line for line, _ in self.walk() if line.into]
 
     @functools.cached_property
     def pool_index(self) -> dict[int, int]:
-        """The number of each line of `pooled`, by identity."""
+        """The index of each op of `pooled`, by identity."""
         return {id(line): i for i, line in enumerate(self.pooled)}
 
     def map_lines(self, fn: Callable[[Line], list[Line]]) -> Program:
-        """Each line replaced by the lines that `fn` returns for it, innermost first."""
+        """Returns the program with each op replaced by the ops that `fn` returns for it, innermost first."""
 
         def visit(lines: tuple[Line, ...]) -> tuple[Line, ...]:
             return tuple(
@@ -431,10 +444,10 @@ class Program:
 
 
 def repeats(line: Line) -> bool:
-    """Whether a line is one before it again, for another micro-batch: it reads the same parameters."""
+    """Returns whether an op repeats an earlier op for another micro-batch, and so reads the same parameters."""
     return line.micro is not None and line.micro[0] > 0
 
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:
-    """Bytes of a value on one rank: of a shard its padded part."""
+    """Returns the bytes of a value on one rank; for a shard, including its padding."""
     return math.prod(value.held(mesh)) * value.dtype.itemsize

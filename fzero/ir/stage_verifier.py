@@ -1,9 +1,9 @@
-"""Verifies the programs of a pipeline's stages against each other, by running their transfers as if each met the other
-side's: what is handed from one stage to another arrives in the order in which it is taken there.
+"""Verifies the programs of a pipeline's stages against each other, by simulating their transfers: the values that one
+stage sends arrive in the order in which another stage receives them.
 
-A start goes on at once. The wait for a hand returns when its take has started, and the wait for a take when its hand
-has: no buffers in between. So a program that passes here ends on any transport with a queue for each direction of two
-stages.
+A start returns at once. The wait for a send returns when the matching receive has started, and the wait for a receive
+when the matching send has started: there are no buffers in between. So a program that passes this check terminates on
+any transport that has a queue for each direction between two stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fzero.ir.verifier import BUG, shown
 
 
 class _Moved(NamedTuple):
-    """A hand or a take: its number, and the moved value."""
+    """A send or a receive: its op and number, and the shape, dtype and placement of each moved value."""
 
     line: Line
     number: int
@@ -30,10 +30,10 @@ class _Moved(NamedTuple):
 
 
 def meeting(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """The programs, if every hand and take of them meet, and no stages wait for each other.
+    """Returns the programs, if all their sends and receives match and no stages deadlock.
 
     Raises:
-        VerifyError: naming the lines of both stages.
+        VerifyError: naming the ops of both stages.
     """
     problems, what = _Meeting(programs).problems()
     if problems:
@@ -44,14 +44,15 @@ def meeting(programs: tuple[Program, ...]) -> tuple[Program, ...]:
 class _Meeting:
     def __init__(self, programs: Sequence[Program]):
         self.programs = programs
-        # by who hands and who takes, in order
+        # by the sending and the receiving stage, in order
         self.hands: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
         self.takes: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
         self.events = [self._events(stage, program) for stage, program in enumerate(programs)]
 
     def _events(self, stage: int, program: Program) -> list[tuple[Line, tuple[int, int], bool, int, bool]]:
-        """The starts and waits of a stage: the line, its direction, whether it is of a hand, its place there, and
-        whether it is the wait."""
+        """Returns the starts and waits of a stage: the op, its direction, whether it belongs to a send, its position
+        in the queue, and whether it is the wait.
+        """
         values, mesh = program.values_by_name, program.mesh
         brought = {line.args[0]: line.out for line in program.lines if OPS[line.op].waits}
         found, under_way = [], {}
@@ -69,12 +70,12 @@ class _Meeting:
         return found
 
     def problems(self) -> tuple[list[str], str]:
-        """The violations, and their common description."""
+        """Returns the violations, and a common description of them."""
         unlike = [x for way in sorted({*self.hands, *self.takes}) for x in self._unlike(way)]
         return (unlike, "hands and takes do not meet") if unlike else (self._stuck(), "stages wait for each other")
 
     def _unlike(self, way: tuple[int, int]) -> list[str]:
-        """The first difference between the values that one stage hands and the values that another takes."""
+        """Returns the first difference between the values that one stage sends and the values that another receives."""
         of, to = way
         hands, takes = self.hands[way], self.takes[way]
         for hand, take in zip(hands, takes, strict=False):
@@ -86,7 +87,7 @@ class _Meeting:
         return []
 
     def _stuck(self) -> list[str]:
-        """The line at which each stage waits for good."""
+        """Returns the op at which each stage waits forever."""
         at, started = [0] * len(self.events), defaultdict[tuple[tuple[int, int], bool], int](int)
         moving = True
         while moving:

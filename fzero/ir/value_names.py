@@ -1,7 +1,7 @@
-"""Names the values of a program: Python identifiers, each assigned once, none of which hides another.
+"""Names the values of a program: Python identifiers, each assigned once, none of which shadows another name.
 
-A program is Python that runs. A user may call a leaf `class`, `step` or `0`, and a block `wait`. A name in the program
-must be an identifier, and must not hide an argument, a primitive or a function of a later line.
+A program is Python code that runs. A user may call a parameter `class`, `step` or `0`, and a block `wait`. A name in
+the program must be an identifier, and must not shadow an argument, a primitive or a subgraph that a later op calls.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ RESERVED = frozenset(
         *(word for row in OPS.values() for word in row.words),
     }
 )
-"""Names that the text of a program has already, beside those of its ops: keywords, its arguments, its primitives."""
+"""Names that the text of a program already uses, in addition to those of its ops: keywords, its arguments, and its
+primitives.
+"""
 
 
 class Names:
-    """Hands out names that are assigned once."""
+    """Generates names that are assigned once."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
@@ -32,7 +34,7 @@ class Names:
         self._counts: dict[str, int] = {}
 
     def __call__(self, name: str) -> str:
-        """`name`, or the next free `name_v2`, `name_v3`, …; made an identifier first."""
+        """Returns `name`, made an identifier first, or if that is taken the next free `name_v2`, `name_v3`, …."""
         if not name.isidentifier():
             name = "_".join(p for p in "".join(c if c.isascii() and c.isalnum() else "_" for c in name).split("_") if p)
             name = name if name.isidentifier() else f"x_{name}"
@@ -46,12 +48,12 @@ class Names:
         return new
 
     def numbered(self, name: str) -> str:
-        """`name_0`, `name_1`, …, by calls."""
+        """Returns `name_0`, `name_1`, … on successive calls."""
         number = self._counts[name] = self._counts.get(name, -1) + 1
         return self(f"{name}_{number}")
 
 
 def identifier(path: str) -> str:
-    """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
+    """Returns an identifier for a path: `layers_3_qkv` for `params['layers'][3]['qkv']`."""
     text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params").removeprefix(COMPUTE))
     return "_".join(part for part in text.split("_") if part) or "leaf"

@@ -1,16 +1,17 @@
-"""Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
+"""Verifies the rules of a program after every rewrite. A violation is a bug of the rewrite, never of the user.
 
-Every name is assigned once and before it is read. Every start is waited for once, and only its wait reads its result. A
-function gets the shapes, dtypes and whole values of its trace; only an update gets shards. A result of values that
-differ between ranks is not whole. A gather takes shards, a reduction summands, and the results are placed accordingly.
-What is written is a leaf of the state (or its shard), once, while no transfer under way reads it, and nothing reads the
-old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line
-reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is
-written is stored. Every leaf that the step assigns is written. The only other written leaves are compute copies and
-waiting gradients, which are read only after they are written.
+Every name is assigned once, before it is read. Every start is waited for once, and only its wait reads its result. A
+subgraph gets the shapes, the dtypes and the unsharded values that it was traced with; only an update gets shards. A
+result that is computed from values that differ between ranks is not `whole`. A gather takes shards, a reduction takes
+summands, and their results are placed accordingly. Only a tensor of the state (or its shard) is written, once, while
+no transfer in flight reads it, and nothing reads the old value afterwards except the gather of new shards. Outputs
+are neither partial, nor shards, nor overwritten. An op reads values of the tier it computes on; a copy between tiers
+reads those of its source tier, and a copy of a state tensor that is written is stored. Every tensor that the step
+assigns is written. The only other tensors that are written are compute copies and waiting gradients, which are read
+only after they are written.
 
-Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/ir/ops does
-not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
+Nothing is allowed merely because no rule forbids it: an op, an attribute or a number of arguments that fzero/ir/ops
+does not list is a violation, and so is an axis that the mesh does not have. The rule of an op is in its class.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from fzero.sharding.layout import cut_over
 from fzero.sharding.shard_regions import Along, uneven
 
 BUG = "this is a bug in fzero: please report it with the program"
-"""The fix of a violation that a pass of this package made."""
+"""The fix for a violation that a pass of this package made."""
 
 
 def verify(program: Program) -> Program:
-    """The program, if it keeps the rules.
+    """Returns the program, if it follows the rules.
 
     Raises:
-        VerifyError: listing every rule that is broken, with the line.
+        VerifyError: listing every rule that is broken, with the op.
     """
     checker = _Checker(program)
     checker.lines(program.lines, {v.name: v for v in program.inputs})
@@ -61,14 +62,16 @@ class _Checker:
         self.known: dict[str, Value] = {}
         self.started: dict[str, Line] = {}
         self.written: set[str] = set()
-        self.carried: set[str] = set()  # copies made of what was written
-        self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
-        self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
-        self.turns = 1  # of the loop that lines are in
+        self.carried: set[str] = set()  # copies of values that were written
+        self.overwritten: set[str] = set()  # tensors of the state that were written, completely or in one shard
+        self.device_only: set[str] = set()  # values in host memory that only the device has waited for
+        self.turns = 1  # number of iterations of the enclosing loop
         batch = (v for v in program.inputs if v.name not in program.leaves)
-        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)  # along which the batch is cut
-        self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
-        self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that can be on the mesh
+        # the axes along which the batch is sharded
+        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)
+        # by a shard that may be a view of a state tensor, or a copy of one on another tier: that tensor
+        self.aliases: dict[str, str] = {}
+        self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that are possible on the mesh
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
         self.known = dict(known)
@@ -87,7 +90,8 @@ class _Checker:
             for value in line.out:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
-                # a placement that cannot be is a violation already: taken as whole, it makes no others
+                # An impossible placement is a violation already. The value is then treated as replicated, so that it
+                # causes no further violations.
                 possible = not self._impossible(value)
                 self.known[value.name] = value if possible else replace(value, placement=WHOLE)
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
@@ -103,14 +107,14 @@ class _Checker:
                 for handle in self._read_by(line, name):
                     self.bad(line, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
-                if not self._gradient_waits(name):  # leaves without an old value
+                if not self._gradient_waits(name):  # tensors that have no old value
                     self.overwritten.add(self.root(name))
         for name, start in self.started.items():
             if name not in waiting_outside:
                 self.bad(start, f"{name} is never waited for")
 
     def _unreadable(self, line: Line, name: str) -> str | None:
-        """Why a line may not read a value, if it may not."""
+        """Returns why an op may not read a value, or None if it may."""
         if name not in self.known:
             return "is read before it is made"
         if name in self.started and not _row(line).waits:
@@ -158,20 +162,21 @@ class _Checker:
                 )
 
     def _gradient_waits(self, name: str) -> bool:
-        """Whether a name is a leaf that holds a waiting gradient."""
+        """Returns whether a name is a tensor of the state that holds a waiting gradient."""
         return name in self.program.leaves and self.program.leaves[name].role == "gradients"
 
     def _has_arrived(self, name: str) -> bool:
         return name in self.written and not any(name in start.writes for start in self.started.values())
 
     def _read_by(self, line: Line, name: str) -> list[str]:
-        """The transfers under way, other than a line's own, that read memory that it writes."""
+        """Returns the transfers in flight, other than an op's own, that read memory that the op writes."""
         root, unified = self.root(name), self.program.mesh.unified_memory
 
         def same(read: str) -> bool:
             if read == name or read not in self.known or self.root(read) != root:
                 return read == name
-            # a part of a leaf lies in it, and so does a copy where all is one memory; two copies lie apart
+            # A shard lies in the memory of its tensor, and so does a copy if all memory is one. Two copies lie in
+            # different memory.
             return unified or (root in (name, read) and self.known[read].tier == self.known[name].tier)
 
         return [
@@ -184,7 +189,7 @@ class _Checker:
         ]
 
     def root(self, name: str) -> str:
-        """The leaf whose buffer a value may share."""
+        """Returns the tensor of the state whose buffer a value may share."""
         return self.aliases.get(name, name)
 
     def _check(self, line: Line) -> None:
@@ -210,7 +215,7 @@ class _Checker:
         OPS[line.op].check(line, args, self)
 
     def _impossible(self, value: Value) -> str | None:
-        """Why a value cannot be placed so on the mesh, if it cannot."""
+        """Returns why a value cannot have its placement on the mesh, or None if it can."""
         at, mesh = value.placement, self.program.mesh
         if (value.shape, at) in self.possible:
             return None
@@ -226,8 +231,9 @@ class _Checker:
         return None
 
     def micro(self, line: Line) -> tuple[int, int]:
-        """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there
-        are."""
+        """Returns the micro-batch that an op is for, and how many there are. The index is -1 if the op is for the
+        micro-batch of each iteration of the enclosing loop.
+        """
         micro, count = line.micro or (-1, line.count)
         if count != self.turns if micro < 0 else micro >= count:
             self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
@@ -239,8 +245,9 @@ class _Checker:
                 self.bad(line, f"{source} is {how} to {target}")
 
     def _tiers(self, line: Line, args: Sequence[Value]) -> None:
-        """Checks that a line's operands lie on the tier that it reads from, written leaves on the one it writes to,
-        results where it computes."""
+        """Checks that an op's operands lie on the tier that it reads from, written tensors on the tier that it writes
+        to, and results where it computes.
+        """
         row = OPS[line.op]
         if isinstance(row, Copy):
             reads, writes = row.tiers(line)
@@ -261,7 +268,7 @@ class _Checker:
 
 
 def _row(line: Line) -> Op:
-    """The row of a line; an empty one for an op that the table does not list."""
+    """Returns the class of an op in the op table; an empty one for an op that is not in the table."""
     return OPS.get(line.op, _NOTHING)
 
 
@@ -269,11 +276,11 @@ _NOTHING = Op()
 
 
 def _device_only(line: Line) -> bool:
-    """Whether a line reads in the device's order: a copy to it."""
+    """Returns whether an op reads in the order of the device's queue, as a copy to the device does."""
     row = _row(line)
     return isinstance(row, Start) and row.holds_device_only
 
 
 def shown(line: Line) -> str:
-    """A line, as violations name it."""
+    """Returns an op as violations name it."""
     return f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}"

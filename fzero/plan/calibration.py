@@ -1,5 +1,7 @@
-"""Reads and writes the file of a machine's measured rates, and identifies the machine it is valid for.
-runtime/calibrate.py measures them."""
+"""Reads and writes the file with a machine's measured rates, and identifies the machine that the file is valid for.
+
+runtime/calibrate.py measures the rates.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ _REDO = "measure again on this machine: fzero calibrate"
 
 
 def calibration_path(device_type: str = "cpu") -> Path:
-    """The path of this machine's calibration: under $FZERO_CACHE, by default ~/.cache/fzero."""
+    """Returns the path of this machine's calibration file: under $FZERO_CACHE, by default ~/.cache/fzero."""
     where = os.environ.get("FZERO_CACHE", "")
-    # "off" is about compiled functions
+    # "off" turns the cache of compiled functions off and is not a path
     folder = Path(where) if where not in ("", "off") else Path.home() / ".cache" / "fzero"
     return folder / ("calibration.json" if device_type == "cpu" else f"calibration_{device_type}.json")
 
 
 def save_calibration(device: Device, path: Path) -> None:
-    """Writes a calibration file; a reader sees the old one or the new one, never half of it."""
+    """Writes a calibration file atomically: a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(device.to_json() + "\n")
@@ -37,11 +39,11 @@ def save_calibration(device: Device, path: Path) -> None:
 
 
 def load_calibration(path: str | Path) -> Device:
-    """The device of a calibration file.
+    """Returns the device of a calibration file.
 
     Raises:
-        FzeroValueError: a file that is not a calibration, or one of another machine, torch version or format, showing
-            both sides.
+        FzeroValueError: if the file is not a calibration, or belongs to another machine, torch version or format; the
+            error shows both sides.
     """
     try:
         text = contents(Path(path), MOST)
@@ -61,13 +63,13 @@ def load_calibration(path: str | Path) -> Device:
 
 
 def elsewhere(measured: Mapping[str, Any]) -> list[str]:
-    """The differences between the machine of a calibration, `Device.machine`, and this one."""
+    """Returns the differences between the machine of a calibration, `Device.machine`, and this machine."""
     here = machine(str(measured.get("device_type", "cpu")))
     return [f"{k}: {measured.get(k)!r} in the file, {v!r} here" for k, v in here.items() if measured.get(k) != v]
 
 
 def machine(device_type: str) -> dict[str, Any]:
-    """The machine that a calibration is valid for."""
+    """Returns a description of the machine that a calibration is valid for."""
     cuda = device_type == "cuda" and torch.cuda.is_available()
     return {
         "device_type": device_type,
@@ -80,7 +82,7 @@ def machine(device_type: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name for itself."""
+    """Returns the name that the processor reports."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

@@ -1,11 +1,12 @@
-"""Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
+"""Costs the ops of a program: floating point operations and bytes, from shapes alone, and seconds on a given device.
 
-[Note: seconds] A function's products take FLOPs / rate or bytes / bandwidth, whichever is more. Compilers fuse the
-operations between products. Each fused kernel (inductor/fusion.py) takes its bytes / bandwidth or its transcendental
-functions / their rate, whichever is more. The two add up: products and the rest run one after the other. A roofline of
-the whole function, which takes the larger of the two, is below what is measured.
+[Note: seconds] The matrix products of a subgraph take the larger of FLOPs / rate and bytes / bandwidth. Compilers
+fuse the operations between products. Each fused kernel (inductor/fusion.py) takes the larger of its bytes / bandwidth
+and its transcendental functions / their rate. The two times add up, because products and the rest run one after the
+other. A roofline of the complete subgraph, which takes the larger of the two, is below what is measured.
 
-Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
+Each subgraph is analyzed once, however many ops call it: costing a program of a thousand layers takes as long as
+costing one of two.
 """
 
 from __future__ import annotations
@@ -39,23 +40,24 @@ BACKENDS = ("inductor", "eager")
 
 
 def check_backend_name(owner: str, backend: str) -> None:
-    """Raises for a name that is not one of a backend, on behalf of `owner`."""
+    """Raises an error, on behalf of `owner`, for an unknown backend name."""
     if backend not in BACKENDS:
         raise FzeroValueError(owner, f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of running a function once.
+    """The cost of running a subgraph once.
 
     Attributes:
         flops: floating point operations of its products, by the dtype they run in.
-        attention: those among them of fused attention, by dtype and "forward" or "backward".
-        product_bytes: read and written by products.
-        bytes: read and written in all.
-        transcendentals: for each kernel that computes some, its bytes and its transcendental functions of elements.
-        num_kernels: products and fused kernels.
-        num_calls: calls from Python.
+        attention: the part of `flops` that is fused attention, by dtype and "forward" or "backward".
+        product_bytes: bytes that products read and write.
+        bytes: bytes that all kernels read and write.
+        transcendentals: for each kernel that computes transcendental functions, its bytes and the number of elements
+            it computes them of.
+        num_kernels: number of products and fused kernels.
+        num_calls: number of calls from Python.
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Cost:
     num_calls: int = 1
 
     def seconds(self, device: Device) -> float:
-        """See [Note: seconds]."""
+        """Returns the predicted time on a device. See [Note: seconds]."""
         products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
         products += sum(
             flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype))
@@ -86,12 +88,12 @@ _costs: dict[str, weakref.WeakKeyDictionary[Function, Cost]] = {}
 
 
 def cost_of(function: Function, backend: str = "inductor") -> Cost:
-    """FLOPs and bytes of one call, worked out once per function and backend.
+    """Returns the FLOPs and bytes of one call, computed once per subgraph and backend.
 
     Args:
-        function: a function of a program.
-        backend: "inductor" and "triton", where chains of pointwise operations write nothing in between, or "eager",
-            where every operation does.
+        function: a subgraph of a program.
+        backend: "inductor" and "triton", where chains of pointwise operations write no intermediate results, or
+            "eager", where every operation does.
     """
     known = _costs.setdefault(backend, weakref.WeakKeyDictionary())
     if function not in known:
@@ -123,38 +125,40 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return value.dtype
 
 
-# --- lines ---
+# --- ops ---
 
 HOST = "host"
 
 
 def on_host(line: Line, program: Program) -> bool:
-    """Whether the host computes a line, on a mesh whose host has a memory of its own."""
+    """Returns whether the host computes an op, on a mesh whose host has separate memory."""
     if program.mesh.unified_memory or line.op in TRANSFERS:
         return False
     return OPS[line.op].on_host(line, program.values_by_name[line.args[0]] if line.args else None)
 
 
 def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
-    """Bytes that a line which the host computes reads and writes there."""
+    """Returns the bytes that an op which the host computes reads and writes there."""
     if line.fn:
         return cost_of(program.functions[line.fn], backend).bytes
     return OPS[line.op].touched(line, program.values_by_name, program.mesh)
 
 
 def channel(line: Line) -> str | None:
-    """The queue that a start joins: `gather:data`, or `reduce:data` for reductions over axis data; `to_host`,
-    `to_device` and `disk`, whose reads and writes share one device; None for a line that moves nothing."""
+    """Returns the queue that a start joins: `gather:data`, or `reduce:data` for reductions over the axis `data`;
+    `to_host`, `to_device` and `disk`, whose reads and writes share one device; None for an op that moves nothing.
+    """
     row = STARTS.get(line.op)
     return None if row is None else row.channel(line)
 
 
 def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
-    """Time of one execution of a line on a device; of a start, that of its transfer; of a wait or a loop itself, none.
+    """Returns the time of one execution of an op on a device. A start takes the time of its transfer; a wait, or a
+    loop itself, takes none.
 
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
-    if on_host(line, program):  # bound by memory, with any arithmetic
+    if on_host(line, program):  # bound by memory, whatever the arithmetic is
         return host_bytes(line, program, backend) / device.host_memory_bandwidth + (
             device.call_seconds if line.fn else 0.0
         )
@@ -166,9 +170,12 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
-    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses. Every
+    """Returns the time of one transfer.
+
+    Transfers between ranks go around a ring: each of its steps pays the latency of the link that it crosses. Every
     rank of a host sends its share of the bytes over the host's links, so an axis with k ranks on each host has k of
-    them."""
+    these links.
+    """
     mesh = program.mesh
     row = STARTS[line.op]
     if isinstance(row, Copy):
@@ -192,7 +199,7 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
 
 
 def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> float:
-    """Bytes/s of a rank in a ring along axes."""
+    """Returns the bytes/s of a rank in a ring along axes."""
     intra, inter, per_host = _links(mesh, axes, device)
     if per_host >= mesh.axis_size(axes):
         return intra.bandwidth
@@ -200,30 +207,34 @@ def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) ->
 
 
 def direct_link(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> Link:
-    """The slowest link of a rank to one other along axes."""
+    """Returns the slowest link from a rank to one other rank along axes."""
     intra, inter, per_host = _links(mesh, axes, device)
     return intra if per_host >= mesh.axis_size(axes) else inter
 
 
 def _links(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> tuple[Link, Link, int]:
-    """The links of a group along axes, within a host and between hosts, and how many of its ranks share a host."""
+    """Returns the links of a group along axes within a host and between hosts, and how many of its ranks share a
+    host.
+    """
     return device.links["intra"], device.links["inter"], ranks_per_host(mesh, axes, device.devices_per_host)
 
 
 def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
-    """The device with its share of a host that has as many ranks as the mesh has on one."""
+    """Returns the device with its share of a host that has as many ranks as the mesh has on one host."""
     return device.shared_by(min(device.devices_per_host, mesh.size))
 
 
 def as_used(device: Device, program: Program) -> Device:
-    """The device of a mesh with the rates of its disk as the program finds them: lower where a step both reads and
-    writes, which slow each other down."""
+    """Returns the device of a mesh with the disk rates that the program sees: they are lower if a step both reads and
+    writes, because reads and writes slow each other down.
+    """
     device = on_mesh(device, program.mesh)
     used = {row.link for line, _ in program.walk() if isinstance(row := STARTS.get(line.op), Copy)}
     if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
         return device
     read, write = device.disk_read, device.disk_write
-    slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))  # than if they took turns
+    # compared with reads and writes that take turns
+    slower = min(1.0, device.disk_mixed / (2 / (1 / read.bandwidth + 1 / write.bandwidth)))
     return replace(
         device,
         disk_read=Link(read.latency, slower * read.bandwidth),
@@ -232,8 +243,9 @@ def as_used(device: Device, program: Program) -> Device:
 
 
 def ranks_per_host(mesh: AbstractMesh, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """The number of ranks of a group along `axes` that share a host, where they are fewest. Ranks are row-major over
-    the mesh's axes."""
+    """Returns the number of ranks of a group along `axes` that share a host, on the host with the fewest. Ranks are
+    row-major over the mesh's axes.
+    """
     return _fewest(tuple(mesh.axes.items()), axes, devices_per_host)
 
 
@@ -254,13 +266,13 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
 
 
 def model_flops(program: Program) -> float:
-    """FLOPs of products that a rank's part of the batch takes in one step, without recomputation: the numerator of
-    model FLOPs utilisation.
+    """Returns the FLOPs of the products that a rank's part of the batch takes in one step, without recomputation: the
+    numerator of model FLOPs utilization.
 
-    A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside
-    blocks count as they run. Attention's backward counts as twice its forward, not with the scores that fused attention
-    computes again. For a chain of layers that is three times the forward. Of a block whose values are cut a rank has
-    its share.
+    The FLOPs of a block are counted in its joint graph of forward and backward, where each product occurs once.
+    Subgraphs outside blocks count as they run. The backward of attention counts as twice its forward, without the
+    scores that fused attention recomputes. For a chain of layers the total is three times the forward. If the values
+    of a block are sharded, a rank counts its share.
     """
     total = 0.0
     ranks = math.prod(program.mesh.axes[axis] for t in program.transforms for axis in t.flops_axes)
@@ -290,8 +302,9 @@ def _joint_flops(block: BlockCall) -> float:
 
 
 def _counted(nodes: Iterable[fx.Node]) -> float:
-    """Model FLOPs of some nodes: those of the products, attention's backward at twice its forward where its kernel
-    spends 2.5 times."""
+    """Returns the model FLOPs of some nodes: those of the products, with the backward of attention at twice its
+    forward, although its kernel takes 2.5 times.
+    """
     total = 0.0
     for node in nodes:
         total += product_flops(node) * (0.8 if attention_of(node) == "backward" else 1)

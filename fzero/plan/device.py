@@ -1,9 +1,9 @@
-"""Describes a device to the plan: the rates at which it multiplies, reads, copies and sends, and what it shares with
+"""Describes a device for plans: the rates at which it multiplies, reads, copies and sends, and what it shares with
 others on its host.
 
-[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device
-are those of a rank that has its host alone; a plan gives each an equal share for as many ranks as the mesh has there.
-Measured rates are those of a rank while all are busy, and are taken as they are.
+[Note: the host's share] The ranks of a host share its memory and its disk. The rates of a known device are those of a
+rank that has the host for itself; a plan gives each rank an equal share for as many ranks as the mesh has there.
+Measured rates are those of a rank while all ranks are busy, and are used as they are.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fzero.errors import FzeroValueError
 from fzero.tree import dtype_name
 
 FORMAT = 4
-"""Format of a calibration file; one of another is refused, and measured again."""
+"""Format of a calibration file. A file of another format is rejected, and has to be measured again."""
 
 
 MOST = 1 << 20
-"""Bytes of a calibration file: 1 MiB; it has some 2 KiB."""
+"""Largest size of a calibration file in bytes: 1 MiB. A typical file has about 2 KiB."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way for bytes: `latency` seconds before the first of them, then `bandwidth` bytes/s, in one direction.
+    """A path for bytes: `latency` seconds before the first byte, then `bandwidth` bytes/s, in one direction.
 
     Example:
         >>> Link(1e-6, 1e9).seconds(1000)
@@ -41,7 +41,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, nbytes: float, steps: int = 1) -> float:
-        """Time of `nbytes` that travel in `steps` messages one after the other."""
+        """Returns the time of `nbytes` that are sent in `steps` messages one after the other."""
         return steps * self.latency + nbytes / self.bandwidth
 
 
@@ -49,7 +49,7 @@ _MAY_BE_ZERO = ("latency", "call_seconds", "disk_mixed", "process_bytes")
 
 
 def _no_rates(data: Any, name: str) -> list[str]:
-    """The numbers below that are no rate, size or time."""
+    """Returns the numbers in `data` that are not valid rates, sizes or times."""
     if isinstance(data, dict):
         return [problem for key, value in data.items() for problem in _no_rates(value, key)]
     if isinstance(data, bool) or not isinstance(data, (int, float)):
@@ -59,8 +59,10 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`; a rank's threads are
-    on one socket. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
+    """The resources that the ranks of a host share. `what`: what the host is called; its disk and the memory at its
+    `sockets` are shared, and the threads of a rank run on one socket. `ranks`: the number of ranks that the device's
+    rates of both are for. See [Note: the host's share].
+    """
 
     what: str
     sockets: int = 1
@@ -69,33 +71,35 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a mesh and its links. Rates are per rank, with all ranks of the host busy but for what `host`
-    divides.
+    """One device of a mesh and its links. Rates are per rank, measured or listed with all ranks of the host busy,
+    except for the resources that `host` divides.
 
     Attributes:
         flops: attainable FLOP/s of large matrix products, by dtype name (`"float32"`, `"bfloat16"`, …).
-        memory_bandwidth: bytes/s read and written together by an operation that does little else.
-        transcendentals: elements/s of an exponential, or of what takes as long (trace/flops.py), in compiled functions.
-        memory_bytes: of the device.
-        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
-        devices_per_host: ranks that share a host.
-        call_seconds: fixed cost of one call of a compiled function.
+        memory_bandwidth: bytes/s, read and written together, of an operation that does little else.
+        transcendentals: elements/s of an exponential, or of functions that take as long (trace/flops.py), in compiled
+            subgraphs.
+        memory_bytes: memory of the device.
+        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on other hosts; what one rank sends.
+        devices_per_host: number of ranks that share a host.
+        call_seconds: fixed cost of one call of a compiled subgraph.
         asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a
             copy by the thread that waits for it.
-        host_copy: between the device's memory and the host's, one direction.
-        host_memory_bandwidth: bytes/s that functions on the host read and write together, with all threads of the rank:
-            an update of what rests there.
-        disk_read, disk_write: of this rank's share of the host's disk, while it does nothing else.
-        disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they
-            took turns.
-        host: the resources that the ranks of a host share; None of a measurement, which was made while they all did.
+        host_copy: link between the device's memory and the host's, in one direction.
+        host_memory_bandwidth: bytes/s that subgraphs on the host, such as updates of offloaded state, read and write
+            together with all threads of the rank.
+        disk_read, disk_write: this rank's share of the host's disk, while the disk does nothing else.
+        disk_mixed: bytes/s of reads and writes together while as much is read as is written; 0 if that is not known,
+            in which case they are assumed to take turns.
+        host: the resources that the ranks of a host share; None for a measurement, which was made while all ranks
+            were using them.
         source: where the numbers come from.
-        machine: of a calibration, the machine that it is valid for.
-        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing
-            were masked; where it is not listed, that of products.
-        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if
-            that is not known.
-        process_bytes: of a process that has imported what a step needs, before it has a state; 0 if that was not
+        machine: for a calibration, the machine that it is valid for.
+        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if
+            nothing were masked; the rate of products if it is not listed.
+        peak_flops: FLOP/s of products that the vendor states, by dtype name; utilization is a fraction of it. Empty
+            if it is not known.
+        process_bytes: memory of a process that has imported what a step needs, before it has a state; 0 if it was not
             measured.
     """
 
@@ -122,23 +126,26 @@ class Device:
 
     @property
     def type(self) -> str:
-        """As PyTorch names it."""
+        """The device type, as PyTorch names it."""
         return "cuda" if self.asynchronous else "cpu"
 
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
-        """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of
-        fused attention, "forward" or "backward"."""
+        """Returns the FLOP/s of products of a dtype; for a dtype that is not listed, the rate of float32 scaled by
+        the sizes. `attention`: the rate of fused attention instead, "forward" or "backward".
+        """
         name = dtype_name(dtype)
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def measured(self, link: str) -> bool:
-        """Whether the rate of a link, "intra" or "inter", was measured; else it is that of a known device."""
+        """Returns whether the rate of a link, "intra" or "inter", was measured. Otherwise it is that of a known
+        device.
+        """
         return bool(self.machine) and f"link {link}" not in self.source
 
     def shared_by(self, num_ranks: int) -> Device:
-        """The device of a rank that shares its host with others, `num_ranks` with itself: its part of the shared
-        resources.
+        """Returns the device of a rank that shares its host with others, `num_ranks` including itself: with its part
+        of the shared resources.
 
         Example:
             >>> from fzero.plan.device_lookup import KNOWN
@@ -159,15 +166,16 @@ class Device:
         )
 
     def to_json(self) -> str:
-        """As the text of a calibration file."""
+        """Returns the text of a calibration file."""
         return json.dumps({"format": FORMAT, "torch": torch.__version__, **asdict(self)}, indent=2)
 
     @staticmethod
     def from_json(text: str | bytes, what: str = "the text") -> Device:
-        """The device of a calibration file's text, whatever machine it is of, or none; errors call the text `what`.
+        """Returns the device of a calibration file's text, whatever machine it belongs to, if any. Errors call the
+        text `what`.
 
         Raises:
-            FzeroValueError: text that is not a calibration.
+            FzeroValueError: if the text is not a calibration.
         """
         try:
             data = parsed(text)

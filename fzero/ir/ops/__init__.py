@@ -32,20 +32,20 @@ OPS: dict[str, Op[Any]] = {
     row.name: row for row in (*values.ROWS, *dim_shards.ROWS, *transfers.ROWS, *control.ROWS, *redo.ROWS)
 }
 OWNERS: dict[str, str] = {}
-"""By op the name of the transform that brings it (`bring`); ops of the package are left out."""
+"""The name of the transform that adds an op (see `bring`), by op. Ops of the package itself are not listed."""
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""
 COPIES = frozenset(name for name, row in STARTS.items() if row.between == "tiers")
-"""Transfers between the tiers of one rank."""
+"""Transfers between the memory tiers of one rank."""
 TRANSFERS = COLLECTIVES | COPIES
 
 
 def bring(rows: Iterable[Op[Any]], owner: str) -> None:
-    """Adds the rows that a transform brings, for programs of steps that have it.
+    """Adds the ops that a transform defines, for programs of steps that use the transform.
 
     Raises:
-        FzeroTypeError: an op of that name is the package's, or another transform's.
+        FzeroTypeError: if an op of that name belongs to the package, or to another transform.
     """
     rows = [*rows]
     taken = [x.name for x in rows if x.name in OPS and OWNERS.get(x.name) != owner]
@@ -56,7 +56,7 @@ def bring(rows: Iterable[Op[Any]], owner: str) -> None:
 
 
 def misformed(line: Line) -> list[str]:
-    """Problems of a line by its op's row."""
+    """Returns the ways in which an op differs from what its class in the op table requires."""
     row = OPS.get(line.op)
     if row is None:
         return [f"{line.op!r} is not an op"]
@@ -77,31 +77,34 @@ def misformed(line: Line) -> list[str]:
 
 
 def unsaid(op: str) -> Attrs:
-    """The attributes of a line that says nothing; of an op that must say something `verify` refuses them."""
+    """Returns the default attributes of an op. If an op has required attributes, the result is empty and `verify`
+    rejects it.
+    """
     row = OPS.get(op)
     return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
 def turns(line: Line) -> int:
-    """The number of times to go through a line's body to see all its effects: two turns of a loop, because one leaves
-    values to the next."""
+    """Returns how often to go through an op's body to see all its effects: two iterations of a loop, because one
+    iteration leaves values to the next.
+    """
     return OPS[line.op].turns(line) if line.body else 0
 
 
 def from_to(line: Line) -> tuple[str, str]:
-    """The tiers that a copy is from and to."""
+    """Returns the source and the target tier of a copy."""
     row = STARTS[line.op]
     assert isinstance(row, Copy), line.op
     return row.tiers(line)
 
 
 def batch_axes_of(program: Program) -> tuple[str, ...]:
-    """The axes that a program counts the parts of the batch along."""
+    """Returns the mesh axes along which a program shards the batch."""
     return next((line.axes for line, _ in program.walk() if line.op == values.PartIndex.name), ())
 
 
 def sends_of(program: Program) -> list[tuple[str, ...]]:
-    """The paths of the leaves that each send of a program sends, in the order of their numbers."""
+    """Returns the paths of the tensors that each send of a program sends, in the order of the sends' numbers."""
     found = [line.attrs for line, _ in program.walk() if isinstance(line.attrs, SendAttrs)]
     return [said.leaves for said in sorted(found, key=lambda said: said.number)]
 
@@ -119,14 +122,15 @@ def handed(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
 
 
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
-    """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather
-    or to reduce-scatter, twice that to all-reduce. A copy between tiers moves the rank's part of its values; between
-    host and device nothing if they are one memory."""
+    """Returns the number of bytes that a rank moves in a transfer. With ring algorithms a rank sends (n-1)/n of the
+    full tensor for a gather or a reduce-scatter, and twice that for an all-reduce. A copy between tiers moves this
+    rank's shard of its values; a copy between host and device moves nothing if they are one memory.
+    """
     return STARTS[line.op].moved_bytes(line, named, mesh)
 
 
 def stays(line: Line, mesh: AbstractMesh) -> bool:
-    """Whether a copy between tiers moves nothing, because host and device are one memory."""
+    """Returns whether an op is a copy between tiers that moves nothing, because host and device are one memory."""
     row = STARTS.get(line.op)
     return isinstance(row, Copy) and row.stays(mesh)
 

@@ -1,4 +1,4 @@
-"""Defines ops that repeat lines, join the values of micro-batches, and write the state."""
+"""Defines the ops that repeat other ops, combine the values of micro-batches, and write the state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def _maxima(totals: Tensors, parts: Tensors) -> Tensors:
 
 
 JOINS: Mapping[str, Callable[[Tensors, Tensors], Tensors]] = {"sum": _sums, "max": _maxima}
-"""By name the functions that make the values of two micro-batches one, in the place of the first."""
+"""By reduction, the function that combines the values of two micro-batches, in place of the first."""
 
 
 class Update(Op[UpdateAttrs]):
-    """The whole optimizer, before it is cut into functions: its graph has a place for each argument, and a result for
-    each written leaf and each new value."""
+    """The complete optimizer, before it is partitioned into subgraphs. Its graph has an input for each argument, and
+    an output for each written tensor and each new value.
+    """
 
     name = "update"
     in_text = False
@@ -53,7 +54,7 @@ class Update(Op[UpdateAttrs]):
 
 
 class Loop(Op[TurnsAttrs]):
-    """Its lines once a micro-batch."""
+    """Runs its body once per micro-batch."""
 
     name = "loop"
     in_text = False
@@ -68,7 +69,7 @@ class Loop(Op[TurnsAttrs]):
             rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times")
 
     def turns(self, line: Line[TurnsAttrs]) -> int:
-        """Two: the second shows values that one turn leaves to the next."""
+        """Returns two: the second iteration shows the values that one iteration leaves to the next."""
         return min(line.attrs.count, 2)
 
     def turns_run(self, line: Line[TurnsAttrs], result: Any) -> int:
@@ -79,7 +80,9 @@ class Loop(Op[TurnsAttrs]):
 
 
 class Accumulation(Op[JoinAttrs]):
-    """The sum, or the maximum, of one or several values over the turns of the enclosing loop; read after the loop."""
+    """Sums one or several values, or takes their maximum, over the iterations of the enclosing loop. The result is
+    read after the loop.
+    """
 
     name = "accumulate"
     attrs = JoinAttrs
@@ -119,7 +122,7 @@ class Accumulation(Op[JoinAttrs]):
                 return into[0].copy_(part) if total is None else JOINS[op]([total], [part])[0]
             assert isinstance(total, (list, tuple))
             totals = [x for x in total if x is not None]
-            if totals:  # all of them, from the second turn on
+            if totals:  # from the second iteration on, all of them exist
                 return JOINS[op](totals, part)
             compat.copy_all(into, part)
             return into
@@ -185,7 +188,7 @@ class Add(Op[AddAttrs]):
 
 
 def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
-    """Checks that micro-batches join a partial value by the same operation by which ranks reduce it."""
+    """Checks that micro-batches combine a partial value by the same reduction as ranks do."""
     for v in args:
         if v.placement.partial and v.placement.by != line.attrs.reduction:
             rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs.reduction!r}")
@@ -200,7 +203,7 @@ def _halves(line: Line[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 class Assign(Op[AssignAttrs]):
-    """Values put in place of leaves: its arguments are those leaves, then the values."""
+    """Writes new values to tensors of the state. Its arguments are those tensors, then the values."""
 
     name = "assign"
     out = 0

@@ -1,6 +1,9 @@
-"""Defines ops for values that a mesh axis cuts along a dim: a gather over it makes their parts, one behind the other,
-and a reduction over it takes them so. Functions read and make a part as a tensor of its own. And ops for shards that
-the ranks along an axis deal out, so that each gets one whole value."""
+"""Defines ops for values that a mesh axis shards along a dimension, and ops for round-robin ownership.
+
+A gather over such an axis produces the shards one after another, and a reduction over it takes them in this form.
+Subgraphs read and return a shard as a tensor with its natural shape. The stack ops serve shards that the ranks along
+an axis assign in round-robin order, so that each rank gets one full value.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from fzero.sharding.shard_regions import Along, Dim, part_shape, parts_of
 
 
 class Rearranged(Op[Over]):
-    """A value that an axis cuts along a dim, put together from its parts, or laid out as them, with their padding."""
+    """Converts between a value that an axis shards along a dimension, joined into one tensor, and its consecutive
+    padded shards.
+    """
 
     args = 1
     out = 1
@@ -30,11 +35,11 @@ class Rearranged(Op[Over]):
     makes_own = True
 
     def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
-        """The value in parts, and joined."""
+        """Returns the value as shards, and the joined value."""
         raise NotImplementedError(self.name)
 
     def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
-        """Fills `out`. `shape`: of the joined value, without padding."""
+        """Fills and returns `out`. `shape` is the shape of the joined value, without padding."""
         raise NotImplementedError(self.name)
 
     def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
@@ -84,7 +89,7 @@ class Rearranged(Op[Over]):
 
 
 class JoinParts(Rearranged):
-    """Parts that a gather has brought, as the value that they are cut from."""
+    """Joins the shards that a gather has brought into the value that they are shards of."""
 
     name = "join_parts"
 
@@ -100,7 +105,7 @@ class JoinParts(Rearranged):
 
 
 class SplitParts(Rearranged):
-    """A value as the parts that a reduction cuts it in."""
+    """Splits a value into the shards that a reduction takes."""
 
     name = "split_parts"
 
@@ -116,14 +121,14 @@ class SplitParts(Rearranged):
 
 
 class Reshaped(Op):
-    """A part of a value along dims: at rest a flat shard, in functions a tensor of its own."""
+    """Converts between the stored form of a shard along dimensions, which is flat, and the tensor of subgraphs."""
 
     args = 1
     out = 1
     computes = "there"
 
     def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
-        """The shard, and the tensor."""
+        """Returns the flat shard, and the tensor."""
         raise NotImplementedError(self.name)
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
@@ -158,14 +163,14 @@ class Reshaped(Op):
 
 
 def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor's elements in another shape: without the padding behind them, or with zeros as padding."""
+    """Returns a tensor's elements in another shape: without the padding at its end, or padded with zeros."""
     flat, numel = x.reshape(-1), math.prod(shape)
     missing = numel - flat.numel()
     return (torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:numel]).view(*shape)
 
 
 class Unflatten(Reshaped):
-    """A shard that axes cut along dims, and nothing flat, as the tensor that functions read."""
+    """Views a shard that axes shard along dimensions only (not flat) as the tensor that subgraphs read."""
 
     name = "unflatten"
 
@@ -174,7 +179,7 @@ class Unflatten(Reshaped):
 
 
 class Flatten(Reshaped):
-    """A tensor that axes cut along dims, as the shard that it is, with its padding."""
+    """Flattens a tensor that axes shard along dimensions to its stored shard, with its padding."""
 
     name = "flatten"
 
@@ -183,13 +188,14 @@ class Flatten(Reshaped):
 
 
 class Deal(Op[DealAttrs]):
-    """Shards of at most as many values as there are ranks along an axis, and their stack: row r is for rank r, or from
-    it."""
+    """Converts between shards of at most as many values as there are ranks along an axis, and their stack. Row r of
+    the stack goes to rank r, or comes from it.
+    """
 
     attrs = DealAttrs
 
     def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
-        """The shards, and the stack."""
+        """Returns the shards, and the stack."""
         raise NotImplementedError(self.name)
 
     def check(self, line: Line[DealAttrs], args: list[Value], rules: Rules) -> None:
@@ -215,7 +221,7 @@ class Deal(Op[DealAttrs]):
 
 
 class StackShards(Deal):
-    """The stack, with zeros in rows that are left."""
+    """Stacks the shards. Rows that are left over are zero."""
 
     name = "stack_shards"
     out = 1
@@ -253,7 +259,7 @@ def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 
 class UnstackShards(Deal):
-    """The rows of the stack, as views."""
+    """Returns the rows of the stack, as views."""
 
     name = "unstack_shards"
     args = 1

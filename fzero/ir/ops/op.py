@@ -1,8 +1,9 @@
-"""Defines the row of an op: the class that every op in the table subclasses.
+"""Defines `Op`, the class that every op in the op table subclasses.
 
-A row answers every question about a line: form and rule (verify), shared memory (views, the pool), place, bytes (cost),
-    text (show), execution (execute), meaning (the interpreter), and meaning of results (blame). A new op is a new row,
-    and the rewrite that makes lines of it.
+An op's class answers every question about it: its form and rules (the verifier), shared memory (views and the arena),
+where it computes, its bytes (cost), its text (the printer), its execution, its reference semantics (the interpreter),
+and the meaning of its results (the bisection of differences). To add an op, add a class and the rewrite that inserts
+the op.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ A = TypeVar("A", bound=Attrs, default=Attrs)
 
 
 class Text(NamedTuple):
-    """A line as it is written: `out = code`, with a remark; `listed` where the results come as a list, even of one."""
+    """The text of an op: `out = code`, with a remark. `listed`: whether the code returns its results as a list even
+    if there is only one.
+    """
 
     code: str
     remark: str = ""
@@ -54,7 +57,7 @@ class Text(NamedTuple):
 
 
 class Rules(Protocol):
-    """The verifier as a row's rule sees it (fzero/ir/verifier.py has the meaning of each)."""
+    """The verifier as the rule of an op sees it (fzero/ir/verifier.py explains each attribute)."""
 
     program: Program
     known: dict[str, Value]
@@ -102,7 +105,7 @@ class Running(Protocol):
 
 
 class Told(Protocol):
-    """The interpreter as a row sees it (fzero/testing/interpreter.py)."""
+    """The interpreter as an op's reference semantics see it (fzero/testing/interpreter.py)."""
 
     mesh: Mesh
     program: Program
@@ -121,7 +124,9 @@ class Told(Protocol):
 
 
 class Standing(Protocol):
-    """The meanings of a program's names, as blame follows them (fzero/testing/first_difference.py)."""
+    """The meanings of a program's values, as the search for the first difference follows them
+    (fzero/testing/first_difference.py).
+    """
 
     def same(self, name: str, source: str) -> None: ...
     def part(self, name: str, source: str, micro: int) -> None: ...
@@ -133,33 +138,34 @@ class Standing(Protocol):
 
 
 class Op(Generic[A]):
-    """One row of the table.
+    """An op: one row of the op table.
 
     Attributes:
-        name: of the op, which is also what the text of a program calls.
-        in_text: whether the text of a program has its name: a call has its function's instead.
-        words: further names that the text of a program has for it.
-        args: number of values read, or `ANY`.
-        out: number of values made, or `ANY`.
-        writes: whether a line of it may, must ("always") or must not write leaves.
-        attrs: what each line of it says beside its arguments and results (fzero/ir/attributes.py), with the types.
-        body: whether it has lines of its own.
-        reads_old: whether these read leaves as they were before other lines wrote them.
-        computes: where: on the "device"; "said" by its `on`; "there", where its first argument lies; ""
-            nowhere.
-        between: what a start moves values between: "ranks", "tiers", or "" of what is not a start.
+        name: name of the op, which is also what the text of a program calls.
+        in_text: whether the text of a program contains the name. A call contains the name of its subgraph instead.
+        words: further names that the text of a program uses for the op.
+        args: number of values that it reads, or `ANY`.
+        out: number of values that it makes, or `ANY`.
+        writes: whether it may (True), must ("always") or must not (False) write tensors of the state.
+        attrs: the class of its attributes, which are everything it says besides its arguments and results
+            (fzero/ir/attributes.py).
+        body: whether it has a body of ops.
+        reads_old: whether its body reads tensors of the state as they were before other ops wrote them.
+        computes: where it computes: on the "device"; "said": where its attribute `on` says; "there": where its first
+            argument lies; "": nowhere.
+        between: what a start moves values between: "ranks" or "tiers"; "" if the op is not a start.
         waits: whether it takes the handle of a start.
-        settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
-            the device alone waits, so these do before they write.
-        pool: how its results lie in the pool (fzero/compiler/buffer_allocation.py): "total", "sum", "gather",
-        "scatter", "reduce",
-            "exchange", "fetch", "send", "leaves", "results" or "".
-        in_place: whether its results are its first arguments, written.
-        outlives: whether its results are read after the loop that it is in, and grow with each turn.
-        makes_own: whether its results share memory with nothing.
-        overwrites: whether it writes its leaves without reading them.
-        batched: whether one line of it may do to several values what several lines do to one each.
-        uncaptured: why a CUDA graph cannot hold it; "" if one can.
+        settles: whether the op may write host memory that a copy to the device still reads although that copy has
+            been waited for. On CUDA only the device waits, so these ops wait for such copies themselves before they
+            write.
+        pool: how its results lie in the arena (fzero/compiler/buffer_allocation.py): "total", "sum", "gather",
+            "scatter", "reduce", "exchange", "fetch", "send", "leaves", "results" or "".
+        in_place: whether its results are its first arguments, overwritten.
+        outlives: whether its results accumulate over the iterations of the enclosing loop and are read after it.
+        makes_own: whether its results share memory with nothing else.
+        overwrites: whether it writes tensors of the state without reading them.
+        batched: whether one op may process several values, with the same effect as several ops that process one each.
+        uncaptured: why a CUDA graph cannot contain the op; "" if it can.
     """
 
     name: ClassVar[str]
@@ -184,7 +190,7 @@ class Op(Generic[A]):
     uncaptured: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        """Raises FzeroTypeError, when the class is defined, if a field has a value that no row can have."""
+        """Raises FzeroTypeError at the definition of the class if a field has a value that no op can have."""
         super().__init_subclass__()
         problems = [
             f"{f}={v!r}: is one of {sorted(may)}" for f, may in _WORDS.items() if (v := getattr(cls, f)) not in may
@@ -206,20 +212,21 @@ class Op(Generic[A]):
     # --- what is checked ---
 
     def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
-        """Adds the violations of a well-formed line to the rules. `args`: what it reads."""
+        """Reports the violations of a well-formed op to `rules`. `args`: the values that it reads."""
         raise NotImplementedError(self.name)
 
     def check_program(self, program: Program) -> Iterable[str]:
-        """Violations of a whole program, by lines of this op or what they need."""
+        """Returns violations that concern the complete program, caused by ops of this kind or by what they need."""
         return ()
 
     def reads_new(self, line: Line[A], name: str, aliases: Mapping[str, str]) -> bool:
-        """Whether a line is meant to read a leaf after its write: gathers and copies of new values do, and assignments
-        read their targets."""
+        """Returns whether an op is meant to read a tensor of the state after it was written: gathers and copies of
+        new values do, and assignments read their targets.
+        """
         return False
 
     def on_host(self, line: Line[A], first: Value | None) -> bool:
-        """Whether the host computes a line, whose first argument this is."""
+        """Returns whether the host computes the op. `first`: its first argument."""
         return (
             line.on_host
             if self.computes == "said"
@@ -227,72 +234,79 @@ class Op(Generic[A]):
         )
 
     def turns(self, line: Line[A]) -> int:
-        """The number of times to go through its own lines to see all its effects."""
+        """Returns how often to go through its body to see all its effects."""
         return 0
 
     def turns_run(self, line: Line[A], result: Any) -> int:
-        """The number of times that its own lines are run, when it has returned this."""
+        """Returns how often its body runs, given the value that the op returned."""
         return 0
 
     # --- memory, bytes and time ---
 
     def shares(self, line: Line[A]) -> Iterable[tuple[str, str]]:
-        """Its results that may lie in the memory of an argument, each with that argument. Of a call its function says
-        more."""
+        """Returns the results that may lie in the memory of an argument, each with that argument. For a call, the
+        subgraph says more.
+        """
         return ()
 
     def is_view(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        """Whether those results surely lie there."""
+        """Returns whether the results that `shares` lists certainly lie in the memory of their arguments."""
         return True
 
     def touched(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        """Bytes of memory that a line which calls no function reads and writes where it computes."""
+        """Returns the bytes of memory that an op which calls no subgraph reads and writes where it computes."""
         return 0.0
 
     # --- its text, and its execution ---
 
     def given(self, line: Line[A]) -> Sequence[str]:
-        """The values that it is handed when it runs, in the order of its text."""
+        """Returns the names of the values that are passed to it when it runs, in the order of its text."""
         return line.args
 
     def text(self, line: Line[A], program: Program) -> Text:
         return Text(f"{line.callee}({', '.join([*line.args, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any] | None:
-        """The callable behind its name in the text; None where that is a function of the program, or Python itself."""
+        """Returns the callable that its name stands for in the text; None if that is a subgraph of the program, or
+        Python itself.
+        """
         return None
 
     def names(self, on: Running) -> Mapping[str, Any]:
-        """What is behind each of its names in the text."""
+        """Returns the callable that each of its names in the text stands for."""
         found = self.runs(on)
         return {} if found is None else {self.name: found}
 
     def means(self, line: Line[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        """The results of a line, worked out in the simplest way. `turn`: of the loop around it."""
+        """Computes the results of an op in the simplest way: its reference semantics. `turn`: the iteration of the
+        enclosing loop.
+        """
         raise AssertionError(f"a line that no program has when it is run: {self.name}")
 
     def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
-        """Notes the meaning of each result, and the written leaves."""
+        """Records the meaning of each result, and the tensors of the state that the op writes."""
         of.made(line.out, micro)
 
 
 class Start(Op[A]):
-    """A transfer that begins, and goes on until its `wait`.
+    """A transfer: it begins here, and continues until its `wait`.
 
     Attributes:
-        reads_until_wait: whether it reads where its arguments lie; a reduction reads their copies in the pool.
-        holds_device_only: whether its wait holds up the device alone: the host goes on while it still reads there.
-        may_hold_device_only: whether its wait may do so, if it says (`WaitAttrs.host`): the host goes on while it still
-            fills there.
-        tree: whether its messages, where they are small, go up and down a tree instead of around a ring.
-        direct: whether they go straight to one rank.
-        meets: whether every rank along its axes takes part, each time: its end shows that they are done with earlier
-            transfers.
-        hands_out: whether its wait hands out the moved values; parts of another rank's state are no values of a step.
-        by_message: whether ranks send it though they share memory.
-        sinks: whether its wait sinks to the first reader of its results; else it stays in place.
-        hoisted: where it starts (fzero/compiler/overlap.py): "ahead" of its first reader, "at once" behind the maker of
-            its arguments, or, "", in place.
+        reads_until_wait: whether it reads the memory of its arguments until the wait. A reduction reads copies of
+            them in the arena.
+        holds_device_only: whether its wait blocks only the device: the host continues while the transfer may still
+            read there.
+        may_hold_device_only: whether its wait may block only the device, if the wait says so (`WaitAttrs.host`): the
+            host continues while the transfer may still write there.
+        tree: whether small messages go up and down a tree instead of around a ring.
+        direct: whether it sends directly to one rank.
+        meets: whether every rank along its axes takes part each time, so that its end shows that they have finished
+            earlier transfers.
+        hands_out: whether its wait returns the moved values. Shards of another rank's state are not values of a step.
+        by_message: whether ranks send messages even if they share memory.
+        sinks: whether its wait moves down to the first reader of its results. Otherwise the wait stays in place.
+        hoisted: where it starts (fzero/compiler/overlap.py): "ahead" of its first reader, "at once" after the op that
+            makes its arguments, or in place ("").
     """
 
     out = 1
@@ -309,67 +323,72 @@ class Start(Op[A]):
     hoisted: ClassVar[str] = ""
 
     def channel(self, line: Line[A]) -> str:
-        """The queue that it joins."""
+        """Returns the name of the queue that the transfer joins."""
         raise NotImplementedError(self.name)
 
     def moved_bytes(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Bytes that a rank moves in it."""
+        """Returns the number of bytes that a rank moves in the transfer."""
         raise NotImplementedError(self.name)
 
     def sent(self, line: Line[A]) -> tuple[str, ...]:
-        """The values that it moves."""
+        """Returns the names of the values that it moves."""
         return line.args
 
     def given(self, line: Line[A]) -> Sequence[str]:
         return self.sent(line)
 
     def filled(self, line: Line[A]) -> Sequence[Place | None]:
-        """The places in the pool that its wait hands out."""
+        """Returns the buffers in the arena that its wait returns."""
         return line.into
 
     def arrives(self, line: Line[A], placement: Placement) -> Placement:
-        """The placement of a value when it has arrived."""
+        """Returns the placement of a value after it has arrived."""
         return placement
 
     def handed_out(
         self, line: Line[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        """The results of its wait."""
+        """Returns the results of its wait."""
         raise NotImplementedError(self.name)
 
     def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
         of.written(line.writes)
 
 
-# --- parts of texts ---
+# --- fragments of text ---
 
 
 def into(line: Line, program: Program) -> Iterator[str]:
-    """The argument that names the line's places in the pool, if it has some: `apart`, if one is apart from the
-    arena."""
+    """Yields the argument that names the op's buffers in the arena, if it has any: `apart` if one of them is
+    allocated separately from the arena.
+    """
     if line.into:
         apart = any(place is not None and place.arena == "apart" for place in line.into)
         yield f"into={'apart' if apart else 'pool'}[{program.pool_index[id(line)]}]"
 
 
 def micro_text(line: Line[PartAttrs]) -> list[str]:
-    """The micro-batch that a line is for, and their number, as its arguments: in a loop by the loop's variable."""
+    """Returns the arguments that say which micro-batch an op is for, and how many there are. In a loop the first is
+    the loop variable.
+    """
     if line.attrs.micro is not None:
         return [*map(str, line.attrs.micro)]
     return ["micro", str(line.attrs.count)] if line.attrs.count is not None else []
 
 
 def join_text(line: Line[JoinAttrs]) -> list[str]:
-    """The reduction, as an argument, where they are not added up."""
+    """Returns the reduction as an argument, unless it is the sum."""
     return [] if line.attrs.reduction == "sum" else [f"op={line.attrs.reduction!r}"]
 
 
 def over(line: Line) -> str:
-    """The axis that a line is over, as its argument; several as a tuple."""
+    """Returns the axis that an op communicates or shards over as its argument; several axes as a tuple."""
     axes = line.axes
     return f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
 
 
 def micro_of(line: Line, turn: int) -> tuple[int, int]:
-    """The micro-batch that a line is for in a turn of the loop around it, and how many there are."""
+    """Returns the micro-batch that an op is for in one iteration (`turn`) of the enclosing loop, and how many there
+    are.
+    """
     return (turn, line.count) if line.micro is None else line.micro

@@ -1,8 +1,8 @@
-"""Defines the op `redo`, and answers what other parts of the package ask about lines that are carried out on a guess.
+"""Defines the op `redo`, and answers questions of the rest of the package about speculative ops.
 
-The pass fzero/transforms/speculate_pass.py makes such lines. They compute with guesses of scalars that are not known
-yet. A `redo` compares the scalars with the guesses once they are known, and carries out the same updates again if they
-differ; plans count it as not carried out.
+The pass fzero/transforms/speculate_pass.py makes ops speculative. They compute with guesses of scalars that are not
+known yet. Once the scalars are known, a `redo` compares them with the guesses and repeats the same updates if they
+differ. Plans assume that it does not have to.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from fzero.ir.program import WHOLE, Line, Program, Value
 
 
 class Redo(Op[TurnsAttrs]):
-    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they
-    differ."""
+    """Compares scalars with the guesses that speculative ops (those with `guess`) used, and runs its body if they
+    differ.
+    """
 
     name = "redo"
     words = ("guess",)
@@ -32,9 +33,12 @@ class Redo(Op[TurnsAttrs]):
     uncaptured = "waits for the device, to see whether a guess was right"
 
     def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
-        """Its lines read leaves as they were. A leaf on disk that was written on a guess still has its old value; of
-        others the old values are put back, by lines that are placed with the copies between tiers. Until then every
-        leaf is taken to be on the device."""
+        """Checks a `redo` and undoes the effects of the speculative ops before it on the verifier's state.
+
+        The body of a `redo` reads tensors of the state as they were. A tensor on disk that was written speculatively
+        still has its old value. For other tensors the old values are restored by ops that are inserted together with
+        the copies between tiers; until then every tensor is assumed to be on the device.
+        """
         if line.attrs.count or not line.body or len(args) % 2 or not args:
             rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
         leaves = rules.program.leaves
@@ -82,7 +86,7 @@ class Redo(Op[TurnsAttrs]):
 
 
 def _compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """The operands that a `redo` compares: the scalars, and the guesses of them."""
+    """Returns the operands that a `redo` compares: the scalars, and the guesses of them."""
     half = len(line.args) // 2
     return line.args[:half], line.args[half:]
 
@@ -92,7 +96,7 @@ def _restores(line: Line) -> bool:
 
 
 def _written_on_a_guess(line: Line, program: Program) -> set[str]:
-    """The leaves that a line writes on a guess."""
+    """Returns the tensors of the state that an op writes speculatively."""
     return {w for w in line.writes if w in program.leaves} if line.guess and not _restores(line) else set()
 
 
@@ -106,45 +110,50 @@ def _written_before(redo: Line, program: Program) -> set[str]:
 
 
 def written_aside(program: Program) -> list[str]:
-    """The leaves on disk whose next value a program writes beside the old one, in the order of its lines: each has two
-    extents."""
+    """Returns the tensors on disk whose next value a program writes next to the old one, in the order of its ops.
+    Each of these has two extents.
+    """
     return [w for line, _ in program.walk() if line.guess and line.op == DiskWrite.name for w in line.writes]
 
 
 def is_superseded(lines: Iterable[Line]) -> Callable[[Line], bool]:
-    """Tells, of these lines that ran, which did in vain if a `redo` carried out its own."""
+    """Returns a predicate for ops that ran: whether an op ran in vain if a `redo` ran its body."""
     started = {x.out[0].name for x in lines if x.guess and x.op in STARTS}
     return lambda line: line.guess or (line.op == Wait.name and line.args[0] in started)
 
 
 class Attempt:
-    """What the running step does on a guess. A step does if the guesses of the one before were right, or would have
-    been.
+    """The speculative part of the running step. A step speculates if the guesses of the step before were right, or
+    would have been right.
 
     Args:
-        tiers: the copies between tiers of the program (fzero/memory/tier_copies.py).
+        tiers: the copies between memory tiers of the program (fzero/memory/tier_copies.py).
     """
 
     def __init__(self, tiers: Any):
         self._tiers = tiers
         self._made = False  # in this step
-        self._right = False  # whether the last step's guesses were, or would have been
-        self._aside: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
+        self._right = False  # whether the last step's guesses were right, or would have been
+        self._aside: list[torch.Tensor] = []  # tensors whose spare extents have been written since the step began
 
     def begin(self, able: bool) -> None:
-        """Called before a step runs. `able`: whether every leaf that it writes aside has a spare extent."""
+        """Prepares for a step; called before it runs. `able`: whether every tensor that the step writes to a spare
+        extent has one.
+        """
         self._made, self._aside = able and self._right, []
 
     def skips(self, line: Line) -> bool:
-        """Whether the running step does not carry out a line at all."""
+        """Returns whether the running step does not run an op at all."""
         return line.guess and line.op not in STARTS and not self._made
 
     def of(self, function: Callable[..., object]) -> Callable[..., object]:
-        """A function that is carried out on a guess, or not at all if this step makes none."""
+        """Returns the function itself, which then runs speculatively, or a function that does nothing if this step
+        does not speculate.
+        """
         return function if self._made else _nothing
 
     def on_disk(self, start: Callable[..., Any], writes: bool) -> Callable[..., Any]:
-        """A transfer to or from a disk, which may be on a guess. What is then written goes to spare extents."""
+        """Returns a transfer to or from a disk that may be speculative. Speculative writes go to spare extents."""
 
         def started(values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Any:
             if not guess:
@@ -159,8 +168,9 @@ class Attempt:
         return started
 
     def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
-        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here
-        on. The next step guesses if these were right."""
+        """Returns whether the speculative work must be repeated. If not, the speculative writes become the actual
+        values. The next step speculates if these guesses were right.
+        """
         self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
         counts = self._right and self._made
         if counts:
@@ -174,7 +184,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """A scalar's bytes: two that are no numbers may be equal, zeros of two signs are not."""
+    """Returns a scalar's bytes, for comparison: two NaNs may be equal, and zeros of different sign are not."""
     return x.reshape(-1).view(torch.uint8)
 
 

@@ -1,5 +1,6 @@
-"""Defines transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait
-for either."""
+"""Defines the transfers: collectives between the ranks along mesh axes, copies between the memory tiers of one rank,
+and the wait for either.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from fzero.sharding.shard_regions import Dim
 DISK = "disk"
 _ROWS = Dim(0)
 REDUCTIONS = {"sum", "max", "min"}
-"""The operations by which a reduction joins the values of ranks."""
+"""The operations by which a reduction combines the values of ranks."""
 
 
 def _starts(line: Line, rules: Rules) -> None:
@@ -41,8 +42,9 @@ def _starts(line: Line, rules: Rules) -> None:
 
 
 class Collective(Start[GatherAttrs]):
-    """Over one mesh axis; several axes take several transfers, one after the other. Bytes are those of ring
-    algorithms."""
+    """A collective over one mesh axis. Over several axes, several collectives follow each other. Bytes are those of
+    ring algorithms.
+    """
 
     attrs = GatherAttrs
     computes = "device"
@@ -59,8 +61,9 @@ class Collective(Start[GatherAttrs]):
                 rules.bad(line, f"{v.name} is {v.placement}")
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        """Whether it moves values of this placement; a reduction only values that are partial over its axes, by its
-        operation."""
+        """Returns whether the collective can move values of this placement. A reduction moves only values that are
+        partial over its axes, by its own reduction.
+        """
         if placement.kind == "parts" and placement.axes[-1:] != line.attrs.axes:
             return False
         return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
@@ -73,8 +76,9 @@ class Collective(Start[GatherAttrs]):
         return self.together(line, values, mesh) * (n - 1) // n
 
     def together(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """The bytes of what the ranks along the axis have together: the whole, or where that is cut over other axes a
-        part of it."""
+        """Returns the bytes of the data that the ranks along the axis have together: the full tensor, or a shard of
+        it if other axes shard it.
+        """
         found, axis = 0, {*line.attrs.axes}
         for value in (values[a] for a in line.args):
             at = value.placement
@@ -106,8 +110,9 @@ class Collective(Start[GatherAttrs]):
 
 
 class AllGather(Collective):
-    """Shards to the values that they are parts of: whole values, or shards over the remaining axes. Or parts of dim 0,
-    one behind the other."""
+    """Gathers shards into the values that they are shards of: full values, or shards over the remaining axes. Also
+    gathers shards of dimension 0, one after another.
+    """
 
     name = "all_gather_start"
     pool = "gather"
@@ -140,8 +145,9 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum. Shards are cut further. With `rows` a rank gets its part of dim 0
-    instead."""
+    """Reduces partial values to this rank's shard of the sum. Shards are sharded further. With `rows` a rank gets its
+    shard of dimension 0 instead.
+    """
 
     name = "reduce_scatter_start"
     attrs = ScatterAttrs
@@ -149,7 +155,7 @@ class ReduceScatter(Collective):
     reads_until_wait = False
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        finer = (*placement.axes, *line.attrs.axes)  # the grid of the shard
+        finer = (*placement.axes, *line.attrs.axes)  # the axes that determine the padding of the shard
         padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
         return padded and super().takes(line, placement)
 
@@ -175,7 +181,7 @@ class ReduceScatter(Collective):
 
 
 class AllReduce(Collective):
-    """Summands to their sum, on every rank."""
+    """Reduces partial values to their sum, on every rank."""
 
     name = "all_reduce_start"
     attrs = ReduceAttrs
@@ -192,8 +198,9 @@ class AllReduce(Collective):
 
 
 class AllToAll(Collective):
-    """Rows of dim 0, one for each rank along the axis, to the rows that these ranks have for this one. Its places are
-    first its operands', then its results'."""
+    """Exchanges rows of dimension 0: each rank sends one row to each rank along the axis, and receives the rows that
+    these ranks have for it. Its buffers are first those of its operands, then those of its results.
+    """
 
     name = "all_to_all_start"
     pool = "exchange"
@@ -221,8 +228,9 @@ class AllToAll(Collective):
 
 
 class Send(Start[SendAttrs]):
-    """Leaves to the rank `shift` further along an axis, which keeps them (fzero/elastic/peer_replicas.py) in host
-    memory. Where nobody keeps them nothing is sent."""
+    """Sends tensors of the state to the rank `shift` further along an axis, which keeps them in host memory
+    (fzero/elastic/peer_replicas.py). If no rank keeps them, nothing is sent.
+    """
 
     name = "send_start"
     attrs = SendAttrs
@@ -260,7 +268,9 @@ class Send(Start[SendAttrs]):
         return f"send:{','.join(line.attrs.axes)}"
 
     def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Bytes of this rank's parts, of a step among those that do not send; none of what is sent once."""
+        """Returns the bytes of this rank's shards, averaged over the steps that send and those that do not. Tensors
+        that are sent once count nothing.
+        """
         if line.attrs.once:
             return 0
         return sum(local_bytes(values[a], mesh) for a in line.args) // line.attrs.every
@@ -363,21 +373,22 @@ class Take(Hand):
 
 
 class Copy(Start[CopyAttrs]):
-    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
-    values for them."""
+    """A copy between two memory tiers of a rank. With `writes` it overwrites stored tensors of the state: its
+    arguments are those tensors, then the values for them.
+    """
 
     writes = True
     attrs = CopyAttrs
     between = "tiers"
     pool = "fetch"
-    link: ClassVar[str] = "host_copy"  # the rate of a `Device` that it goes by
+    link: ClassVar[str] = "host_copy"  # the attribute of a `Device` with the rate of the copy
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        """The tiers that it is from and to."""
+        """Returns the source and the target tier."""
         raise NotImplementedError(self.name)
 
     def stays(self, mesh: AbstractMesh) -> bool:
-        """Whether it moves nothing, because host and device are one memory."""
+        """Returns whether the copy moves nothing, because host and device are one memory."""
         return False
 
     def sent(self, line: Line[CopyAttrs]) -> tuple[str, ...]:
@@ -413,7 +424,7 @@ class Copy(Start[CopyAttrs]):
         return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
 
     def way(self, line: Line[CopyAttrs]) -> str:
-        """The direction of the bytes, as a remark."""
+        """Returns the direction of the bytes, as a remark."""
         return f"to {self.tiers(line)[1]}"
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -432,10 +443,10 @@ class Copy(Start[CopyAttrs]):
 
 
 class ToHost(Copy):
-    """From the device's memory to the host's."""
+    """Copies from the device's memory to the host's."""
 
     name = "to_host_start"
-    settles = True  # the device carries it out after copies that read there
+    settles = True  # the device runs it after the copies that read there
     may_hold_device_only = True
     hoisted = "at once"
 
@@ -447,7 +458,7 @@ class ToHost(Copy):
 
 
 class ToDevice(Copy):
-    """From the host's memory to the device's."""
+    """Copies from the host's memory to the device's."""
 
     name = "to_device_start"
     holds_device_only = True
@@ -461,7 +472,7 @@ class ToDevice(Copy):
 
 
 class OnDisk(Copy):
-    """To or from a disk, of values in host memory."""
+    """Copies between host memory and a disk."""
 
     def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
@@ -471,7 +482,7 @@ class OnDisk(Copy):
 
 
 class DiskRead(OnDisk):
-    """Leaves from disk."""
+    """Reads tensors of the state from disk."""
 
     name = "disk_read_start"
     writes = False
@@ -487,7 +498,7 @@ class DiskRead(OnDisk):
 
 
 class DiskWrite(OnDisk):
-    """Leaves to disk."""
+    """Writes tensors of the state to disk."""
 
     name = "disk_write_start"
     writes = "always"
@@ -498,7 +509,7 @@ class DiskWrite(OnDisk):
 
 
 class Wait(Op[WaitAttrs]):
-    """Hands out the results of a start."""
+    """Waits for a transfer and returns its results."""
 
     name = "wait"
     args = 1

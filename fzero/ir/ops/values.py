@@ -1,5 +1,6 @@
-"""Defines ops that make values: calls of functions, casts, memory, and this rank's part of a leaf, of the batch or of
-the micro-batches."""
+"""Defines the ops that make values: calls of subgraphs, casts, buffers, and this rank's shard of a tensor, of the
+batch or of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from fzero.tree import dtype_name
 
 
 class Call(Op[CallAttrs]):
-    """A traced function. With `writes` it works in place, on leaves of the state."""
+    """Calls a traced subgraph. With `writes` the subgraph works in place on tensors of the state."""
 
     name = "call"
     in_text = False
@@ -54,8 +55,9 @@ class Call(Op[CallAttrs]):
             if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
             summed = {*arg.placement.partial}
-            # a function outside blocks may read this rank's own summands of totals over the batch, or encode any; a
-            # quotient may read those of its sums before transforms/zero_pass.py reduces them
+            # A subgraph outside blocks may read this rank's own summands of totals over the batch, and the codes of a
+            # compressed transfer may be computed from any summands. A quotient may read the summands of its sums
+            # before transforms/zero_pass.py reduces them.
             reads = summed <= rules.batch_axes or line.of_sums
             if summed and not line.of_codes and (line.block is not None or not reads):
                 rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
@@ -104,7 +106,7 @@ class Call(Op[CallAttrs]):
 
 
 class Cast(Op[CastAttrs]):
-    """Another dtype, or a copy in the same, of one value or of several."""
+    """Converts one value or several to another dtype, or copies them in the same dtype."""
 
     name = "cast"
     attrs = CastAttrs
@@ -120,7 +122,7 @@ class Cast(Op[CastAttrs]):
             return
         for source, out in zip(args, line.out, strict=True):
             here, there = source.placement, out.placement
-            # each rank's own, to be summed: along more axes than it is a summand already
+            # A varying value may become a summand, or a summand may become one along more axes than before.
             more = {*here.partial} < {*there.partial} and (here.by == there.by or not here.partial)
             summand = more and here.kind != "shard"
             if out.dtype != line.attrs.dtype or out.shape != source.shape or not (here == there or summand):
@@ -151,7 +153,7 @@ def _cast(
     dtype: str,
     into: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | Sequence[torch.Tensor]:
-    """A copy in another dtype, or in its own: a result must not alias the state."""
+    """Returns a copy in another dtype, or in the same one: a result must not alias the state."""
     if not isinstance(x, torch.Tensor):
         out = [torch.empty_like(one, dtype=getattr(torch, dtype)) for one in x] if into is None else into
         compat.copy_alike(out, x)
@@ -160,7 +162,7 @@ def _cast(
 
 
 class Buffer(Op[BufferAttrs]):
-    """Memory for new values of these leaves, written before it is read."""
+    """Memory for new values of these tensors of the state. It is written before it is read."""
 
     name = "buffer"
     args = 0
@@ -217,8 +219,9 @@ class Zeros(Op):
 
 
 class TakeShard(Op[CutAttrs]):
-    """This rank's flat shard of a whole value, a view, or a padded copy on a rank whose part is not full; or of a shard
-    its part over further axes."""
+    """Takes this rank's flat shard of a full value: a view, or a padded copy on a rank whose shard is not full. Of a
+    shard it takes this rank's shard over further axes.
+    """
 
     name = "take_shard"
     args = 1
@@ -268,7 +271,7 @@ class TakeShard(Op[CutAttrs]):
 
 
 class TakePart(Op[PartAttrs]):
-    """The rows of one micro-batch."""
+    """Takes the samples of one micro-batch."""
 
     name = "take_part"
     args = 1
@@ -305,7 +308,7 @@ class TakePart(Op[PartAttrs]):
 
 
 class Number(Op[A]):
-    """An integer, of which each rank along the axes of the line has its own."""
+    """An integer that varies along the axes of the op."""
 
     args = 0
     out = 1
@@ -318,7 +321,7 @@ class Number(Op[A]):
 
 
 class PartIndex(Number[PartIndexAttrs]):
-    """The number of this part of the global batch, among all ranks' and micro-batches'."""
+    """The index of this part of the global batch, among the parts of all ranks and micro-batches."""
 
     name = "part_index"
     attrs = PartIndexAttrs
@@ -345,7 +348,7 @@ class PartIndex(Number[PartIndexAttrs]):
 
 
 class CutIndex(Op[Over]):
-    """The number of this rank along an axis, as int64[1]."""
+    """The index of this rank along an axis, as int64[1]."""
 
     name = "cut_index"
     args = 0
@@ -389,7 +392,7 @@ class NumValid(Number[ShardOfAttrs]):
 
 
 class DrawStart(Number[DrawAttrs]):
-    """The offset of this rank's random words in a leaf's."""
+    """The offset of this rank's random words among those of the full tensor."""
 
     name = "draw_start"
     attrs = DrawAttrs
