@@ -1,5 +1,8 @@
-"""Has every rank of a mesh act, and tells all of them each one's result or error. It uses the store, not a collective:
-a missing or failed rank is an error that names it, never a hang."""
+"""Runs a function on every rank of a mesh and reports every rank's result or error to all ranks.
+
+The exchange goes through the store and not through a collective, so a rank that failed or did not come is an error that
+names this rank, never a hang.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ T = TypeVar("T")
 
 
 def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
-    """The result of `make` on rank 0, which JSON can hold, on every rank; its error there is raised on all of them, as
-    by `everywhere`."""
+    """Runs `make` on rank 0 and returns its result, which must be a JSON value, on every rank.
+
+    An error of `make` on rank 0 is raised on all ranks, as by `everywhere`.
+    """
     if mesh.size == 1:
         return make()
     _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
@@ -29,25 +34,32 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
 
 
 def everyones(mesh: Mesh, owner: str, make: Callable[[], Any]) -> list[Any]:
-    """The results of `make` of all ranks, which JSON can hold, by rank; errors are raised as by `everywhere`."""
+    """Runs `make` on every rank and returns the results of all ranks, ordered by rank.
+
+    The results must be JSON values. Errors are raised as by `everywhere`.
+    """
     return [make()] if mesh.size == 1 else _done(mesh, owner, make, tell=True)[1]
 
 
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
-    """The result of `act` on this rank, once it has returned on every rank; an error on one rank is raised on all of
-    them. `about`: what this rank does, for those that do something else.
+    """Runs `act` on every rank and returns this rank's result after `act` has returned on all ranks.
+
+    An error on one rank is raised on all of them.
+
+    Args:
+        about: describes what this rank does. Ranks that do something else at this point show it in their errors.
 
     Communication: a few hundred bytes through the store.
 
     Raises:
-        FzeroValueError: it failed on another rank, naming each that did and why.
+        FzeroValueError: it failed on another rank; the error names each rank that failed, and why.
         DivergenceError: a rank was stopped (Ctrl-C), or timed out.
     """
     return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
 
 
 def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
-    """The result of `act` on this rank, and with `tell` that of each."""
+    """Runs `act` on every rank. Returns this rank's result and, if `tell` is set, the results of all ranks."""
     talk, error = Talk(mesh, owner, about), None
 
     def attempt() -> Any:
@@ -57,7 +69,8 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
         except Exception as caught:
             error = caught
 
-    result = talk.reporting(attempt)  # a rank that is stopped is gone: it waits for nobody
+    # A rank that is stopped by Ctrl-C reports this and does not wait for the others.
+    result = talk.reporting(attempt)
     mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
     notes = talk.everyone({"failed": mine, "made": result if tell else None})
     texts = {rank: note["failed"] for rank, note in notes.items()}
@@ -70,21 +83,22 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
 
 
 def reasons(texts: Mapping[int, str]) -> list[str]:
-    """A line for each rank whose text says why it failed; that of the others is empty."""
+    """Returns one line for each rank that failed. `texts` maps a rank to its error text, which is empty if it
+    succeeded."""
     return [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, text in texts.items() if text]
 
 
 _LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
-"""Texts of gloo's errors, which have no class of their own."""
+"""Substrings that identify gloo's connection errors, which have no exception class of their own."""
 
 
 @contextmanager
 def unbroken(mesh: Mesh) -> Iterator[None]:
-    """Around what moves data between ranks: whatever ends it in the middle, it is the last call on this mesh
+    """Wraps code that moves data between ranks. Any exception inside makes this the last call on the mesh
     (`Turns.end`).
 
     Raises:
-        DivergenceError: in place of a process group's own error, what another rank did or that one has left.
+        DivergenceError: replaces an error of the process group; says what another rank did, or that a rank has left.
     """
     try:
         yield
@@ -98,7 +112,7 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
             _end(mesh, error)
             raise
         try:
-            mesh.turns.look("step")  # which may know why
+            mesh.turns.look("step")  # raises a DivergenceError if the other ranks' states explain the failure
             fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
             raise RankLost("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
@@ -114,17 +128,17 @@ def _end(mesh: Mesh, error: BaseException) -> None:
 
 
 class Talk:
-    """One exchange after another between the ranks of a mesh, each about the next thing. All ranks make it together.
+    """A sequence of exchanges between the ranks of a mesh. All ranks construct it and make the same exchanges together.
 
     Args:
-        owner: the call that they make, for errors.
-        about: what this rank does, for those that do something else.
+        owner: the name of the public call that makes the exchange, for errors.
+        about: describes what this rank does. Ranks that do something else at this point show it in their errors.
     """
 
     def __init__(self, mesh: Mesh, owner: str, about: str = ""):
         self._mesh, self._owner = mesh, owner
         mesh.turns.begin(owner, about)
-        # counted where the keys are: a process may join one group after another
+        # The counter is in the store, next to the keys: a process may join several process groups in succession.
         self._id, self._turn = mesh.store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0
         self._notes, self._has_text = self._of(self._id), False
 
@@ -132,7 +146,7 @@ class Talk:
         return Notes(self._mesh.store, f"fzero/agree/{talk}", self._mesh.rank)
 
     def reporting(self, act: Callable[[], Any]) -> Any:
-        """The result of `act`; if it raises, the other ranks learn of it."""
+        """Returns the result of `act`. If `act` raises, the error is also published to the other ranks."""
         try:
             return act()
         except BaseException as error:
@@ -140,9 +154,10 @@ class Talk:
             raise
 
     def differing(self, text: str) -> tuple[int, str, str] | None:
-        """The first rank whose text is another than rank 0's, and the texts of rank 0 and of that one.
+        """Compares `text` across ranks. Returns the first rank whose text differs from rank 0's, with both texts, or
+        None.
 
-        Communication: a digest of each; two texts if they differ.
+        Communication: a digest from each rank, and two texts if they differ.
         """
         self._notes.write("text", text)
         self._has_text = True
@@ -154,7 +169,7 @@ class Talk:
         return None
 
     def everyone(self, note: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The note of every rank, once all have come.
+        """Publishes this rank's note and returns the notes of all ranks after all have arrived.
 
         Raises:
             DivergenceError: naming the ranks that failed or timed out.
@@ -174,7 +189,7 @@ class Talk:
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} {timed_out(self._mesh.timeout)}" for rank in missing]
             error = DivergenceError(self._owner, "not every rank is ready to run", [*failed, *came], fix)
-            if missing:  # who comes later finds the notes of this talk, and goes on alone
+            if missing:  # a rank that comes later would find the notes of this exchange and continue alone
                 self._mesh.turns.end(error)
             raise error
         places = {
@@ -182,7 +197,7 @@ class Talk:
             for rank, other in notes.items()
         }
         if len({*places.values()}) > 1:
-            self._mesh.turns.look(self._owner)  # which knows more
+            self._mesh.turns.look(self._owner)  # raises a more specific error if it can
             fix = (
                 "make the same calls in the same order on every rank: a step with a batch of another shape than before "
                 "builds a program of its own (compile)"
@@ -193,7 +208,8 @@ class Talk:
                 [f"rank {rank}: {place}" for rank, place in places.items()],
                 fix,
             )
-        # all have come here, and so read what was said before: a long run's notes would fill the store
+        # Every rank has reached this exchange and has therefore read the earlier notes. They are deleted here, since a
+        # long run would otherwise fill the store.
         if self._turn == 0:
             self._of(self._id - 1).clear(0)
         elif self._has_text:

@@ -1,7 +1,7 @@
-"""Runs parts of a checkpoint on all ranks together: a failure on any of them is raised on all of them.
+"""Runs the phases of a checkpoint on all ranks together: a failure on any rank is raised on all of them.
 
-A rank that raised by itself would leave the others waiting in their next collective; so a result or an error is first
-exchanged, then looked at.
+A rank that raised an error immediately would leave the others waiting in their next collective. Therefore the ranks
+first exchange their results or errors, and raise afterwards.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """The processes that save or restore together; `exchange(value, form)` returns every rank's value, in order of
-    rank, as that form of JSON has it (bounded_json.py)."""
+    """The processes that save or restore together.
+
+    `exchange(value, form)` returns the values of all ranks, ordered by rank. `form` is the expected type of the JSON
+    value (bounded_json.py).
+    """
 
     rank: int
     size: int
@@ -30,7 +33,7 @@ class Ranks(NamedTuple):
 
 
 def world() -> Ranks:
-    """The ranks of the default process group; this process alone when there is none."""
+    """Returns the ranks of the default process group, or only this process if there is no process group."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return Ranks(dist.get_rank(), dist.get_world_size(), _exchange)
     return ALONE
@@ -44,15 +47,15 @@ def together(
     undo: Callable[[], object] = lambda: None,
     form: Any = None,
 ) -> list[T]:
-    """The results of `act()` of every rank.
+    """Runs `act()` on every rank and returns the results of all ranks.
 
     Args:
         undo: run on every rank before raising, if any rank failed.
-        form: of the results, as values of JSON.
+        form: the expected type of the results as JSON values.
 
     Raises:
-        CheckpointError: on every rank, if it failed on any; names each failing rank and its error. A StorageError if
-            the operating system, or a store, said no wherever it failed.
+        CheckpointError: on every rank, if `act` failed on any; names each failing rank and its error. It is a
+            StorageError if every failure came from the operating system or from an object store.
 
     Communication: one exchange of a small object.
     """
@@ -60,7 +63,7 @@ def together(
     result: Any = None
     try:
         result = act()
-    except RankLost:  # the others see it too
+    except RankLost:  # not exchanged: the other ranks see the loss too
         raise
     except BaseException as caught:  # Ctrl-C too: the other ranks wait for this one
         error = caught
@@ -69,7 +72,7 @@ def together(
             (result, None if error is None else (*_text(error), isinstance(error, (OSError, StorageError)))),
             tuple[Optional[form], tuple[str, str | None, bool] | None],  # noqa: UP045 - of None too
         )
-    except DivergenceError as apart:  # nobody to tell
+    except DivergenceError as apart:  # the error cannot be reported to the other ranks
         if error is None:
             raise
         raise error from apart
@@ -98,7 +101,7 @@ def _exchange(mine: Any, form: Any) -> list[Any]:
         return exchanged(mine, form, "checkpoint")
     except DivergenceError:
         raise
-    except RuntimeError as error:  # what the process group says of a connection that is gone
+    except RuntimeError as error:  # raised by the process group when a connection is lost
         raise left("checkpoint", dist.get_rank(), dist.get_world_size()) from error
 
 
@@ -106,7 +109,7 @@ ALONE = Ranks(0, 1, lambda mine, form: [parsed(dumped(mine), form)])
 
 
 def _text(error: BaseException) -> tuple[str, str | None]:
-    """An error in a few words, and what to do about it."""
+    """Returns the text of an error and its suggested fix, if it has one."""
     if isinstance(error, CheckpointError):
         text, _, fix = str(error).partition("\nFix: ")
         return text, fix or None

@@ -1,13 +1,15 @@
-"""Numbers the collective actions of ranks in turns, alike on all of them: a run of a program, an exchange of notes, a
-checkpoint.
+"""Numbers the collective actions of the ranks, so that ranks that do different things raise an error.
 
-A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different
-things, and one that has left while others wait for it, are an error on each of them that names both sides, after a
-second and not after the mesh's timeout.
+A collective action, here called a turn, is a run of a program, an exchange of control messages, or a checkpoint. Its
+number is the same on all ranks.
 
-A turn that ends in the middle (an error of the user's, Ctrl-C, a rank that did not come) leaves the ranks out of step:
-what one has sent would be taken for something later. So it is the last one, on every rank: the first reason stands in
-the store, and every later call raises it.
+A rank that waits in a turn writes to the store which turn it is in, and reads what the other ranks have written. If
+ranks do different things, or if one has left while others wait for it, each of them raises an error that names both
+sides, after about a second instead of after the mesh's timeout.
+
+A turn that ends in the middle (an error in user code, Ctrl-C, a rank that did not come) leaves the ranks out of step:
+data that one rank has sent would be taken for something later. Such a turn is therefore the last one on every rank: the
+first reason is written to the store, and every later call raises it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ from fzero.comm.control_messages import Notes, timed_out
 from fzero.errors import DivergenceError, RankLost
 
 _ENDED = "fzero/turns/ended"
-_FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
-_LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
+_FIRST_LOOK = 0.02  # seconds; short, because a launcher that sees a rank die soon ends the ranks that could report it
+_LONGEST_NAP = 0.1  # seconds between two queries of the store; shorter at first
 
 
 watcher: Any = None
-"""Hears of every turn, and of every look around while this rank waits (elastic/host_directory.py's Progress)."""
+"""Notified of every turn, and of every check of the other ranks while this rank waits (elastic/host_directory.py's
+Progress)."""
 
 
 class _Note(NamedTuple):
-    """The place of a rank: its turn, of which kind and about what; whether it has left, or has died; and its process,
-    by its host and number."""
+    """The status of a rank, as it is written to the store: the number, kind and description of its turn, whether the
+    rank has left or died, and its process, identified by its host and process number."""
 
     number: int
     kind: str
@@ -47,25 +50,34 @@ class _Note(NamedTuple):
 
 
 class Turns:
-    """A rank's turns on a mesh. Without a store, on a mesh of one device, it only counts. `timeout`: seconds that a
-    rank waits for another."""
+    """The turns of this rank on a mesh. On a mesh of one device there is no store, and turns are only counted.
 
-    pause = 1.0  # seconds that a rank waits for others before it looks where they are, and between two looks
+    Args:
+        store: the mesh's store, or None.
+        timeout: seconds that a rank waits for another.
+    """
+
+    pause = 1.0  # seconds that a rank waits before it checks the other ranks, and between two checks
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = 600.0):
         self.store, self.timeout = store, timeout
         self._rank, self._size = rank, size
         self._number, self._kind, self._about, self._said = 0, "", "", False
         self._last_go: str | None = None
-        self._ended = ""  # why there is no further turn, as far as this rank knows
+        self._ended = ""  # why there is no further turn, as far as this rank knows; empty while turns may continue
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
             _open.append(self)
             self._say()
 
     def begin(self, kind: str, about: str = "", say: bool = True) -> None:
-        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people.
-        `say`: the others can see it at once."""
+        """Begins the next turn.
+
+        Args:
+            kind: ranks whose turns have the same number but different kinds have diverged.
+            about: a description for error messages; defaults to `kind`.
+            say: whether to publish the turn in the store immediately.
+        """
         self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
         if watcher is not None:
             watcher.beat()
@@ -73,11 +85,12 @@ class Turns:
             self._say()
 
     def meet(self, owner: str) -> None:
-        """Returns when all ranks are in the same turn. Communication: one round trip to the store, and another for the
-        last rank that comes.
+        """Returns when all ranks are in the same turn.
+
+        Communication: one round trip to the store, and another one for the last rank to arrive.
 
         Raises:
-            DivergenceError: they are in different ones, or a rank timed out.
+            DivergenceError: the ranks are in different turns, or a rank timed out.
         """
         assert self.store is not None
         here = f"fzero/turns/{self._number}/"
@@ -85,7 +98,7 @@ class Turns:
         if self.store.add(here + self._kind, 1) == self._size:
             self.store.set(go, "")
             self.store.delete_key(here + self._kind)
-            if self._last_go is not None:  # which all have passed
+            if self._last_go is not None:  # all ranks have passed it
                 self.store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
@@ -100,7 +113,11 @@ class Turns:
             raise error
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
-        """The keys of the store that nobody has set in time, by position. What `look` raises ends it sooner."""
+        """Waits until all keys are set in the store. Returns the positions of the keys that were not set before the
+        timeout.
+
+        An error raised by `look` ends the wait early.
+        """
         assert self.store is not None
         deadline, nap = time.monotonic() + self.timeout, 1e-4
         patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
@@ -127,11 +144,11 @@ class Turns:
         return []
 
     def look(self, owner: str) -> None:
-        """Called from time to time while this rank waits for others.
+        """Checks what the other ranks do. Called periodically while this rank waits for others.
 
         Raises:
-            DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left
-                before it, or has died on this host.
+            DivergenceError: another rank is in a turn of the same number but another kind, has ended a turn in the
+                middle, has left before this turn, or has died on this host.
         """
         if self.store is None:
             return
@@ -139,11 +156,12 @@ class Turns:
             watcher.wait()
         others: dict[int, _Note] = {}
         with contextlib.suppress(dist.DistError):
-            # a store that is gone knows nothing: whoever waits for it will say so
+            # if the store is gone there is nothing to check; the wait itself will raise an error
             if not self._said:
                 self._say()
             if self.store.check([_ENDED]):
-                # before the others' notes are read: who ended a turn because ranks had parted has read them
+                # read before the other ranks' status: a rank that ended its turn because of a divergence has already
+                # read theirs
                 self._ended = self.store.get(_ENDED).decode()
             others = self._places(besides=self._rank)
         parted = {
@@ -167,21 +185,22 @@ class Turns:
         )
 
     def gone(self) -> set[int]:
-        """The ranks that have left, or have died on this host, as far as the store tells. For any thread."""
+        """Returns the ranks that have left, or have died on this host, as far as the store shows. Safe to call from any
+        thread."""
         with contextlib.suppress(dist.DistError):
             return {r for r, x in self._places(besides=self._rank).items() if x.left or _has_died(x)}
         return set()
 
     def _places(self, besides: int | None = None) -> dict[int, _Note]:
-        """The places of the ranks, as each said last, by rank."""
+        """Returns the most recently published status of each rank, by rank."""
         assert self.store is not None
         notes = _notes(self.store, self._rank)
         said = [r for r in range(self._size) if r != besides and notes.come("of", [r])]
         return notes.read("of", said, _Note)
 
     def end(self, error: BaseException) -> None:
-        """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
-        reason where they look."""
+        """Called when a turn ended in the middle on this rank: no further turn is possible. The other ranks find the
+        first reason in the store when they check."""
         if self.store is None or self._ended:
             return
         self._ended = why = _brief(error, self._rank)
@@ -189,8 +208,8 @@ class Turns:
             self._ended = self.store.compare_set(_ENDED, "", why).decode()
 
     def check(self, owner: str) -> None:
-        """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another
-        rank."""
+        """Raises DivergenceError if a turn has ended in the middle on this rank or, as far as this rank knows, on
+        another rank."""
         if self._ended:
             what = "a call on this mesh ended in the middle: its ranks are out of step, and what it wrote is lost"
             fix = "start again; or on every rank close_mesh(), make_mesh(), compile, and restore the last checkpoint"
@@ -198,12 +217,12 @@ class Turns:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process group that these turns were made in is still there."""
+        """Whether the process group in which these turns were created still exists."""
         return self._world is (dist.group.WORLD if dist.is_initialized() else None)
 
     def leave(self) -> None:
-        """Tells the others that this rank is in no further turn."""
-        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone is nobody's any more
+        """Tells the other ranks that this rank will take part in no further turn."""
+        with contextlib.suppress(dist.DistError, RuntimeError):  # if the store is gone, nobody can read the message
             self._say(left=True)
 
     def _say(self, left: bool = False) -> None:
@@ -218,13 +237,13 @@ _first: list[Callable[[], object]] = []
 
 
 def latest() -> Turns | None:
-    """The turns of the mesh that was made last, if it has several ranks and is open."""
+    """Returns the turns of the most recently made mesh that has several ranks and is still open."""
     return next((turns for turns in reversed(_open) if turns.is_open), None)
 
 
 @atexit.register
 def leave_all() -> None:
-    """Called by `close_mesh`, and when the process ends."""
+    """Runs the registered callbacks and leaves all turns. Called by `close_mesh`, and when the process ends."""
     while _first:
         _first.pop()()
     while _open:
@@ -233,7 +252,7 @@ def leave_all() -> None:
 
 
 def _forked() -> None:
-    """In a process just forked, which is no rank: nobody is told when it ends."""
+    """Runs in a newly forked process, which is not a rank: its end is not reported to the other ranks."""
     _first.clear()
     _open.clear()
 
@@ -242,14 +261,14 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def before_leaving(act: Callable[[], object]) -> None:
-    """Has something done, once, before this rank leaves."""
+    """Registers a function that is called once, before this rank leaves."""
     if act not in _first:
         _first.append(act)
 
 
 def _host() -> tuple[str, str]:
-    """The host as processes see it that know each other by number: the kernel that runs, and the namespace of its
-    numbers."""
+    """Returns an identifier of the host within which process numbers are comparable: the boot ID of the running kernel,
+    and the PID namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -257,8 +276,10 @@ def _host() -> tuple[str, str]:
 
 
 def tell_of_death(store: dist.Store, rank: int) -> None:
-    """Tells the ranks of a mesh that the process which was this rank is gone: this one takes its place. Those on other
-    hosts could not see it. `store`: that mesh's."""
+    """Marks in `store`, the store of an earlier mesh, the previous process of this rank as dead.
+
+    This process has taken the place of that process. Ranks on other hosts could not notice its death themselves.
+    """
     notes = _notes(store, rank)
     if notes.come("of", [rank]):
         note = notes.read("of", [rank], _Note)[rank]
@@ -267,8 +288,7 @@ def tell_of_death(store: dist.Store, rank: int) -> None:
 
 
 def _has_died(note: _Note) -> bool:
-    """Whether a rank's process has been replaced, or is one of this host and gone, or waits for its parent to hear of
-    it."""
+    """Whether a rank's process has been replaced or, if it ran on this host, no longer exists or is a zombie."""
     *host, number = note.process
     if note.died or tuple(host) != _host():
         return note.died
@@ -279,7 +299,7 @@ def _has_died(note: _Note) -> bool:
 
 
 def _brief(error: BaseException, rank: int) -> str:
-    """An error in one line, with its rank."""
+    """Formats an error, with its rank, as one line."""
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix: ")]
     if isinstance(error, DivergenceError):
         return "; ".join(lines[1:] or lines)
@@ -287,5 +307,5 @@ def _brief(error: BaseException, rank: int) -> str:
 
 
 def _notes(store: dist.Store, rank: int) -> Notes:
-    """The notes in which each rank tells its place."""
+    """Returns the notes in which each rank publishes its status."""
     return Notes(store, "fzero/turns", rank)

@@ -1,13 +1,14 @@
-"""Runs collectives through process groups, gloo and NCCL: each is a start, which returns at once, and a wait.
+"""Runs collectives through process groups (gloo and NCCL). Each is a start, which returns immediately, and a wait.
 
-Everything happens in the buffers a program planned (see [Note: pool] in ir/program.py): a start copies what does not
-lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process
-groups of their own, for one NCCL communicator is one stream and would run them behind the reductions.
+Collectives work in buffers that the program has planned (see [Note: pool] in ir/program.py). A start copies into them
+the values that are not there already, the collective reads from them and writes to them, and a wait returns views of
+them. On CUDA, all-gathers use separate process groups: an NCCL communicator runs its collectives on one stream, where a
+gather would queue behind the reductions.
 
-[Note: abandoned] gloo cannot give up a collective. Releasing the last reference to a process group waits for the
-collectives in flight, until another rank leaves or the timeout ends. A garbage collection can be the place of that
-wait. There the rank would hold up whoever waits for it on its next mesh. So a thread keeps the process groups of a run
-that ended in the middle until nothing of it is under way.
+[Note: abandoned] A gloo collective cannot be cancelled. Releasing the last reference to a process group waits for its
+collectives in flight, until another rank leaves or the timeout ends. This wait can happen inside a garbage collection,
+and would there delay the ranks that wait for this one on its next mesh. Therefore, after a run that ended in the
+middle, a thread keeps its process groups alive until none of its collectives is in flight.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ from fzero.errors import DivergenceError
 if TYPE_CHECKING:
     from fzero.mesh import Mesh
 
-_LOOK = 0.5  # seconds between two looks whether abandoned transfers are done
+_LOOK = 0.5  # seconds between two checks whether abandoned transfers are done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_LARGE = 1 << 20  # bytes from which on a gather is broadcasts: gloo's own fills memory of its own first
-_PACKED = 1 << 16  # bytes up to which values of a message between stages are packed into one
-CHUNK = 1 << 18  # bytes combined at once on the host: half of a second-level cache
+_LARGE = 1 << 20  # bytes from which an all-gather uses broadcasts: gloo's own all-gather first fills a temporary buffer
+_PACKED = 1 << 16  # bytes up to which the values of a message between stages are packed into one transfer
+CHUNK = 1 << 18  # bytes combined at once on the host: half of a level-2 cache
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True, eq=False)
 class PendingTransfer:
-    """A transfer under way.
+    """A transfer in flight.
 
     Attributes:
-        works: to wait for.
-        filled: the flats that then hold what came.
-        on_host: whether it is gloo's, whose waits hold the host.
-        parts: for each filled flat a buffer and in it the ranks' parts, [ranks, elements], which `op` is to combine.
-        kept: the sent tensors, which it keeps alive.
+        works: the handles to wait for.
+        filled: the flat tensors that hold the received data after the wait.
+        on_host: whether gloo runs the transfer. Its waits block the host.
+        parts: for each flat tensor in `filled`, a buffer and a view of it, [ranks, elements], that holds the ranks'
+            contributions, which the wait combines with `op`.
+        kept: the sent tensors, kept alive until the transfer is done.
     """
 
     works: Sequence[Any]
@@ -61,20 +63,22 @@ class PendingTransfer:
 
 
 class ProcessGroups:
-    """The transport of a mesh over torch.distributed."""
+    """The transport of a mesh that uses torch.distributed."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._names: list[str] = []  # of the programs, in the order of their pools
         self._under_way: set[PendingTransfer] = set()
         self._sends: dict[str, Any] = {}  # by axis
-        self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
-        self._registered: list[weakref.finalize[..., Any]] = []  # what ends the registration of pools, once each
-        self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, place of who hands and place of who takes
+        self._free: list[torch.Tensor] = []  # unused buffers for other ranks' contributions
+        self._registered: list[weakref.finalize[..., Any]] = []  # each deregisters a pool with NCCL, once
+        self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, index of sender, index of receiver
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
-        """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
-        same order."""
+        """Allocates memory for a program's transfers; on the CPU it begins at a page boundary.
+
+        Every rank calls this for the same programs in the same order.
+        """
         mesh = self._mesh
         if mesh.device.type == "cpu":
             found = host_bytes(nbytes, mesh.device)
@@ -114,7 +118,7 @@ class ProcessGroups:
                 continue
             parts = whole.split(shard.numel())
             settle([shard], [parts[index]])
-            data = [part.view(torch.uint8) for part in parts]  # gloo knows no float8
+            data = [part.view(torch.uint8) for part in parts]  # gloo does not support float8
             works += [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(data)]
         return self._moving(works, into)
 
@@ -154,11 +158,12 @@ class ProcessGroups:
         return self._moving(works, filled, kept=flats)
 
     def connect(self, axis: str) -> None:
-        """Makes the process groups for what is sent along an axis, unless they are there: in another's queue it would
-        hold up what the step needs next. All ranks call it together.
+        """Creates the process groups for sends along an axis, unless they exist. All ranks call it together.
+
+        They are separate groups because in the queue of another group a send would delay what the step needs next.
 
         Raises:
-            DivergenceError: the ranks do not reach each other.
+            DivergenceError: the ranks cannot reach each other.
         """
         if axis in self._sends:
             return
@@ -177,7 +182,8 @@ class ProcessGroups:
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor] = (),
     ) -> PendingTransfer:
-        """Values in host memory to the rank `shift` further along an axis, and what comes so `into` these places."""
+        """Sends values in host memory to the rank at offset `shift` along an axis, and receives into `into` the values
+        that the rank at offset `-shift` sends."""
         self.connect(axis)
         group, here, size = self._sends[axis], self._mesh.index(axis), self._mesh.axes[axis]
         works = []
@@ -190,8 +196,13 @@ class ProcessGroups:
         return self._moving(works, (), on_host=True)
 
     def connect_pairs(self, pairs: Iterable[tuple[str, int, int]]) -> None:
-        """Makes a process group for each direction between two places along an axis, unless it is there: in a common
-        queue a rank would wait with what it hands for what it takes. All ranks call it together."""
+        """Creates a process group for each direction between two ranks along an axis, unless it exists.
+
+        With a common queue for both directions, a send would wait for a receive. All ranks call this together.
+
+        Args:
+            pairs: (axis, index of the sender, index of the receiver).
+        """
         for axis, of, to in sorted({*pairs} - {*self._pairs}):
             for rank in range(self._mesh.size):
                 along = ranks_along(self._mesh.axes, rank, axis)
@@ -203,7 +214,7 @@ class ProcessGroups:
             self._pairs.setdefault((axis, of, to), None)
 
     def hand_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
-        """Values to the rank at another place along an axis."""
+        """Sends values to the rank at index `to` along an axis."""
         flats = [value.detach().contiguous().view(-1).view(torch.uint8) for value in values]
         if _packs(ends := _ends(flats)):
             packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
@@ -212,7 +223,11 @@ class ProcessGroups:
         return self._handed(flats, axis, self._mesh.index(axis), to, ())
 
     def take_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
-        """The values of these shapes and dtypes that the rank at another place along an axis hands over."""
+        """Receives values from the rank at index `of` along an axis.
+
+        Args:
+            values: the shape and dtype of each value.
+        """
         comes = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in values]
         if _packs(ends := _ends(comes)):
             packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
@@ -225,7 +240,8 @@ class ProcessGroups:
     def _handed(
         self, flats: Sequence[torch.Tensor], axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
-        """Bytes on their way from one place to another, which are alive until they are there."""
+        """Starts a transfer of bytes from index `of` to index `to` along an axis, and keeps them alive until it is
+        done."""
         group, root = self._pairs[axis, of, to], ranks_along(self._mesh.axes, self._mesh.rank, axis)[of]
         works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats if flat.numel()]
         return self._moving(works, filled, kept=flats)
@@ -243,14 +259,14 @@ class ProcessGroups:
             self._free.append(buffer)
         if not into:
             into = moving.filled
-        # sums that do not lie where the summands did
+        # results whose destination is not the buffer of the collective
         apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
         compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
         self._under_way.discard(moving)
         return into
 
     def abandon(self) -> None:
-        """Called when a run ended in the middle: nobody waits for the transfers under way. See [Note: abandoned]."""
+        """Called when a run ended in the middle: nobody waits for the transfers in flight. See [Note: abandoned]."""
         works = [work for moving in self._under_way if moving.on_host for work in moving.works if work is not None]
         self._under_way.clear()
         if not _done(works):
@@ -260,7 +276,7 @@ class ProcessGroups:
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """The smallest buffer that is free and large enough, or a new one. They are kept from step to step."""
+        """Returns the smallest free buffer that is large enough, or a new one. Buffers are reused from step to step."""
         found = min((x for x in self._free if len(x) >= nbytes), key=len, default=None)
         if found is None:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -281,7 +297,7 @@ class ProcessGroups:
         return moving
 
     def _finish(self, work: Any, on_host: bool) -> None:
-        """Waits for a collective. A wait that holds the host also watches the other ranks."""
+        """Waits for a collective. A wait that blocks the host also monitors the other ranks."""
         if not on_host:
             work.wait()
             return
@@ -289,7 +305,8 @@ class ProcessGroups:
 
 
 def _ends(values: Sequence[torch.Tensor]) -> list[int]:
-    """The ends in bytes of values that lie one behind the other, each at a multiple of 16."""
+    """Returns the end offset in bytes of each of several values that are stored consecutively, each at a multiple of
+    16."""
     ends, end = list[int](), 0
     for x in values:
         end = -(-end // 16) * 16 + x.nbytes
@@ -298,18 +315,19 @@ def _ends(values: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _packs(ends: Sequence[int]) -> bool:
-    """Whether values go as one: several small ones. A copy of large ones takes longer than a second message."""
+    """Whether the values are packed into one message: only if there are several small ones. Copying large values takes
+    longer than sending a second message."""
     return len(ends) > 1 and ends[-1] <= _PACKED
 
 
 def finish(mesh: Mesh, work: Any) -> None:
-    """Waits for a collective of gloo, which holds the host, with an eye on where the other ranks are."""
+    """Waits for a gloo collective, which blocks the host, and checks periodically what the other ranks do."""
     while True:
         try:
             work.wait(datetime.timedelta(seconds=mesh.turns.pause))
             return
         except RuntimeError:
-            if work.is_completed():  # it failed, or was done this very moment
+            if work.is_completed():  # it failed, or completed at this very moment
                 break
         mesh.turns.look("step")
     work.wait()
@@ -320,14 +338,17 @@ def _done(works: Sequence[Any]) -> bool:
 
 
 def _outlast(works: Sequence[Any], groups: Sequence[Any]) -> None:
-    """Holds process groups until these are done. It asks and does not wait: a thread that comes back from C++ when the
-    interpreter has ended takes the process with it."""
+    """Keeps references to process groups until all these collectives are done.
+
+    It polls and does not wait: a thread that returns from C++ after the interpreter has shut down crashes the process.
+    """
     while not _done(works):
         time.sleep(_LOOK)
 
 
 def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
-    """Copies operands of a reduction into its buffers, unless they were made there, and puts zeros behind them."""
+    """Copies the operands of a reduction into its buffers, unless they were computed there, and zero-fills the
+    padding."""
     pairs = list(zip(values, flats, strict=True))
     apart = [(value, flat) for value, flat in pairs if value.data_ptr() != flat.data_ptr()]
     compat.copy_all([flat[: value.numel()] for value, flat in apart], [value.reshape(-1) for value, _ in apart])
@@ -335,7 +356,7 @@ def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
 
 
 def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-    """`out` = the ranks' parts combined in the order of the ranks, as memory that ranks share combines them."""
+    """Reduces the ranks' contributions into `out`, in the order of the ranks, as the shared-memory transport does."""
     num = CHUNK // out.element_size()
     for here, *held in zip(out.split(num), *(part.split(num) for part in parts), strict=True):
         COMBINE[op](held[0], held[1], out=here)
@@ -344,7 +365,8 @@ def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flats that lie one behind the other, as one. Empty ones, which lie nowhere, are left out."""
+    """Merges flat tensors that are adjacent in memory into one tensor each. Empty tensors, which have no address, are
+    dropped."""
     out: list[torch.Tensor] = []
     for flat in (f for f in flats if f.numel()):
         last = out[-1] if out else None
@@ -356,7 +378,10 @@ def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gather(mesh: Mesh, shard: torch.Tensor, axis: str, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The flat whole of the shards along an axis, new or in `into`; outside any program."""
+    """All-gathers the shards along an axis into one flat tensor, either a new one or `into`.
+
+    For use outside programs.
+    """
     whole = into
     if whole is None:
         whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)

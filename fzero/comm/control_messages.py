@@ -1,9 +1,10 @@
-"""Exchanges small values between the ranks of the default process group, as JSON: what comes over a connection, or lies
-in a store that anybody may write to, is data and never code.
+"""Exchanges small values between the ranks of the default process group, as JSON.
 
-[Note: the open store] torchrun's store, and that of rank 0, take every connection that can reach their port: a note may
-be a stranger's. So all notes are JSON of a form that is checked. Notes that end a run, and notes of a save in the
-background, are signed. Rank 0 draws the secret and shares it over the process group.
+What arrives over a connection, or is read from a store that anybody may write to, is treated as data and never as code.
+
+[Note: the open store] torchrun's store, and the one of rank 0, accept every connection that can reach their port, so a
+note may have been written by a stranger. Therefore all notes are JSON whose type is checked. Notes that end a run, and
+notes of an asynchronous save, are signed. Rank 0 draws the secret and shares it over the process group.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ _FIX = "look at the other ranks: they run the same version of fzero, and nobody 
 
 
 def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
-    """Every rank's value, by rank, as its form has it (bounded_json.py). All ranks call it.
+    """Returns every rank's value, ordered by rank, checked against the type `form` (bounded_json.py). All ranks call
+    it.
 
-    Communication: two collectives: a number, and the longest of the compressed texts.
+    Communication: two collectives: the length, and as many bytes as the longest compressed text has.
 
     Raises:
-        DivergenceError: on every rank alike, naming whose value is of another form.
+        DivergenceError: on every rank alike; names each rank whose value has another type.
     """
     found, problems = [], []
     for rank, data in enumerate(gathered(zlib.compress(dumped(mine).encode(), 1))):
@@ -44,9 +46,9 @@ def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
 
 
 def gathered(data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank. All ranks call it.
+    """Returns every rank's bytes, ordered by rank. All ranks call it.
 
-    Communication: a number, and as many bytes of each rank as the longest has.
+    Communication: a number from each rank, and as many bytes from each rank as the longest has.
     """
     size = dist.get_world_size()
     on_cpu = any(kind in str(dist.get_backend_config()) for kind in ("gloo", "mpi", "ucc", "fake"))
@@ -65,15 +67,15 @@ def gathered(data: bytes) -> list[bytes]:
 
 
 def gathered_tensors(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Every rank's tensors by name, on the host, by rank: as safetensors. All ranks call it.
+    """Returns every rank's named tensors on the host, ordered by rank. They are sent as safetensors. All ranks call it.
 
-    Communication: a number, and as many bytes of each rank as the longest has.
+    Communication: a number from each rank, and as many bytes from each rank as the longest has.
     """
     from safetensors.torch import load, save
 
     on_host = {name: x.detach().resolve_conj().resolve_neg().cpu().contiguous() for name, x in tensors.items()}
     seen = set[int]()
-    for name, x in on_host.items():  # what shares memory it does not take
+    for name, x in on_host.items():  # safetensors does not accept tensors that share memory
         if x.untyped_storage().data_ptr() in seen:
             on_host[name] = x.clone()
         seen.add(x.untyped_storage().data_ptr())
@@ -81,14 +83,14 @@ def gathered_tensors(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.T
 
 
 class Notes:
-    """Notes of ranks in a store: each rank writes its own, about one thing after another, and reads those of others.
+    """Messages of ranks in a store. Each rank writes its own messages, by topic, and reads those of the others.
 
     Args:
-        store: of the ranks.
-        name: of this exchange, which no other in the store has.
-        rank: this one.
-        secret: signs each note, if it is given.
-        refused: makes the error of notes that are not this run's, of a line for each.
+        store: the store of the ranks.
+        name: the name of this exchange; unique in the store.
+        rank: this rank.
+        secret: signs each message, if given.
+        refused: makes the error for messages that this run did not write, from one line per message.
     """
 
     def __init__(
@@ -105,14 +107,14 @@ class Notes:
         self._secret, self._refused = secret, refused
 
     def key(self, about: int | str, rank: int | str) -> str:
-        """The place of a rank's note."""
+        """Returns the key in the store of a rank's message."""
         return f"{self._name}/{about}/{rank}"
 
     def keys(self, about: int | str, ranks: Sequence[int]) -> list[str]:
         return [self.key(about, r) for r in ranks]
 
     def write(self, about: int | str, value: Any) -> None:
-        """Says a value of JSON."""
+        """Publishes a JSON value."""
         key, text = self.key(about, self._rank), dumped(value)
         self.store.set(key, signed(self._secret, key, text) if self._secret else text)
 
@@ -121,10 +123,11 @@ class Notes:
         return self.store.check(self.keys(about, ranks))
 
     def read(self, about: int | str, ranks: Sequence[int], form: Any = Any) -> dict[int, Any]:
-        """The values that these ranks have written, by rank, as their form has them.
+        """Returns the values that these ranks have written, by rank, checked against the type `form`.
 
         Raises:
-            DivergenceError: notes of another form, or without a right signature; or what `refused` makes of them.
+            DivergenceError: messages of another type, or without a valid signature. With `refused`, the error that it
+                makes.
         """
         found, problems, keys = {}, [], self.keys(about, ranks)
         for rank, key, data in zip(ranks, keys, self.store.multi_get(keys) if keys else [], strict=True):
@@ -140,22 +143,22 @@ class Notes:
         return found
 
     def clear(self, about: int | str) -> None:
-        """Deletes this rank's note: all that read it have."""
+        """Deletes this rank's message, after all ranks have read it."""
         self.store.delete_key(self.key(about, self._rank))
 
 
 def timed_out(seconds: float) -> str:
-    """The words for a rank that did not come in so many seconds."""
+    """Returns the phrase for a rank that did not come within the given number of seconds."""
     return f"timed out after {seconds:g} s"
 
 
 def signed(secret: bytes, key: str, text: str) -> str:
-    """A text for this place of a store, with a proof that it comes from one who knows the secret."""
+    """Signs a text for a key of a store: prepends a proof that its author knows the secret."""
     return f"{_proof(secret, key, text)} {text}"
 
 
 def proven(secret: bytes, key: str, data: bytes) -> str | None:
-    """The text that was signed for this place of a store; None: what stands there is a stranger's."""
+    """Verifies the signature of the text under a key of a store. Returns the text, or None if a stranger wrote it."""
     proof, _, text = data.decode(errors="replace").partition(" ")
     return text if hmac.compare_digest(proof.encode(), _proof(secret, key, text).encode()) else None
 
@@ -165,7 +168,7 @@ def _proof(secret: bytes, key: str, text: str) -> str:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """At most `MOST` bytes, whatever the data unpacks to."""
+    """Decompresses at most `MOST` bytes, whatever size the data claims to have."""
     unpacking = zlib.decompressobj()
     try:
         found = unpacking.decompress(data, MOST)

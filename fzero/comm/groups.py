@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 
 def group_along(axes: Mapping[str, int], axis: str, timeout: float, options: Any = None) -> Any:
-    """A new process group of the ranks that share this rank's place on all axes but this one. All ranks call it
-    together."""
+    """Creates a process group of the ranks that differ from this rank only in their index along `axis`.
+
+    All ranks call it together.
+    """
     names = list(axes)
     strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
     others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != axis]

@@ -1,8 +1,8 @@
-"""Ties a rank to its launcher: it dies with torchrun, and an error of fzero's is told once, short, and last.
+"""Ties a rank to its launcher: the rank dies with torchrun, and an error of fzero is printed once, briefly, and last.
 
-torchrun prints the whole traceback of every rank, then forty lines of its own. Here one rank tells an error that all of
-them raise, without the frames of fzero and PyTorch, and where torchrun is about to end it tells through torchrun's own
-summary, the last thing on the screen. Other exceptions are printed as ever.
+torchrun prints the complete traceback of every rank, followed by forty lines of its own. Here, if all ranks raise an
+error, only one rank reports it, without the frames of fzero and PyTorch. If torchrun is about to exit, the rank reports
+it through torchrun's own summary, which is the last output on the screen. Other exceptions are printed as usual.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import torch.distributed as dist
 from fzero.comm.launcher_environment import restarts_left
 from fzero.errors import DivergenceError, FzeroError, VerifyError
 
-_NUM_FRAMES = 5  # of the user's code, above an error
-_PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
+_NUM_FRAMES = 5  # frames of the user's code that are printed above an error
+_PATIENCE = 30.0  # seconds that a rank that does not report the error waits, so that the reporting rank exits first
 _OURS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _STDLIB = str(Path(os.__file__).parent) + os.sep
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torchrun passes on, and ends
+# torchrun forwards these signals to the ranks and exits
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _parent = os.getppid()
 _store: dist.Store | None = None
 _installed: Any = None
-_signals: int | None = None  # where Python writes the number of each signal that a handler hears
+_signals: int | None = None  # read end of the pipe to which Python writes the number of each handled signal
 _stopped = False
 
 
 def _forked() -> None:
     global _parent, _signals
     _parent = os.getppid()
-    if _signals is not None:  # those of a DataLoader's worker are its own
+    if _signals is not None:  # a DataLoader worker must not report its signals to this process
         signal.set_wakeup_fd(-1)
         _signals = None
 
@@ -56,30 +57,33 @@ def under_torchrun() -> bool:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when torchrun dies: otherwise it would train on, and nobody would own the run.
+    """Has the kernel kill this process when torchrun dies. Otherwise the process would keep training, with nobody in
+    control of the run.
 
     Raises:
         DivergenceError: torchrun has died since fzero was imported.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _parent:  # it died before it was asked for
+    if os.getppid() != _parent:  # torchrun died before prctl took effect
         raise DivergenceError("make_mesh", "torchrun, which started this process, is gone", fix="start the job again")
 
 
 def tell_through(store: dist.Store) -> None:
-    """Lets the ranks agree through this store which of them tells an error."""
+    """Sets the store in which the ranks agree which of them reports an error."""
     global _store
     _store = store
 
 
 def listen() -> None:
-    """Remembers the signals of this process, whoever handles them. After an ending signal torchrun prints no summary
-    with errors."""
+    """Records the signals that this process receives, whoever handles them.
+
+    After a signal that ends the run, torchrun prints no summary of errors.
+    """
     global _signals
     if _signals is not None or not under_torchrun() or threading.current_thread() is not threading.main_thread():
         return
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:  # an event loop's
+    if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:  # an event loop's descriptor: keep it
         signal.set_wakeup_fd(other)
         os.close(reader)
         os.close(writer)
@@ -88,7 +92,7 @@ def listen() -> None:
 
 
 def stopped() -> bool:
-    """Whether a signal has come that torchrun passes on when it ends."""
+    """Whether this process has received a signal that torchrun forwards when it exits."""
     global _stopped
     while _signals is not None and not _stopped:
         try:
@@ -99,25 +103,28 @@ def stopped() -> bool:
 
 
 def starts_again() -> bool:
-    """Whether torchrun will start the ranks again when they fail."""
+    """Whether torchrun will restart the ranks if they fail."""
     return restarts_left() and not stopped()
 
 
 def install_excepthook() -> None:
-    """Has an uncaught error of fzero's told by `tell`. A hook of the user's own is still called for everything, on
-    every rank."""
+    """Installs an exception hook that reports uncaught errors of fzero through `tell`.
+
+    An exception hook of the user is still called for every exception, on every rank.
+    """
     global _installed
     listen()
     previous = sys.excepthook
     is_torchs = (getattr(previous, "__module__", None) or "").startswith("torch.")
     if _installed is not None:
-        if is_torchs:  # around it since the process group before, as it will be around it again
+        if is_torchs:  # torch wrapped our hook when an earlier process group was made, and will wrap it again
             sys.excepthook = _installed
         return
     plain = previous is sys.__excepthook__ or is_torchs
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if isinstance(error, FzeroError) and not isinstance(error, VerifyError):  # which is a bug, to be reported whole
+        # A VerifyError is a bug of fzero, for whose report the user needs the full traceback.
+        if isinstance(error, FzeroError) and not isinstance(error, VerifyError):
             tell(error, frames, None if plain else lambda: previous(kind, error, frames))
         else:
             previous(kind, error, frames)
@@ -126,28 +133,29 @@ def install_excepthook() -> None:
 
 
 def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Callable[[], Any] | None = None) -> None:
-    """Prints an error that is raised on several ranks, on one of them; the others return when that one has left, or
-    after a while. Where torchrun prints a summary, the error stands there; after a signal it prints none, and kills
-    what is left after 30 s: then the error is printed at once, and nobody waits.
+    """Prints an error that several ranks raise, on only one of them. The other ranks return after that rank has left,
+    or after a while.
 
-    A `DivergenceError`, which is what the other ranks raise when one fails, is not told after the error it follows
-    from.
+    If torchrun prints a summary, the error appears there. After a signal torchrun prints no summary, and kills the
+    remaining ranks after 30 s; then the error is printed immediately and no rank waits.
+
+    A `DivergenceError`, which the other ranks raise when one fails, is not reported after the error that caused it.
 
     Args:
-        error: what was raised.
-        frames: its traceback, of which the user's own last lines are printed.
-        otherwise: called in place of printing, on every rank.
+        error: the error that was raised.
+        frames: its traceback, of which the last frames of the user's code are printed.
+        otherwise: called instead of printing, on every rank.
     """
     world, file = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    me, here = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")  # torchrun's word for the host
+    me, here = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")  # torchrun's number of the host
     teller = _claim(error, f"{me} {here}") if world > 1 else f"{me} {here}"
-    summary = file is not None and not stopped()  # torchrun's, about whoever left first
+    summary = file is not None and not stopped()  # torchrun's summary is about the rank that exits first
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
         text = error_text(error, frames)
         if file and summary and not starts_again() and not isinstance(error, DivergenceError):
-            # which torchrun's SIGTERM may follow at once: it would be lost
+            # not printed directly: torchrun's SIGTERM may follow immediately, and the text would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": facts}))
         elif otherwise is None:
@@ -159,20 +167,23 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
 
 
 def error_text(error: BaseException, frames: TracebackType | None = None) -> str:
-    """An error's text below the user's own last lines that led to it."""
+    """Returns the text of an error, below the last frames of the user's code that led to it."""
     theirs = [f for f in traceback.extract_tb(frames) if not _is_inside(f.filename)]
     return "".join(traceback.format_list(theirs[-_NUM_FRAMES:])) + str(error)
 
 
 def _is_inside(filename: str) -> bool:
-    """Whether a line is of fzero, torch or the standard library."""
+    """Whether a file belongs to fzero, torch or the standard library."""
     stdlib = filename.startswith(_STDLIB) and "site-packages" not in filename
     return stdlib or filename.startswith((*_OURS, "<frozen "))
 
 
 def _claim(error: FzeroError, mine: str) -> str:
-    """Who tells this error: the rank that asks first. Without a store to ask rank 0; every rank if one has not come, or
-    if the store is gone too."""
+    """Returns which rank reports this error, and its host: the first rank that asks the store.
+
+    Without a store, rank 0 reports it. If the error is a `DivergenceError`, or if the store is gone as well, every rank
+    reports it.
+    """
     follows = isinstance(error, DivergenceError)
     if _store is None:
         return mine if follows else f"0 {mine.split(' ')[1]}"

@@ -1,4 +1,5 @@
-"""Lays axes of a mesh over the processes that a launcher started, as the environment of each says."""
+"""Reads the processes of a run from the launcher's environment variables, and computes the sizes of mesh axes from
+them."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from typing import Any, NamedTuple, NoReturn
 from fzero.errors import FzeroValueError
 
 LOCAL = "local"
-"""The size of an axis: as many processes as a host has, for each place on the axes behind it."""
+"""The axis size "local": the number of processes per host, divided by the product of the axes that follow."""
 
 
 class Processes(NamedTuple):
-    """This process among all, and among those of its host. `local_world` is None where the launcher does not say it."""
+    """The position of this process among all processes and among those of its host.
+
+    `local_world` is None if the launcher does not provide it.
+    """
 
     world: int
     rank: int
@@ -37,14 +41,15 @@ class Processes(NamedTuple):
 
     @property
     def num_local(self) -> int:
-        """Processes of this host, one where that is not said."""
+        """The number of processes on this host, or one if it is unknown."""
         return self.local_world or 1
 
     def axes(self, given: Mapping[str, int | str | Sequence[int]]) -> dict[str, int]:
-        """The sizes of all axes: of "local", of the one that is -1, and the first that fit where several are given.
+        """Resolves the sizes of all axes: "local", the axis of size -1, and the first choice that fits if an axis has
+        several.
 
         Raises:
-            FzeroValueError: sizes that these processes do not have.
+            FzeroValueError: the sizes do not match the number of processes.
         """
         sizes: dict[str, Any] = {name: [n] if isinstance(n, int | str) else n for name, n in given.items()}
         errors = list[FzeroValueError]()
@@ -58,7 +63,7 @@ class Processes(NamedTuple):
         raise errors[0]
 
     def _of(self, given: Mapping[str, int | str]) -> dict[str, int]:
-        """The sizes of all axes, where one is given for each."""
+        """Resolves the sizes of all axes when each has exactly one given size."""
         sizes: dict[str, Any] = {name: self._local_size(given, name) if n == LOCAL else n for name, n in given.items()}
         rest = math.prod(n for n in sizes.values() if n != -1)
         open_ = [name for name, n in sizes.items() if n == -1]
@@ -81,7 +86,7 @@ class Processes(NamedTuple):
         return sizes
 
     def check(self, axes: Mapping[str, int]) -> None:
-        """Raises if these processes do not make a mesh of these axes."""
+        """Raises if these processes do not form a mesh with these axes."""
         size = math.prod(axes.values())
         if size != self.world:
             self._refuse(
@@ -91,8 +96,10 @@ class Processes(NamedTuple):
             )
 
     def _local_size(self, given: Mapping[str, int | str], name: str) -> int:
-        """The processes of this host that the axes behind this one leave for it: the ranks of a host follow each
-        other."""
+        """Returns the number of this host's processes that the following axes leave for this axis.
+
+        The ranks of a host are consecutive.
+        """
         names = list(given)
         behind = [given[other] for other in names[names.index(name) + 1 :]]
         if self.local_world is None:
@@ -126,6 +133,6 @@ class Processes(NamedTuple):
 
 
 def restarts_left() -> bool:
-    """Whether torchrun starts the ranks again if one fails."""
+    """Whether torchrun will restart the ranks if one fails."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count < most

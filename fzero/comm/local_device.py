@@ -1,4 +1,4 @@
-"""Chooses the device of each rank, and compares those of all ranks, and their axes."""
+"""Chooses the device of each rank, and checks that the devices and axes of all ranks agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fzero.errors import DivergenceError, FzeroValueError
 
 
 def check_default(owner: str, device_type: str) -> None:
-    """Refuses a default device that is neither a CPU nor of the mesh's type: new tensors of a state would be on it.
+    """Rejects a default device that is neither the CPU nor of the mesh's type: new tensors of a state would be created
+    on it.
 
     Args:
         owner: the function of fzero that the error names.
@@ -36,17 +37,17 @@ def check_default(owner: str, device_type: str) -> None:
 def choose_device(
     asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool, others: Sequence[str] = ()
 ) -> tuple[torch.device, str | None]:
-    """The device of this process, and a warning if it could have been a better one.
+    """Chooses the device of this process. Also returns a warning if a better device could have been used.
 
     Args:
-        asked: what the user asked for, if anything.
-        local, num_local: this process among those of its host.
-        num_cuda: how many CUDA devices it sees.
-        one_visible: whether each process sees a CUDA device of its own only, as Slurm and Ray arrange it.
-        others: accelerators of other kinds that this machine has, which nothing here runs on (`unsupported`).
+        asked: the device that the user asked for, if any.
+        local, num_local: the local rank of this process, and the number of processes on this host.
+        num_cuda: the number of CUDA devices that this process sees.
+        one_visible: whether each process sees only its own CUDA device, as with Slurm and Ray.
+        others: accelerators of other kinds on this machine, which fzero does not support (`unsupported`).
 
     Raises:
-        FzeroValueError: no such device, or not one for every process.
+        FzeroValueError: there is no such device, or not one for every process.
     """
     seen = (
         f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
@@ -83,19 +84,20 @@ def choose_device(
 
 
 def unsupported(hip: str | None, num_cuda: int, has_xpu: bool, has_mps: bool) -> list[str]:
-    """The accelerators of a machine that nothing here runs on, by name.
+    """Returns the names of this machine's accelerators that fzero does not support.
 
     Args:
-        hip: the version of ROCm that PyTorch is built for, whose devices go by the name of CUDA.
-        num_cuda: how many devices go by that name.
-        has_xpu, has_mps: whether there is a device of Intel's, or of Apple's.
+        hip: the ROCm version that PyTorch is built for, if any. PyTorch presents ROCm devices as CUDA devices.
+        num_cuda: the number of devices that PyTorch presents as CUDA devices.
+        has_xpu, has_mps: whether there is an Intel XPU, or an Apple GPU.
     """
     found = [f"{num_cuda} device{'s' * (num_cuda != 1)} of ROCm {hip}"] if hip and num_cuda else []
     return found + ["an XPU"] * has_xpu + ["MPS"] * has_mps
 
 
 def crowded(num_threads: int, num_local: int, num_cores: int) -> str | None:
-    """A text if the CPU processes of this host have more threads than it has cores, and more than one each."""
+    """Returns a warning if the CPU processes of this host together have more threads than cores, with more than one
+    thread each."""
     if num_threads == 1 or num_threads * num_local <= num_cores:
         return None
     return (
@@ -105,7 +107,8 @@ def crowded(num_threads: int, num_local: int, num_cores: int) -> str | None:
 
 
 def idle(num_threads: int, num_cores: int) -> str | None:
-    """A text if a rank that also computes on the host of its GPU leaves cores idle: torchrun gives each a thread."""
+    """Returns a warning if a rank that also computes on the host of its GPU leaves cores idle. torchrun gives each rank
+    one thread by default."""
     if num_threads >= num_cores:
         return None
     return (
@@ -115,8 +118,11 @@ def idle(num_threads: int, num_cores: int) -> str | None:
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
-    """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
-    GPU for several ranks."""
+    """Lists problems with the devices of the ranks: different device types, or one GPU shared by several ranks.
+
+    Args:
+        names: for each rank "cpu", or "cuda" followed by a name that is unique to the GPU.
+    """
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
@@ -131,7 +137,7 @@ def device_problems(names: Sequence[str]) -> list[str]:
 def compare(
     store: dist.Store, rank: int, world: int, device: torch.device, axes: Mapping[str, int], timeout: float
 ) -> None:
-    """Raises on every rank if the devices of all, or the axes that they were given, do not make a mesh."""
+    """Raises on every rank if the devices of all ranks, or the axes that they were given, do not form a mesh."""
     notes, ranks = Notes(store, "fzero/device", rank), range(world)
     notes.write("made", (", ".join(f"{name}={n}" for name, n in axes.items()), _name_of(device)))
     if missing := absent(store, notes.keys("made", ranks), timeout):
@@ -159,8 +165,10 @@ def _name_of(device: torch.device) -> str:
 
 
 def one_visible(environment: Mapping[str, str]) -> bool:
-    """Whether the environment shows this process one GPU: its own, or, as `compare` finds out, the same as its
-    neighbours."""
+    """Whether the environment shows this process exactly one GPU.
+
+    It is either this process's own GPU or the same one that its neighbours see; `compare` finds out which.
+    """
     named = [
         environment[name]
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

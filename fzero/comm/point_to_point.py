@@ -1,4 +1,4 @@
-"""Moves bytes between pairs of ranks, outside any program, through two buffers of bounded size."""
+"""Sends bytes between pairs of ranks, outside of programs, through two buffers of bounded size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WINDOW = 16 << 20  # bytes that a rank sends, and receives, at a time
 
 
 class Stream(Protocol):
-    """The bytes that go from one rank to another, in order."""
+    """The bytes that are sent from one rank to another, in order."""
 
     def move(self, data: torch.Tensor) -> None:
-        """Fills these bytes with the next ones of the stream; or, where it arrives, takes them."""
+        """On the sender, fills `data` with the next bytes of the stream. On the receiver, consumes `data`."""
         ...
 
 
@@ -30,15 +30,15 @@ def exchange(
     sends: Callable[[int], Stream],
     receives: Callable[[int], Stream],
 ) -> None:
-    """Moves streams of bytes between pairs of ranks, all pairs at once.
+    """Transfers streams of bytes between pairs of ranks, all pairs at the same time.
 
     Args:
-        mesh: whose ranks call this together.
-        sizes: by sender and receiver the bytes of their stream; the same on every rank.
-        sends, receives: this rank's streams, by the other rank.
+        mesh: the mesh whose ranks call this together.
+        sizes: the number of bytes of each stream, by (sender, receiver); the same on every rank.
+        sends, receives: return this rank's stream to, or from, another rank.
 
-    Communication: each stream once, through gloo: from and to host memory.
-    Memory: 16 MiB to send, and as many to receive.
+    Communication: each stream once, through gloo, from and to host memory.
+    Memory: 16 MiB for sending, and the same for receiving.
     """
     sizes = {pair: n for pair, n in sizes.items() if n and pair[0] != pair[1]}
     if not sizes:

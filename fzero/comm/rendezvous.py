@@ -1,14 +1,14 @@
-"""Brings the processes of one start together in the launcher's key-value store, under a name that no earlier start has
-used.
+"""Joins the processes of one start of a run in the launcher's key-value store, under a name that no earlier start used.
 
-torchrun keeps one store over all its restarts. So a restarted process finds its predecessors' notes: dead addresses and
-advanced counters. Therefore the processes first agree on a *generation*, and all that follows (PyTorch's process
-groups, fzero's own notes) is written under its name.
+torchrun keeps the same store across all its restarts, so a restarted process finds notes of its predecessors there:
+dead addresses and advanced counters. Therefore the processes first agree on a *generation*, and everything that follows
+(PyTorch's process groups, fzero's own notes) is written under its name.
 
-[Note: generation] Every rank writes a number of its own, drawn anew by each process. Rank 0 reads all of them, draws a
-generation and publishes both. A rank acknowledges a generation only if its own number is among those it was made for;
-so one made from a predecessor's number is never complete, and rank 0 publishes another as soon as a number changes.
-When every rank has acknowledged, rank 0 lets them go.
+[Note: generation] Every rank writes a random number, which each process draws anew. Rank 0 reads the numbers of all
+ranks, draws a generation and publishes both. A rank acknowledges a generation only if its own number is among those
+that the generation was made for. A generation that was made with a predecessor's number is therefore never complete,
+and rank 0 publishes another one as soon as a number changes. When every rank has acknowledged the generation, rank 0
+lets all ranks continue.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from fzero.comm import collective_sequence, launcher
 from fzero.comm.control_messages import timed_out
 from fzero.errors import DivergenceError
 
-_HERE = "fzero/generation"  # under a generation's prefix: its name
-_LONGEST_PAUSE = 0.1  # seconds between two looks at the store; shorter at first
-_LOOK = 0.5  # seconds between two looks at whether a rank was replaced
+_HERE = "fzero/generation"  # key under a generation's prefix that holds the generation's name
+_LONGEST_PAUSE = 0.1  # seconds between two queries of the store; shorter at first
+_LOOK = 0.5  # seconds between two checks whether a rank was replaced
 
 
 def meet(rank: int, world: int, timeout: float) -> dist.Store:
-    """The store that the launcher's environment names, under the generation of the processes that have come, once every
-    rank has.
+    """Waits for all ranks and returns the store that the launcher's environment names, prefixed with their generation.
 
     Raises:
-        DivergenceError: the store cannot be reached, or ranks timed out, by number.
+        DivergenceError: the store cannot be reached, or ranks timed out; names them by number.
     """
     fix = "look at why these ranks have not reached make_mesh, or give a longer timeout"
     deadline = time.monotonic() + timeout
@@ -69,7 +68,8 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
 
 
 def _lead(store: dist.Store, rank: int, world: int, deadline: float) -> str:
-    """Rank 0's side: the last generation published, let go if all have acknowledged it."""
+    """Runs rank 0's side of the rendezvous. Returns the last generation it published; it is released if all ranks
+    acknowledged it."""
     numbers, generation, came = [], "", [_came(r) for r in range(world)]
     store.set(_came(rank), secrets.token_hex(8))
     for _ in _looks(deadline):
@@ -84,7 +84,7 @@ def _lead(store: dist.Store, rank: int, world: int, deadline: float) -> str:
 
 
 def _follow(store: dist.Store, rank: int, world: int, deadline: float) -> str:
-    """Every other rank's side: the last generation that this process is part of."""
+    """Runs the side of every other rank. Returns the last generation that includes this process."""
     number, mine, seen = secrets.token_hex(8), "", ""
     store.set(_came(rank), number)
     for _ in _looks(deadline):
@@ -100,8 +100,10 @@ def _follow(store: dist.Store, rank: int, world: int, deadline: float) -> str:
 
 
 def _looks(deadline: float) -> Iterator[None]:
-    """Yields until the deadline, with growing pauses. The store is asked, not waited on: a wait that ends in vain is a
-    warning of c10d's each time."""
+    """Yields until the deadline, with growing pauses.
+
+    The store is polled, because every wait on it that times out makes c10d print a warning.
+    """
     pause = 0.001
     looked = time.monotonic()
     while True:
@@ -117,25 +119,27 @@ def _looks(deadline: float) -> Iterator[None]:
 
 
 def _absent() -> list[int]:
-    """The ranks of which a keeper knows that they do not come."""
+    """Returns the ranks of which the supervisor knows that they will not come."""
     return [] if collective_sequence.watcher is None else collective_sequence.watcher.absent()
 
 
 def _missing(store: dist.Store, world: int, generation: str) -> list[int]:
-    """Who has not come, as far as this rank can tell: nobody's number of an earlier start counts."""
+    """Returns the ranks that have not come, as far as this rank can tell. Numbers written in an earlier start do not
+    count."""
     absent = [r for r in range(world) if not store.check([_came(r)])]
     silent = [r for r in range(1, world) if generation and not store.check([_ack(generation, r)])]
     return absent or silent or [0]
 
 
 def _life(store: dist.Store, world: int) -> str:
-    """A name for a start that failed, the same on all its ranks: made of the numbers of those that came."""
+    """Returns a name for a failed start that is the same on all its ranks: a hash of the numbers of the ranks that
+    came."""
     numbers = [store.get(_came(r)) for r in range(world) if store.check([_came(r)])]
     return "fzero/failed/" + hashlib.sha256(b" ".join(numbers)).hexdigest()[:16]
 
 
 def _name(generation: str) -> str:
-    """The prefix of what is written under a generation."""
+    """Returns the prefix of the keys that are written under a generation."""
     return f"fzero/generation/{generation}"
 
 
@@ -156,8 +160,11 @@ def _go(generation: str) -> str:
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """The keys of a store that nobody has set within `timeout` seconds, by position; sooner, if a process that met the
-    others under this generation has been replaced, which will not set its own."""
+    """Waits until all keys are set in the store. Returns the positions of the keys that are not set within `timeout`
+    seconds.
+
+    It returns earlier if a process of this generation has been replaced, because that process will not set its key.
+    """
     looked = time.monotonic()
     for _ in _looks(looked + timeout):
         if store.check(keys):
@@ -170,7 +177,11 @@ def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
 
 
 def replaced(store: dist.Store) -> list[int]:
-    """The ranks whose place another process has taken since all met. `store`: what `meet` returned."""
+    """Returns the ranks whose process has been replaced by another one since the rendezvous.
+
+    Args:
+        store: the store that `meet` returned.
+    """
     if not isinstance(store, dist.PrefixStore) or not store.check([_HERE]):
         return []
     below = store.underlying_store

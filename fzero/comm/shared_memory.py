@@ -1,12 +1,14 @@
-"""Runs collectives between the CPU processes of one host through shared memory: each reads from the others' pools.
+"""Runs collectives between the CPU processes of one host through shared memory: each rank reads the pools of the
+others.
 
-A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this
-rank's part is there, by adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads
-them with one system call a leaf. Nothing is sent through a socket, copied twice or reduced twice. Gathering is one copy
-of the other ranks' shards. Reducing is one pass over this rank's part of each summand, in the order of the ranks, so
-the result is the same in every run. A rank that leaves closes its connection, which is what a wait then sees.
+A pool is an in-memory file whose file descriptor the ranks send to each other. A start tells the ranks along the axis
+that this rank's data is ready, by adding one to a kernel counter (eventfd). A wait sleeps until the data of the other
+ranks is ready, and then reads it with one system call per tensor. Nothing is sent through a socket, copied twice or
+reduced twice. An all-gather is one copy of the other ranks' shards. A reduction is one pass over this rank's shard of
+each summand, in the order of the ranks, so the result is the same in every run. A rank that leaves closes its
+connection, which a waiting rank notices.
 
-When a buffer may be written again is settled in the program: [Note: release] in ir/liveness.py.
+The program determines when a buffer may be overwritten: [Note: release] in ir/liveness.py.
 """
 
 from __future__ import annotations
@@ -42,15 +44,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fzero")
 
 _NUM_SECRET = 64  # characters
-_NUMBER = 8  # bytes of the number of a program
-_PAUSE = 0.5  # seconds between two looks whether the ranks will connect at all
+_NUMBER = 8  # bytes that encode the number of a program
+_PAUSE = 0.5  # seconds between two checks whether the ranks will connect at all
 _ANOTHER = "another rank cannot"
 
 
 @dataclass(frozen=True)
 class SharedTransfer:
-    """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
-    there."""
+    """A transfer in flight.
+
+    Attributes:
+        kind: "gather", "scatter", "reduce", "exchange" or "send".
+        due: for each other rank that takes part, the number of notifications from it after which its data is ready.
+        flats: the buffers in the pool that the other ranks read.
+        filled: the tensors that hold the result.
+    """
 
     kind: str
     axis: str
@@ -62,7 +70,8 @@ class SharedTransfer:
 
 @dataclass(eq=False)
 class _Peer:
-    """Another rank: the connection to it, the counter it adds to, the counter this rank adds to."""
+    """Another rank: the connection to it, the counter that it increments, the counter that this rank increments, and
+    how many notifications were received and sent."""
 
     rank: int
     connection: socket.socket
@@ -73,12 +82,12 @@ class _Peer:
 
 
 class SharedMemory:
-    """The transport of a CPU mesh whose ranks are all on this host. `connect` makes it on all ranks, or on none."""
+    """The transport of a CPU mesh whose ranks are all on this host. `connect` creates it on all ranks, or on none."""
 
     def __init__(self, mesh: Mesh, peers: dict[int, _Peer]):
         self._mesh, self._peers = mesh, peers
         self._pool: _Pool | None = None
-        self._names: list[str] = []  # of the programs, by the number of their pool
+        self._names: list[str] = []  # names of the programs, indexed by the number of their pool
         self._runs = 0
         weakref.finalize(
             self,
@@ -86,18 +95,18 @@ class SharedMemory:
             [fd for p in peers.values() for fd in (p.ours, p.theirs)],
             [p.connection for p in peers.values()],
         )
-        self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
+        self._messages = ProcessGroups(mesh)  # for messages between two ranks, such as pipeline stages
         self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
         self.take_start = self._messages.take_start
         self._along = {axis: ranks_along(mesh.axes, mesh.rank, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
-        # where each rank says which program it runs: of this run and of the one before
+        # where each rank writes which program it runs, for the current run and for the previous one
         self._board = self._shared(2 * _NUMBER)
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
-        """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs
-        in the same order."""
+        """Allocates memory for a program's transfers, which the other ranks can read. Every rank calls this for the
+        same programs in the same order."""
         found = self._shared(nbytes)
         found.number = len(self._names)
         self._names.append(name)
@@ -115,7 +124,7 @@ class SharedMemory:
                 fds[peer.rank] = _receive_fd(peer.connection, peer.rank, self._mesh.timeout)
             return _Pool(mmap.mmap(fd, size), fds)
         except OSError as error:
-            # the others would wait for what does not come
+            # closes the connections, so that the other ranks do not wait for descriptors that never come
             _close([*fds.values()], [p.connection for p in self._peers.values()])
             fix = (
                 "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; "
@@ -128,19 +137,19 @@ class SharedMemory:
                 os.close(fd)
 
     def begin(self, pool: torch.Tensor) -> None:
-        """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it
-        that all are to run this one.
+        """Called before a program runs. Waits until no rank reads data that an earlier run left in the pools, and
+        checks that all ranks are about to run this program.
 
         Raises:
-            DivergenceError: ranks call different steps; nothing has been written.
+            DivergenceError: the ranks call different steps; nothing has been written.
 
-        Cost: a notice to each rank, and a system call to read which program it runs.
+        Cost: a notification to each rank, and a system call per rank to read which program it runs.
         """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
         number = self._pool.number  # type: ignore[union-attr]
         self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
         self._runs += 1
-        at = self._runs % 2 * _NUMBER  # no rank is two runs ahead of another
+        at = self._runs % 2 * _NUMBER  # two entries suffice: no rank is two runs ahead of another
         self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
         everyone = list(self._peers.values())
         self._tell(everyone)
@@ -183,7 +192,7 @@ class SharedMemory:
         return SharedTransfer("exchange", axis, "", self._announce(axis), flats, into[len(values) :])
 
     def connect(self, axis: str) -> None:
-        """For what is sent along an axis: the ranks are connected."""
+        """Prepares sends along an axis. Nothing to do: the ranks are connected already."""
 
     def send_start(
         self,
@@ -193,19 +202,20 @@ class SharedMemory:
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor],
     ) -> SharedTransfer:
-        """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
-        these places."""
+        """Sends values to the rank at offset `shift` along an axis, which reads them from the pool, and receives into
+        `into` the values that the rank at offset `-shift` sends."""
         settle(values, through)
         along, index = self._along[axis], self._mesh.index(axis)
         reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
-        self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
+        # Both are notified: `due` is the number of notifications sent to a rank, which equals the number it has sent.
+        self._tell([self._peers[rank] for rank in {reader, source}])
         return SharedTransfer("send", axis, "", {source: self._peers[source].told}, through, into)
 
     def wait(
         self, moving: SharedTransfer | PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
     ) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
-        rank's as well."""
+        """Returns the values of a transfer after the data of the other ranks is ready. With `together`, it also waits
+        until the other ranks have read this rank's data."""
         if isinstance(moving, PendingTransfer):
             return self._messages.wait(moving, into)
         self._hear(moving.due)
@@ -230,7 +240,7 @@ class SharedMemory:
                 self._combine(flat, 0, value, along, moving.op)
         else:
             for flat in moving.flats:
-                # the part that nobody else reads is summed in place, then everyone reads everyone's
+                # Each rank reduces in place the shard that no other rank reads; then all read the others' shards.
                 part = _part(flat, index, len(along))
                 if part.numel():
                     self._combine(flat, int(part.storage_offset() - flat.storage_offset()), part, along, moving.op)
@@ -242,20 +252,21 @@ class SharedMemory:
         return into
 
     def abandon(self) -> None:
-        """Called when a run ended in the middle. Nothing else is under way that somebody else carries out."""
+        """Called when a run ended in the middle. Apart from the messages through process groups, no transfer is in
+        flight that another thread or process carries out."""
         self._messages.abandon()
 
     # --- reading ---
 
     def _gather(self, whole: torch.Tensor, along: Sequence[int]) -> None:
-        """Reads every other rank's part of a flat into this rank's."""
+        """Reads every other rank's shard of a flat tensor into this rank's pool."""
         for i, rank in enumerate(along):
             part = _part(whole, i, len(along))
             if rank != self._mesh.rank and part.numel():
                 self._read(rank, self._offset(part), part.nbytes, self._pool.bytes, self._offset(part))  # type: ignore[union-attr]
 
     def _exchange(self, flat: torch.Tensor, out: torch.Tensor, along: Sequence[int], index: int) -> None:
-        """Reads this rank's row of every rank's flat."""
+        """Reads from every rank's flat tensor the row that is meant for this rank."""
         for i, rank in enumerate(along):
             row, mine = _part(out, i, len(along)), _part(flat, index, len(along))
             if rank == self._mesh.rank:
@@ -265,15 +276,17 @@ class SharedMemory:
                 self._read(rank, self._offset(mine), row.nbytes, self._pool.bytes, self._offset(row))
 
     def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
-        """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this
-        rank's own."""
+        """Reduces the ranks' flat tensors, from element `first` on, into `out`, in the order of the ranks.
+
+        `out` may be a slice of this rank's own flat tensor.
+        """
         step, itemsize = CHUNK // out.element_size(), out.element_size()
         in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
         for at in range(0, out.numel(), step):
             num = min(step, out.numel() - at)
             here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize
             own = flat[first + at : first + at + num]
-            if in_place and along[0] != self._mesh.rank:  # before the others' sum lies on it
+            if in_place and along[0] != self._mesh.rank:  # copied before the sum of the others overwrites it
                 own = self._scratch[2].view(out.dtype)[:num].copy_(own)
             held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
             for rank in along[1:]:
@@ -282,7 +295,7 @@ class SharedMemory:
                 )
 
     def _fetch(self, rank: int, offset: int, num: int, dtype: torch.dtype, which: int) -> torch.Tensor:
-        """Elements of another rank's pool, in a small buffer."""
+        """Reads elements from another rank's pool into a small buffer."""
         self._read(rank, offset, num * dtype.itemsize, self._scratch_bytes[which], 0)
         return self._scratch[which].view(dtype)[:num]
 
@@ -299,11 +312,13 @@ class SharedMemory:
     def _offset(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr() - self._pool.tensor.data_ptr()  # type: ignore[union-attr]
 
-    # --- telling and hearing ---
+    # --- notifications ---
 
     def _announce(self, axis: str) -> dict[int, int]:
-        """Tells the other ranks along an axis that this rank's part is there. Returns the number of notices from each
-        that say the same."""
+        """Notifies the other ranks along an axis that this rank's data is ready.
+
+        Returns for each of them the number of notifications from it after which its data is ready too.
+        """
         peers = [self._peers[r] for r in self._along[axis] if r != self._mesh.rank]
         self._tell(peers)
         return {p.rank: p.told for p in peers}
@@ -323,7 +338,7 @@ class SharedMemory:
                     self._sleep(peer)
 
     def _sleep(self, peer: _Peer) -> None:
-        """Until the peer adds to its counter."""
+        """Sleeps until the peer increments its counter."""
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
@@ -347,13 +362,13 @@ class SharedMemory:
 
 
 class _Pool:
-    """This rank's pool of a program, as a tensor and as bytes, and the other ranks' files."""
+    """This rank's pool for a program, as a tensor and as bytes, with the descriptors of the other ranks' pools."""
 
     def __init__(self, memory: mmap.mmap, fds: dict[int, int]):
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.bytes = memoryview(memory)
         self.fds = fds
-        self.number = 0  # among the pools of the mesh
+        self.number = 0  # index among the pools of the mesh
         weakref.finalize(self, _close, list(fds.values()), [])
 
 
@@ -365,8 +380,11 @@ def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
 
 
 def connect(mesh: Mesh) -> SharedMemory | None:
-    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so; rank
-    0's log says which, and why."""
+    """Creates the shared-memory transport between the ranks of a CPU mesh.
+
+    Returns None on every rank if one of them cannot reach another through shared memory. Rank 0's log then says which,
+    and why.
+    """
     store, me = mesh.store, mesh.rank
     prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
     peers: dict[int, _Peer] = {}
@@ -414,7 +432,7 @@ def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[]
 
 
 def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -> socket.socket:
-    """A connection to the rank at an address."""
+    """Connects to the rank at an address."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout)
@@ -435,11 +453,12 @@ def _callers(
     timeout: float,
     hopeless: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, socket.socket]]:
-    """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up
-    on; nobody is waited for alone.
+    """Yields the connections of these ranks as they arrive.
+
+    A connection from another user, or without the right secret, is closed. No single connection can block the others.
 
     Raises:
-        OSError: a rank timed out, or `hopeless` says that one will not.
+        OSError: a rank timed out, or `hopeless` says that one will not come.
     """
     expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
     with selectors.DefaultSelector() as ready:
@@ -480,7 +499,7 @@ def _callers(
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this process's user's."""
+    """Whether the process at the other end belongs to the user of this process."""
     _, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -488,8 +507,10 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
-    """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would
-    wait for what does not come."""
+    """Exchanges counters with the rank at the other end.
+
+    On failure it closes the connection, because the other rank would wait for a counter that never comes.
+    """
     ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
         _send_fd(connection, ours, rank)

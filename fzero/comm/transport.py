@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def transport(mesh: Mesh) -> ProcessGroups | SharedMemory:
-    """The transport of a mesh, made on first use, by all its ranks together: shared memory where they are CPU processes
-    of one host."""
+    """Returns the transport of a mesh. It is created on first use, by all its ranks together.
+
+    It is shared memory if the ranks are CPU processes of one host, and process groups otherwise.
+    """
     if mesh.context.transport is None:
         mesh.context.transport = (connect(mesh) if mesh.shared_memory else None) or ProcessGroups(mesh)
     return mesh.context.transport
