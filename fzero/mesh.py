@@ -1,7 +1,7 @@
-"""Names axes of devices: `make_mesh` for real ones, `AbstractMesh` for plans of machines one does not have.
+"""Device meshes with named axes: `make_mesh` for existing devices, `AbstractMesh` for planning without devices.
 
-The process that calls `make_mesh` is one device of the mesh; torchrun's environment says which. Ranks are laid out in
-row-major order of the axes as given. A mesh of one device needs no process group.
+The process that calls `make_mesh` is one device of the mesh; torchrun's environment variables say which one. Ranks are
+laid out in row-major order of the axes as given. A mesh of one device needs no process group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("fzero")
 AXES = ("node", "replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
 
-_MOST_DEVICES = 2**20  # a plan lists the ranks along an axis
+_MOST_DEVICES = 2**20  # the limit exists because a plan lists the ranks along an axis
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class AbstractMesh:
 
     Args:
         device_type: "cpu" or "cuda".
-        shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do
-            here: what one has read is known later, so a program's pool is larger.
-        unified_memory: whether host and device are one memory, as on a CPU: what moves between them stays where it is.
+        shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do. True by default for
+            CPUs. A program then needs a larger pool, because a rank learns later that the others have read a buffer.
+        unified_memory: whether host and device share one memory, as on a CPU. Offloaded values then stay where they
+            are.
         **axes: the size of each axis.
 
     Example:
@@ -78,7 +79,8 @@ class AbstractMesh:
         object.__setattr__(self, "unified_memory", device_type == "cpu" if unified_memory is None else unified_memory)
 
     def of_type(self, device_type: str) -> AbstractMesh:
-        """The same axes of devices of another type; what was not said of the memories is as usual for them."""
+        """Returns a mesh with the same axes of devices of another type. Memory settings that have their default value
+        get the default value for that type."""
         usual = self.device_type == "cpu"
         shared = None if self.shared_memory == usual else self.shared_memory
         unified = None if self.unified_memory == usual else self.unified_memory
@@ -90,14 +92,14 @@ class AbstractMesh:
         return math.prod(self.axes.values())
 
     def axis_size(self, axes: str | tuple[str, ...]) -> int:
-        """Number of devices along one axis, or along several taken together."""
+        """Returns the number of devices along one axis, or the product of the sizes of several axes."""
         return math.prod(self.axes[a] for a in ((axes,) if isinstance(axes, str) else axes))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes.items())
 
     def __eq__(self, other: object) -> bool:
-        """Same axes in the same order, which is that of the ranks, on the same type of device."""
+        """Compares the axes, their order (which is the order of the ranks), the device type and the memory settings."""
         return self._key() == other._key() if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
@@ -108,22 +110,25 @@ class AbstractMesh:
 
 
 class Keeps(Protocol):
-    """Keeps what comes of another rank's state, as elastic/peer_replicas.py does."""
+    """Stores the data that arrives from another rank's state, as elastic/peer_replicas.py does."""
 
     def places(self, leaves: Sequence[str], every: int = ..., once: bool = ...) -> list[torch.Tensor] | None: ...
 
 
 class Context:
-    """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
+    """The mutable context of a mesh: objects that are created on first use and live as long as the mesh, which is
+    frozen.
 
     Attributes:
-        transport: moves data between its ranks (comm/transport.py).
-        copies: copy between its device and the host (_utils/host_memory.py).
-        graphs: capture steps on its device (runtime/cuda_graphs.py).
-        turns: what its ranks do together.
-        wards: keep what comes of another rank's state (elastic/peer_replicas.py); None: nobody does.
-        exclusive: held by what has the mesh to itself.
-        groups: the process group along each axis. A DeviceMesh of several axes takes a millisecond to find it.
+        transport: moves data between the ranks (comm/transport.py).
+        copies: copies data between the device and the host (memory/device_copies.py).
+        graphs: captures steps as CUDA graphs (runtime/cuda_graphs.py).
+        turns: numbers the collective actions of the ranks (comm/collective_sequence.py).
+        wards: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if nothing stores
+            it.
+        exclusive: held by the call that has exclusive use of the mesh.
+        groups: the process group along each axis, cached because a DeviceMesh of several axes takes a millisecond to
+            find it.
     """
 
     def __init__(self) -> None:
@@ -138,7 +143,7 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Mesh(AbstractMesh):
-    """A mesh this process is part of. Made by `make_mesh`.
+    """A mesh that this process is part of. Made by `make_mesh`.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -150,13 +155,13 @@ class Mesh(AbstractMesh):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
     timeout: float = 600.0  # seconds to wait for another rank
-    # on CUDA by axis: gathers do not queue behind reductions
+    # on CUDA, a separate process group per axis, so that all-gathers do not queue behind reductions
     gather_groups: Mapping[str, Any] = field(default_factory=dict)
-    symmetric_memory: bool = False  # whether pools are registered with NCCL
-    joined: Any = None  # the default process group it was made in
+    symmetric_memory: bool = False  # whether the pools of programs are registered with NCCL
+    joined: Any = None  # the default process group in which the mesh was made
     context: Context = field(default_factory=Context)
     _store: Any = None
-    secret: bytes = field(default=b"", repr=False)  # that the ranks of a mesh have in common, and nobody else
+    secret: bytes = field(default=b"", repr=False)  # known only to the ranks of this mesh
 
     def __init__(
         self,
@@ -172,7 +177,7 @@ class Mesh(AbstractMesh):
         secret: bytes = b"",
         symmetric_memory: bool = False,
     ):
-        vars(self).update(  # it is frozen for everybody else
+        vars(self).update(  # the dataclass is frozen, so plain assignment would fail
             axes=_checked(axes),
             device_type=device.type,
             rank=rank,
@@ -198,15 +203,17 @@ class Mesh(AbstractMesh):
         return {name: out[name] for name in self.axes}
 
     def index(self, axes: str | tuple[str, ...]) -> int:
-        """This rank's index along one axis, or row-major along several taken together."""
+        """Returns this rank's index along one axis, or its row-major index along several axes."""
         here, index = self.coordinate, 0
         for name in (axes,) if isinstance(axes, str) else axes:
             index = index * self.axes[name] + here[name]
         return index
 
     def group(self, axis: str, *, gathers: bool = False) -> Any:
-        """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another
-        one for gathers."""
+        """Returns the process group of the ranks along `axis` that have this rank's index on every other axis.
+
+        On CUDA, `gathers` selects a separate process group for all-gathers.
+        """
         if self.device_mesh is None:
             raise FzeroValueError("mesh", f"a mesh of one device has no process group for axis {axis!r}")
         self.check_open()
@@ -218,32 +225,33 @@ class Mesh(AbstractMesh):
 
     @property
     def store(self) -> dist.Store:
-        """The store in which ranks leave each other notes: messages without a collective."""
+        """The key-value store through which ranks exchange control messages without a collective."""
         self.check_open()
         return self._store or compat.default_store()
 
     @property
     def turns(self) -> Turns:
-        """The collective actions of the ranks, one after the other."""
+        """The numbered collective actions of the ranks."""
         if self.context.turns is None:
             store = None if self.size == 1 else self.store
             self.context.turns = Turns(store, self.rank, self.size, self.timeout)
         return self.context.turns
 
     def check_open(self) -> None:
-        """Raises FzeroValueError if the process group that this mesh was made in is gone."""
+        """Raises FzeroValueError if the process group in which this mesh was made no longer exists."""
         if self.device_mesh is not None and (not dist.is_initialized() or dist.group.WORLD is not self.joined):
             fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
             raise FzeroValueError("mesh", f"the mesh {self} is closed", fix=fix)
 
     def alone(self, owner: str) -> Holding:
-        """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes
-        its state in place. Microseconds.
+        """Returns a context manager that gives its body exclusive use of the mesh.
+
+        Steps share resources that are not thread-safe, and a step writes its state in place. Takes microseconds.
 
         Raises:
-            BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order
-                the two otherwise on each rank.
-            DivergenceError: what ran on it before ended in the middle.
+            BusyError: the mesh is in use by another thread, or by a call further up the stack of this one. It does not
+                wait, because the order of the two calls could then differ between ranks.
+            DivergenceError: an earlier call on the mesh ended in the middle.
         """
         if self.context.turns is not None:
             self.context.turns.check(owner)
@@ -268,11 +276,11 @@ class Mesh(AbstractMesh):
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
-        """Itself: a copy of a state lives on the same devices and in the same process groups."""
+        """Returns the mesh itself: a copy of a state is on the same devices and in the same process groups."""
         return self
 
     def __reduce__(self) -> Any:
-        """Refuses to be pickled, and so do the tensors of a state, which know the mesh that they are on.
+        """Rejects pickling. It also fails for the tensors of a state, because they refer to their mesh.
 
         Raises:
             FzeroTypeError: always.
@@ -298,33 +306,37 @@ def make_mesh(
     keep_freed_memory: bool = True,
     **axes: int | str | Sequence[int],
 ) -> Mesh:
-    """The mesh of all processes that torchrun started, this process among them.
+    """Makes the mesh of all processes that torchrun started, including this one.
 
     Args:
-        device: "cuda" or "cpu"; by default CUDA when there is a device for every process of this host.
-        timeout: seconds after which a collective that some rank never joins fails.
+        device: "cuda" or "cpu". By default CUDA if there is a device for every process of this host.
+        timeout: seconds after which a collective fails that some rank never joins.
         shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them
             through gloo.
-        unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
-            offloaded is copied, as for a GPU, by a thread (memory/simulated_copies.py): for tests and rehearsals.
-        symmetric_memory: whether the pools of programs are registered with NCCL, so that copy engines gather parameters
-            and leave the GPU's processors to the products beside. It takes torch 2.11 and NCCL 2.28; with others a line
-            in the log says why it is left out. Off by default: no GPU has run it.
-        bind_cores: whether a process with a GPU is bound to the cores of the GPU's NUMA node, if Linux names it.
-        keep_freed_memory: whether glibc keeps large freed blocks of a CPU process for the next allocation, instead of
-            returning them to the system, which then clears every page anew.
-        **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
-            processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
-            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. One may have
-            several sizes, `data=-1, pipe=(4, 2, 1)`: the first that the processes allow. Without any: `data=-1`.
+        unified_memory: whether host and device share one memory; by default True on a CPU. With False on a CPU, a
+            thread copies offloaded values, as on a GPU (memory/simulated_copies.py). This is for tests and for trying
+            out an offloaded run.
+        symmetric_memory: whether the pools of programs are registered with NCCL. Copy engines then gather parameters,
+            which leaves the GPU's multiprocessors to the matrix products that run at the same time. Requires torch 2.11
+            and NCCL 2.28; with other versions it is left out, and a line in the log says why. Off by default, because
+            it has not been run on a GPU yet.
+        bind_cores: whether a process with a GPU is bound to the cores of the GPU's NUMA node, if Linux reports that
+            node.
+        keep_freed_memory: whether glibc keeps large freed blocks of a CPU process for later allocations. Otherwise it
+            returns them to the system, which then has to zero every page again.
+        **axes: the size of each axis, e.g. `replica=2, data=4`, slowest first. Their product is the number of
+            processes. One size may be -1: whatever remains. One may be "local": the number of processes per host,
+            divided by the sizes of the axes that follow, so that this axis and those that follow lie within a host:
+            `node=-1, data="local"`. One may have several sizes, `data=-1, pipe=(4, 2, 1)`: the first one that fits the
+            number of processes is used. Without any axes: `data=-1`.
 
     Communication: none besides joining the process group, which a mesh of one device does not need.
 
     Raises:
-        FzeroValueError: an unknown axis name, or sizes whose product is not the number of processes; "local" on hosts
-            that differ, or that the axes behind it do not divide; ranks that were given different axes; arguments of
-            the wrong kind.
-        DivergenceError: ranks that timed out, by number.
+        FzeroValueError: an unknown axis name; sizes whose product is not the number of processes; "local" on hosts with
+            different numbers of processes, or if the axes that follow do not divide that number; ranks that were given
+            different axes; arguments of the wrong type.
+        DivergenceError: ranks timed out; names them by number.
 
     Example:
         >>> mesh = make_mesh(data=1)
@@ -357,9 +369,10 @@ def make_mesh(
 
 
 def _say_alone(device: str | None) -> None:
-    """Says that one process trains, where all processes were asked for and the launcher was probably forgotten.
+    """Reports that a single process trains although all processes were asked for: the launcher was probably forgotten.
 
-    With several GPUs that is a warning. A CPU may well be meant for one process, so only a terminal is told.
+    With several GPUs this is a warning. On a CPU a single process may well be intended, so it is only printed to a
+    terminal.
     """
     number = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
     if number > 1:
@@ -377,7 +390,8 @@ def unjoined(
     unified_memory: bool | None = None,
     axes: Mapping[str, int | str | Sequence[int]] | None = None,
 ) -> Mesh:
-    """The mesh that `make_mesh` would make, without its process groups: what is lowered for it is the same."""
+    """Returns the mesh that `make_mesh` would make, but without its process groups. Lowering for it gives the same
+    program."""
     processes = Processes.of()
     world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     given: dict[str, Any] = dict(axes or {"data": -1})
@@ -405,15 +419,15 @@ def unjoined(
 
 
 def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
-    """A mesh with its process groups, of which a mesh of one device has none."""
+    """Returns the mesh with its process groups. A mesh of one device has none and is returned as it is."""
     world, rank, where, sizes, device, timeout = (
         mesh.size, mesh.rank, mesh.device, mesh.axes, mesh.device_type, mesh.timeout
     )  # fmt: skip
     if world == 1:
         return mesh
-    if device == "cuda":  # kernels of two communicators run at once, and must start in one order on all ranks
+    if device == "cuda":  # kernels of two communicators run concurrently, and must start in the same order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    if dist.is_initialized():  # whose store may hold what an earlier start wrote
+    if dist.is_initialized():  # its store may contain keys that an earlier start wrote
         drawn = _drawn(rank, world)
         store = dist.PrefixStore(f"fzero/generation/{drawn[:8].hex()}", compat.default_store())
         launcher.tell_through(store)
@@ -442,7 +456,7 @@ def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
 
 
 def _connect(mesh: Mesh) -> None:
-    """Makes the communicators of a mesh of GPUs, so that those which cannot be made are an error here."""
+    """Creates the NCCL communicators of a mesh of GPUs now, so that a failure to create them is reported here."""
     try:
         for axis in (axis for axis, size in mesh.axes.items() if size > 1):
             for gathers in (True, False):
@@ -454,21 +468,23 @@ def _connect(mesh: Mesh) -> None:
 
 
 def _drawn(rank: int, world: int) -> bytes:
-    """40 bytes that rank 0 draws, on every rank; they come over the process group ([Note: the open store] in
-    comm/control_messages.py)."""
+    """Returns 40 random bytes that rank 0 draws, the same on every rank.
+
+    They are sent over the process group ([Note: the open store] in comm/control_messages.py).
+    """
     try:
         return gathered(secrets.token_bytes(40))[0]
-    except RuntimeError as error:  # what the process group says of a connection that is gone
+    except RuntimeError as error:  # raised by the process group when a connection is lost
         raise left("make_mesh", rank, world) from error
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
-    """New process groups, for each axis one as `group_along` makes it."""
+    """Creates a new process group for each axis with `group_along`."""
     return {name: group_along(axes, name, timeout, options) for name in axes}
 
 
 def close_mesh() -> None:
-    """Leaves the process group, if this process is in one. A script's last line.
+    """Leaves the process group, if this process is in one. Call it at the end of a script.
 
     Example:
         >>> mesh = make_mesh()

@@ -1,8 +1,8 @@
 """Copies tensors between the device and the host.
 
-On a CPU host and device are one memory and a copy hands on what it is given. On CUDA copies run on two streams, one
-each way. Every copy is a start, which returns at once, and a wait. Nothing here knows programs: they plan the places of
-values, and when these may be written again.
+On a CPU, host and device are one memory, and a copy returns its sources. On CUDA, copies run on two streams, one per
+direction. Every copy is a start, which returns immediately, and a wait. Nothing here depends on programs: a program
+plans where values are stored, and when their memory may be overwritten.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy in flight: its destinations, its sources and a wait. A copy to the host also has a wait of the stream
-    alone."""
+    """A copy in flight.
+
+    Attributes:
+        filled: the destinations.
+        sources: the sources.
+        done: waits for the copy.
+        hold: for a copy to the host, a wait of the device's stream that does not block the host.
+    """
 
     filled: Tensors
     sources: Tensors
@@ -29,15 +35,17 @@ class PendingCopy:
     hold: Callable[[], None] | None = None
 
     def wait(self) -> Tensors:
-        """The tensors, filled: for the next operations of the host or of the device, whichever they are on."""
+        """Waits for the copy and returns its destinations. The next operations of the host, or of the device, whichever
+        memory they are in, may then read them."""
         self.done()
         return self.filled
 
 
 class Copies(Protocol):
-    """Copies between the device and the host of a mesh. Tensors of `into` that are their sources stay as they are.
+    """Copies between the device and the host of a mesh.
 
-    Without `into`, which only one memory for both allows, the sources are handed on.
+    A tensor of `into` that shares its memory with its source is left as it is. Without `into`, which is allowed only if
+    host and device share one memory, the sources are returned.
     """
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy: ...
@@ -45,26 +53,27 @@ class Copies(Protocol):
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy: ...
 
     def settle(self, written: Tensors) -> None:
-        """Returns once the host may write these: on CUDA the wait for a copy may hold up the device alone, and the copy
-        may still read or fill them."""
+        """Returns when the host may write to these tensors. On CUDA, a wait for a copy may block only the device, so
+        the copy may still be reading or filling them."""
 
 
 def copies(mesh: Mesh) -> Copies:
-    """The copier between device and host of a mesh, made on first use."""
+    """Returns the object that copies between device and host of a mesh. It is created on first use."""
     if mesh.context.copies is None:
         if mesh.device.type == "cuda":
             mesh.context.copies = Streams(mesh.device)
         elif mesh.unified_memory:
             mesh.context.copies = Unified()
         else:
-            from fzero.memory.simulated_copies import LateCopies  # a double, which most runs need not load
+            from fzero.memory.simulated_copies import LateCopies  # used by tests; most runs need not import it
 
             mesh.context.copies = LateCopies(mesh.timeout)
     return mesh.context.copies
 
 
 class Unified:
-    """Copies within one memory: nothing moves, except into a leaf of the state that gets another's value."""
+    """Copies within one memory. Nothing moves, except into a tensor of the state that gets the value of another
+    tensor."""
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         for source, target in moves(sources, into or sources):
@@ -78,16 +87,18 @@ class Unified:
 
 
 class Streams:
-    """Copies on a CUDA device by two streams, so that transfers to the host do not queue behind those from there.
+    """Copies on a CUDA device, on two streams, so that transfers to the host do not queue behind transfers to the
+    device.
 
-    A copy begins when the device has finished all work from before the start: sources are made by then, and nobody
-    reads the old values of `into`. The copy keeps its sources alive until it is dropped, after its wait.
+    A copy begins after the device has finished all work that was issued before the start. By then the sources have been
+    computed, and nothing reads the old values of `into` any more. The copy keeps its sources alive until it is dropped,
+    after its wait.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # host memory of copies that only the device has waited for, which may not be done
+        # host memory of copies that only the device has waited for: these may still be in flight
         self._using: list[tuple[torch.cuda.Event, Tensors]] = []
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
@@ -99,7 +110,7 @@ class Streams:
         return PendingCopy(filled, sources, lambda: self._hold(done, sources))
 
     def _hold(self, done: torch.cuda.Event, on_host: Tensors) -> None:
-        """Has the device wait for a copy that uses this memory of the host."""
+        """Makes the device, but not the host, wait for a copy that uses this host memory."""
         torch.cuda.current_stream(self._device).wait_event(done)
         self._using = [(e, used) for e, used in (*self._using, (done, on_host)) if not e.query()]
 
@@ -116,23 +127,24 @@ class Streams:
         with torch.cuda.stream(stream):
             for source, target in moves(sources, into):
                 target.copy_(source, non_blocking=True)
-        # the host sleeps meanwhile: its cores have updates to compute
+        # blocking=True: the waiting thread sleeps instead of spinning, because updates on the host need its cores
         done = torch.cuda.Event(blocking=True)
         done.record(stream)
         return into, done
 
 
 def meet(some: Tensors, others: Tensors) -> bool:
-    """Whether tensors have bytes of memory in common, by the ranges they span."""
+    """Whether any tensor of one sequence overlaps in memory with one of the other, judged by the address ranges they
+    span."""
     spans = [[(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors if x.numel()] for tensors in (some, others)]
     return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
 
 
 def _extent(x: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last."""
+    """Returns the bytes from the first element of a tensor to the end of its last one."""
     return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
 def moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pairs whose tensors have elements, and different memory."""
+    """Returns the pairs of source and destination that have elements and do not share memory."""
     return [(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()]

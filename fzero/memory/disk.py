@@ -1,8 +1,9 @@
-"""Keeps leaves on disk: allocates them in a rank's scratch files, and reads and writes them whole or in parts, through
-a bounded amount of memory.
+"""Stores tensors on disk: allocates them in a rank's scratch files, and reads and writes them, at once or in pieces,
+with bounded memory.
 
-A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes`
-of them without any padding. Extents begin at whole blocks, so a leaf is read and written in whole blocks.
+A tensor on disk is represented by a meta tensor of its stored shape with an `Extent`: its bytes start at `offset` and
+number `nbytes` without padding. Extents begin at multiples of the alignment, and tensors are read and written in
+multiples of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "write_pieces",
 ]
 
-BUFFER = 1 << 24  # bytes: a leaf that need not be whole is read or written in such parts
+BUFFER = 1 << 24  # bytes of each piece in which a tensor is read or written if it is not needed at once
 
 
 def rest(
@@ -43,18 +44,19 @@ def rest(
     mesh: Mesh,
     directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
 ) -> list[torch.Tensor]:
-    """This rank's parts of leaves, on disk, all zeros: placed meta tensors, in one range of files that lives as long as
-    any of them.
+    """Allocates this rank's shards of leaves on disk, filled with zeros.
+
+    Returns placed meta tensors, which share one range of files that lives as long as any of them.
 
     Args:
-        leaves: in their order on disk. Consecutive ones can be read at once.
-        mesh: it says which parts are this rank's.
+        leaves: in their order on disk. Consecutive ones can be read with one read.
+        mesh: determines which shards belong to this rank.
         directories: as in `ScratchFiles`.
 
     Memory: none.
 
     Raises:
-        FzeroValueError: paths that cannot hold the leaves, with what they need and have.
+        FzeroValueError: the directories cannot hold the leaves; shows the bytes they need and have.
 
     Example:
         >>> import tempfile
@@ -74,7 +76,7 @@ def rest(
 
 
 def load(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor on disk, as a new one in host memory.
+    """Reads the value of a tensor on disk into a new tensor in host memory.
 
     Raises:
         TierError: a read that failed.
@@ -86,9 +88,9 @@ def load(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Makes a value in host memory that of a tensor on disk, which has its shape and dtype. Returns when it is written.
+    """Writes a value in host memory to a tensor on disk of the same shape and dtype. Returns when it has been written.
 
-    Memory: 32 MiB, or the leaf.
+    Memory: 32 MiB, or the size of the tensor if that is less.
 
     Raises:
         TierError: a write that failed.
@@ -105,10 +107,10 @@ def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]:
-    """The value of a tensor on disk in flat, consecutive parts of up to `nbytes`, each of which is there until the next
-    is asked for.
+    """Yields the value of a tensor on disk in flat, consecutive pieces of up to `nbytes`. Each piece is valid until the
+    next one is requested.
 
-    Memory: 2 x `nbytes`, or the leaf: one part is read ahead.
+    Memory: 2 x `nbytes`, or the size of the tensor if that is less: one piece is read ahead.
 
     Raises:
         TierError: a read that failed.
@@ -133,16 +135,17 @@ def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]
 
 @contextmanager
 def write_pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[_Writer]:
-    """The inverse of `pieces`: yields what takes the value of a tensor on disk, in consecutive parts of any sizes,
-    flattened one after the other.
+    """The inverse of `pieces`: yields a writer that takes the value of a tensor on disk in consecutive pieces of any
+    sizes, each of which is flattened.
 
-    At the end of the block everything is written. If the block raises, what was given so far may be.
+    At the end of the block everything has been written. If the block raises, the pieces given so far may have been
+    written.
 
-    Memory: 2 x `nbytes`, or the leaf: one part is filled while the other is written.
+    Memory: 2 x `nbytes`, or the size of the tensor if that is less: one buffer is filled while the other is written.
 
     Raises:
         TierError: a write that failed.
-        FzeroValueError: parts of another dtype, or of more or fewer elements than the tensor has.
+        FzeroValueError: pieces of another dtype, or of more or fewer elements than the tensor has.
     """
     writer = _Writer(tensor, nbytes)
     try:
@@ -154,12 +157,12 @@ def write_pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[_Writer
 
 
 class _Writer:
-    """Fills one buffer while the other is written."""
+    """Fills one buffer while the other is being written."""
 
     def __init__(self, tensor: torch.Tensor, nbytes: int):
         self._tensor, self._extent, self._size = tensor, _extent(tensor), _part_bytes(nbytes)
         self._buffers = _buffers(self._extent, self._size)
-        self._writes: list[Transfer | None] = [None, None]  # the last one from each buffer
+        self._writes: list[Transfer | None] = [None, None]  # the last write from each buffer
         self._at = 0
 
     def __call__(self, part: torch.Tensor) -> None:
@@ -191,7 +194,7 @@ class _Writer:
             self._wait(which)
 
     def settle(self) -> None:
-        """Waits until nothing reads the buffers, also after an error."""
+        """Waits until no write reads the buffers any more, also after an error."""
         for which in range(2):
             with suppress(TierError):
                 self._wait(which)
@@ -226,7 +229,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def _part_bytes(nbytes: int) -> int:
-    """Whole blocks; each holds whole elements of any dtype."""
+    """Rounds down to a multiple of the alignment, at least one; such a piece holds complete elements of any dtype."""
     return max(nbytes // ALIGNMENT, 1) * ALIGNMENT
 
 

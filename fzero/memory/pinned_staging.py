@@ -1,6 +1,7 @@
-"""Copies batches from pageable memory to a GPU through page-locked buffers, so that the host waits for nothing.
+"""Copies batches from pageable memory to a GPU through pinned (page-locked) buffers, so that the host does not wait.
 
-CUDA may have the host wait for the device before it reads pageable memory. A page-locked copy is only enqueued.
+When CUDA reads pageable memory, it may block the host until the device is ready. A copy from pinned memory is only
+enqueued.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from fzero.errors import TierError
 
 logger = logging.getLogger("fzero")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
-_DEPTH = 4  # steps that the host may be ahead of the device before it waits for a buffer
+_DEPTH = 4  # number of steps by which the host may run ahead of the device before it waits for a buffer
 
 
 class Staged:
-    """A ring of page-locked buffers of a device, each as large as the largest batch so far.
+    """A ring of pinned buffers for a device, each as large as the largest batch so far.
 
-    Memory: four batches of page-locked host memory.
+    Memory: pinned host memory for four batches.
     """
 
     def __init__(self, device: torch.device):
@@ -30,7 +31,7 @@ class Staged:
         self._copied: list[torch.cuda.Event | None] = [None] * _DEPTH
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies on the device, of which the current stream's next kernels may read."""
+        """Returns contiguous copies of the leaves on the device, ready for the next kernels on the current stream."""
         *offsets, end = host_offsets([x.nbytes for x in leaves])
         end = padded(end)
         if not self._buffers or end > len(self._buffers[0]):
@@ -48,7 +49,7 @@ class Staged:
         return out
 
     def _locked(self, nbytes: int) -> torch.Tensor:
-        """Memory for all buffers; what cannot be page-locked is copied as pageable memory is."""
+        """Allocates memory for all buffers. If it cannot be pinned, pageable memory is used instead."""
         try:
             return host_bytes(_DEPTH * nbytes, self._device, "step")
         except TierError as error:
@@ -56,7 +57,7 @@ class Staged:
             return torch.empty(_DEPTH * nbytes, dtype=torch.uint8, device="cpu")
 
     def _wait(self, number: int) -> None:
-        """Until the device has read a buffer."""
+        """Waits until the device has read a buffer."""
         copied = self._copied[number]
         if copied is not None and not copied.query():
             copied.synchronize()

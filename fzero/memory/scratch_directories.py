@@ -1,15 +1,15 @@
-"""Manages private directories for scratch files, one under each path a user gives:
+"""Manages private directories for scratch files. There is one under each path that the user gives:
 
     <path>/fzero-<pid>-<random>/    0700
         fzero.lock                  held by an flock for as long as its process lives
         data                        0600, preallocated
 
-A directory whose lock can be had belongs to nobody any more: a killed run left it, and whoever comes next removes it.
-One that is held is never touched, nor is anything that is not made as above by the same user.
+If the lock of a directory can be acquired, the directory was left behind by a killed run, and the next run removes it.
+A directory whose lock is held is never touched, nor is anything that was not made as above by the same user.
 
-[Note: meeting] A lock file is there for a moment before it is held, and another run may take it for a stale one
-meanwhile. So whoever gets a lock looks whether its file is still linked: a remover that came second goes its way, a
-maker whose directory was removed makes another.
+[Note: meeting] For a moment a lock file exists before its lock is held, and another run may then take it for a stale
+one. Therefore whoever acquires a lock checks whether the lock file is still linked. A process that came second to
+remove the directory does nothing; a process whose new directory was removed makes another one.
 """
 
 from __future__ import annotations
@@ -34,22 +34,29 @@ from fzero._utils.host_memory import padded
 from fzero._utils.units import size
 from fzero.errors import FzeroValueError
 
-# bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not
+# bytes of one system call, and of a stripe: 4 threads with 4 MiB each keep a disk busy, smaller pieces do not
 PIECE = 1 << 22
-_HUGE = 1 << 21  # bytes: of a huge page
+_HUGE = 1 << 21  # bytes of a huge page
 
 _NAME = re.compile(r"fzero-\d+-[0-9a-f]{16}")
 _LOCK, _DATA, _PROBE = "fzero.lock", "data", "probe"
 _SPACE = "free space, or give other paths"
 
 logger = logging.getLogger("fzero")
-_told: set[str] = set()  # paths of which the log already says that they are not written directly
+_told: set[str] = set()  # paths for which a missing O_DIRECT has been logged
 
 
 @dataclass(frozen=True)
 class ScratchFile:
-    """A rank's file under one path: the file's private directory, its descriptor, that of the lock, and whether I/O
-    goes past the page cache."""
+    """A rank's file under one path.
+
+    Attributes:
+        path: the path that the user gave.
+        directory: the private directory of the file.
+        fd: the descriptor of the file.
+        lock: the descriptor of the lock file.
+        direct: whether I/O bypasses the page cache.
+    """
 
     path: Path
     directory: Path
@@ -68,20 +75,20 @@ class ScratchFile:
 
 
 def paths(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> tuple[Path, ...]:
-    """The paths a user gave, one or several."""
+    """Returns the paths that a user gave, one or several, as a tuple."""
     one = isinstance(directories, (str, os.PathLike))
     return tuple(Path(x) for x in ([directories] if one else directories))
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """New memory that can be read to and written from directly: `nbytes` of uint8, undefined, at an address that is a
-    multiple of `ALIGNMENT`.
+    """Allocates memory for direct reads and writes: `nbytes` of uint8, uninitialized, at an address that is a multiple
+    of `ALIGNMENT`.
 
-    From 2 MiB on it is asked for in huge pages, and begins at one. A disk is handed memory by runs of physical pages:
-    scattered small ones halved its speed on half of the buffers tried, by chance of what the system had free, and
-    doubled the processor's part on all.
+    From 2 MiB on, huge pages are requested, and the memory begins at one. A disk receives memory as runs of physical
+    pages. Scattered small pages halved its speed for half of the buffers tried, depending on which pages the system had
+    free, and doubled the CPU time for all of them.
 
-    Memory: `nbytes`, up to a page more.
+    Memory: `nbytes`, plus up to a page.
 
     Example:
         >>> aligned(8192).data_ptr() % ALIGNMENT
@@ -98,7 +105,7 @@ def aligned(nbytes: int) -> torch.Tensor:
 
 
 def shares(nbytes: int, num: int) -> list[int]:
-    """Bytes in each of `num` files over which a range is striped.
+    """Returns the bytes in each of `num` files over which a range is striped.
 
     Example:
         >>> shares(2 * PIECE + 4096, 2)
@@ -112,16 +119,16 @@ def shares(nbytes: int, num: int) -> list[int]:
 def check(
     directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], nbytes: int, *, num_ranks: int = 1
 ) -> None:
-    """Whether files can be striped over these paths. Makes nothing.
+    """Checks whether files can be striped over these paths. Creates nothing.
 
     Args:
-        directories: existing directories. Those on one file system share what is free there.
+        directories: existing directories. Those on the same file system share its free space.
         nbytes: bytes of each rank.
-        num_ranks: ranks that will use the same paths.
+        num_ranks: number of ranks that will use the same paths.
 
     Raises:
-        FzeroValueError: paths that are missing, no directories, not writable, or too small; all of them, with what they
-            need and have.
+        FzeroValueError: paths that are missing, are not directories, are not writable, or are too small. Lists all of
+            them, with the bytes they need and have.
 
     Example:
         >>> check("/nowhere", 1 << 30)
@@ -150,10 +157,10 @@ def check(
 
 
 def allocate(directories: Sequence[Path], nbytes: int) -> list[ScratchFile]:
-    """A file under each path, which together hold `nbytes`; as long as nothing is written to them they read as zeros.
+    """Makes a file under each path. Together they hold `nbytes`, and read as zeros until they are written.
 
     Raises:
-        FzeroValueError: as `check`, and if the blocks cannot be had after all. Then nothing is left behind.
+        FzeroValueError: as for `check`, and if the blocks cannot be allocated after all. Then nothing is left behind.
     """
     check(directories, nbytes)
     parts: list[ScratchFile] = []
@@ -172,10 +179,10 @@ def allocate(directories: Sequence[Path], nbytes: int) -> list[ScratchFile]:
 
 
 def extend(parts: Sequence[ScratchFile], before: int, nbytes: int) -> None:
-    """Makes `nbytes` of `before` bytes that these files hold together.
+    """Grows the files, which together hold `before` bytes, to `nbytes`.
 
     Raises:
-        FzeroValueError: as `allocate`. Then the files are as they were.
+        FzeroValueError: as for `allocate`. Then the files are unchanged.
     """
     old, new = shares(before, len(parts)), shares(nbytes, len(parts))
     check([part.path for part in parts], nbytes - before)
@@ -210,11 +217,11 @@ def _free(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-# --- making ---
+# --- creation ---
 
 
 def _make(path: Path, nbytes: int) -> ScratchFile:
-    """A directory of this process under a path, with a file of `nbytes` whose blocks are there."""
+    """Makes a directory of this process under a path, with a file of `nbytes` whose blocks are allocated."""
     directory, lock = _claim(path)
     fds = [lock]
     try:
@@ -243,18 +250,18 @@ def _make(path: Path, nbytes: int) -> ScratchFile:
 
 
 def _claim(path: Path) -> tuple[Path, int]:
-    """A new directory, and the descriptor that holds its lock."""
+    """Makes a new directory. Returns it with the descriptor that holds its lock."""
     while True:
         directory = path / f"fzero-{os.getpid()}-{secrets.token_hex(8)}"
         directory.mkdir(mode=0o700)
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if _hold(lock) is not False:  # where nothing can be locked, nobody can take it for a stale one either
+        if _hold(lock) is not False:  # if locks are not supported (None), no other run can take it for a stale one
             return directory, lock
         os.close(lock)  # [Note: meeting]
 
 
 def _hold(lock: int) -> bool | None:
-    """Whether this is now the one holder of a lock file that is still there; None where files cannot be locked."""
+    """Whether this process now holds the lock of a lock file that still exists; None if files cannot be locked."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,11 +272,11 @@ def _hold(lock: int) -> bool | None:
 
 
 def _is_direct(probe: Path) -> bool:
-    """Whether direct I/O is what it says here.
+    """Whether direct I/O really works here.
 
-    Opening a file so proves nothing, nor does an odd read, which finds a hole everywhere. Where it is direct, a block
-    can be written and read back and an odd number of bytes cannot be written; file systems that only pretend (those in
-    memory do) take both.
+    Opening a file with O_DIRECT proves nothing, and neither does a read of an odd size, which finds a hole on every
+    file system. If I/O is direct, a block can be written and read back, and an odd number of bytes cannot be written.
+    File systems that only accept the flag (such as those in memory) allow both.
     """
     if not hasattr(os, "O_DIRECT"):
         return False
@@ -280,7 +287,7 @@ def _is_direct(probe: Path) -> bool:
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        with suppress(FileNotFoundError):  # some make the file before they refuse
+        with suppress(FileNotFoundError):  # some file systems create the file before they reject the flag
             os.unlink(probe)
         return False
     try:
@@ -303,15 +310,15 @@ def _is_direct(probe: Path) -> bool:
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-# --- removing ---
+# --- removal ---
 
 
 def _sweep(path: Path) -> None:
-    """Removes what killed runs of this user left under a path."""
+    """Removes the directories that killed runs of this user left under a path."""
     with os.scandir(path) as entries:
         found = [Path(e.path) for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     for directory in found:
-        with suppress(OSError):  # another run removes it meanwhile, or it is not ours to remove
+        with suppress(OSError):  # another run may be removing it, or it may belong to another user
             if os.lstat(directory).st_uid != os.geteuid():
                 continue
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -323,8 +330,10 @@ def _sweep(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a directory whose lock one holds, and what is made in it; the lock last, so that a removal cut short can
-    be finished."""
+    """Removes a directory whose lock this process holds, with its files.
+
+    The lock file goes last, so that an interrupted removal can be completed later.
+    """
     for name in (_PROBE, _DATA, _LOCK):
         with suppress(OSError):
             os.unlink(directory / name)

@@ -1,8 +1,8 @@
-"""Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on.
+"""Reads and writes a rank's scratch files as one range of bytes, in threads, while the caller continues.
 
-Nothing here knows the meaning of the bytes. One pool of threads serves all files of a process. A system call of 4 MiB
-releases the interpreter, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the
-order in which they were submitted.
+Nothing here interprets the bytes. One pool of threads serves all files of a process. A system call of 4 MiB releases
+the GIL, so a few Python threads keep a disk as busy as a C program would. Pieces are processed in the order in which
+they were submitted.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ _FIX = "the state is lost; go on from the last checkpoint; free space or use ano
 
 
 class ScratchFiles:
-    """Bytes 0 to `nbytes` on disk, of this process alone, striped over directories in pieces of 4 MiB.
+    """Bytes 0 to `nbytes` on disk, private to this process and striped over directories in pieces of 4 MiB.
 
-    Blocks are allocated at once; bytes that were never written read as zeros. The files are private (0600, in a
-    directory of their own) and are removed by `close`, with the last reference to this, at exit, and after a crash by
-    the next run on the same path.
+    Blocks are allocated immediately; bytes that were never written read as zeros. The files are private (0600, in a
+    separate directory). They are removed by `close`, when the last reference to this object goes away, at exit, and
+    after a crash by the next run on the same path.
 
     Args:
-        directories: existing directories, one or several; best on disks of their own.
+        directories: one or several existing directories, ideally on separate disks.
         nbytes: rounded up to a multiple of `ALIGNMENT`.
-        num_threads: that move pieces. The pool of the process has as many as the most that any of its files asks for.
+        num_threads: number of threads that move pieces. The pool of the process has as many threads as the largest
+            number that any of its files requests.
 
     Attributes:
-        direct: whether all files are read and written past the page cache.
+        direct: whether reads and writes of all files bypass the page cache.
         bytes_read, bytes_written: so far.
         busy_seconds: wall time during which at least one piece was being read or written.
 
-    Memory: none. A transfer keeps the memory it reads or writes until it is done.
+    Memory: none. A transfer keeps the memory that it reads or writes alive until it is done.
 
     Raises:
-        FzeroValueError: paths that cannot hold the files, with what they need and have.
+        FzeroValueError: the directories cannot hold the files; shows the bytes they need and have.
 
     Example:
         >>> import tempfile
@@ -82,21 +83,23 @@ class ScratchFiles:
         self._finalizer = weakref.finalize(self, self._open.close)
 
     def read(self, runs: Runs) -> Transfer:
-        """Starts to fill each run's memory with the bytes from its offset on.
+        """Starts to read into the memory of each run the bytes from its offset on.
 
         Args:
-            runs: `(offset, flat)`, uint8, in host memory; offset, size and address are multiples of `ALIGNMENT`.
-                Neighbours that adjoin in the file are one read, wherever their memory is.
+            runs: `(offset, flat)`. `flat` is uint8, in host memory; its offset, size and address are multiples of
+                `ALIGNMENT`. Consecutive runs that are adjacent in the file become one read, wherever their memory is.
         """
         return self._start("read", runs)
 
     def write(self, runs: Runs) -> Transfer:
-        """Starts to write each run's memory to the bytes from its offset on. Until the wait the memory must not
-        change."""
+        """Starts to write the memory of each run to the bytes from its offset on.
+
+        The memory must not change until the wait.
+        """
         return self._start("write", runs)
 
     def extend(self, nbytes: int) -> int:
-        """Makes room for more bytes behind the others.
+        """Makes room for more bytes at the end.
 
         Args:
             nbytes: rounded up to a multiple of `ALIGNMENT`.
@@ -104,7 +107,8 @@ class ScratchFiles:
         Returns: the offset of the first of them.
 
         Raises:
-            FzeroValueError: paths that do not have the room, with what they need and have; the files are as they were.
+            FzeroValueError: the paths do not have the room; shows the bytes they need and have. The files are
+                unchanged.
         """
         begin = self.nbytes
         scratch_directories.extend(self._parts, begin, begin + scratch_directories.padded(nbytes))
@@ -112,7 +116,8 @@ class ScratchFiles:
         return begin
 
     def close(self) -> None:
-        """Removes the files. Pieces that are being moved are finished first; the others of their transfers fail."""
+        """Removes the files. Pieces that are being moved are finished first; the other pieces of their transfers
+        fail."""
         self._finalizer()
 
     @property
@@ -143,10 +148,11 @@ class ScratchFiles:
         return transfer
 
     def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[ScratchFile, int, int, int, Any]]:
-        """The pieces of runs: the file, the offset there, the offset here, the bytes, and their memory."""
+        """Splits runs into pieces. Returns for each the file, the offset in that file, the offset in the whole range,
+        the number of bytes, and the memory."""
         num = len(self._parts)
         pieces: list[Any] = []
-        spans: list[tuple[int, int]] = []  # of each piece: where it begins, and where it ends at the latest
+        spans: list[tuple[int, int]] = []  # for each piece, its begin and its largest possible end
         end = -1
         for offset, flat in runs:
             view, done = flat.numpy().data, 0
@@ -166,11 +172,11 @@ class ScratchFiles:
 
 
 class Transfer:
-    """A read or a write under way. It keeps its files, and its memory, until it is done.
+    """A read or a write in flight. It keeps its files, and its memory, alive until it is done.
 
     Attributes:
-        nbytes: to be moved.
-        seconds: from its start to the end of its last piece; 0.0 until then.
+        nbytes: the number of bytes to move.
+        seconds: the time from its start to the end of its last piece; 0.0 until then.
     """
 
     def __init__(self, files: ScratchFiles, operation: str):
@@ -182,7 +188,7 @@ class Transfer:
         self._started = time.perf_counter()
 
     def start(self, pieces: Sequence[_FilePiece], num_threads: int) -> None:
-        """Hands its pieces to the threads."""
+        """Submits its pieces to the threads."""
         self.nbytes, self._left = sum(piece.nbytes for piece in pieces), len(pieces)
         if pieces:
             _pool.submit(pieces, num_threads)
@@ -196,10 +202,10 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Returns when every piece is done, well or badly.
+        """Returns when every piece is done or has failed.
 
         Raises:
-            TierError: the first error of any piece, with where it happened.
+            TierError: the first error of any piece, with its location.
         """
         self._done.wait()
         if self._error is not None:
@@ -211,7 +217,7 @@ class Transfer:
             raise TierError("offload", what, [where], _FIX) from error
 
     def ended(self, failure: tuple[BaseException, str] | None) -> None:
-        """A piece is done. Called by the threads."""
+        """Records that a piece is done. Called by the threads."""
         with self._lock:
             self._left -= 1
             self._error = self._error or failure
@@ -224,7 +230,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _FilePiece:
-    """The piece that one thread moves at a time: consecutive bytes of one file."""
+    """The unit of work of a thread: consecutive bytes of one file."""
 
     transfer: Transfer
     open: _Open
@@ -235,7 +241,7 @@ class _FilePiece:
     views: list[memoryview]
 
     def run(self) -> None:
-        """Never raises: the transfer ends in any case."""
+        """Moves the piece. Never raises, so that the transfer ends in any case."""
         failure = None
         try:
             self.open.begin()
@@ -245,15 +251,18 @@ class _FilePiece:
                 self.open.end()
             self.open.count(self.transfer.operation, self.nbytes)
         except BaseException as error:
-            if isinstance(error, OSError):  # its text says all; its traceback would keep the memory
+            if isinstance(error, OSError):  # its traceback would keep the memory alive
                 error = error.with_traceback(None)
             failure = (error, f"{self.part.directory}: {self.nbytes} bytes at offset {self.offset}")
         self.transfer.ended(failure)
 
 
 def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes: int) -> None:
-    """Reads or writes all of a piece. The moved part of an incomplete block is moved again: direct I/O goes on at whole
-    blocks."""
+    """Reads or writes a complete piece.
+
+    If a system call stops within a block, the moved bytes of that block are moved again, because direct I/O continues
+    only at block boundaries.
+    """
     move, done = (os.preadv if operation == "read" else os.pwritev), 0
     while done < nbytes:
         num = move(fd, views, at + done)
@@ -268,8 +277,8 @@ def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes:
 
 
 class _Open:
-    """The open files behind `ScratchFiles`, apart from it so that they can be closed when it is gone; and what was done
-    with them."""
+    """The open files of a `ScratchFiles`, with their statistics. A separate object, so that they can be closed after
+    the `ScratchFiles` is gone."""
 
     def __init__(self, parts: Sequence[ScratchFile]):
         self.pid = os.getpid()
@@ -279,7 +288,7 @@ class _Open:
         self._active, self._since, self._busy = 0, 0.0, 0.0
 
     def begin(self) -> None:
-        """A piece begins: until its end the files stay open."""
+        """Records that a piece begins: the files stay open until its end."""
         with self._idle:
             if self._closed:
                 raise OSError(errno.EBADF, "the files were closed before it was done")
@@ -303,7 +312,7 @@ class _Open:
             return self._busy + (time.perf_counter() - self._since if self._active else 0.0)
 
     def close(self) -> None:
-        if self.pid != os.getpid():  # forked: they are the parent's, who may still use them
+        if self.pid != os.getpid():  # after a fork the files belong to the parent, which may still use them
             return
         with self._idle:
             self._closed = True
@@ -314,11 +323,12 @@ class _Open:
 
 
 class _ThreadPool:
-    """The threads of this process. They are daemons: a step that was given up does not keep it alive."""
+    """The threads of this process. They are daemon threads, so that an abandoned step does not keep the process
+    alive."""
 
     def __init__(self) -> None:
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # threads do not come along
+        os.register_at_fork(after_in_child=self._begin)  # a forked process has no copies of the threads
 
     def _begin(self) -> None:
         self._pieces: queue.SimpleQueue[_FilePiece] = queue.SimpleQueue()
@@ -331,7 +341,7 @@ class _ThreadPool:
                     target=_work, args=(self._pieces,), name=f"fzero-disk-{self._num_threads}", daemon=True
                 ).start()
                 self._num_threads += 1
-            for piece in pieces:  # under the lock: those of one transfer are neighbours
+            for piece in pieces:  # under the lock, so that the pieces of one transfer stay together
                 self._pieces.put(piece)
 
 
@@ -339,7 +349,7 @@ def _work(pieces: queue.SimpleQueue[_FilePiece]) -> None:
     while True:
         piece = pieces.get()
         piece.run()
-        del piece  # or this thread would keep its memory and files until the next one comes
+        del piece  # otherwise this thread would keep its memory and files alive until the next piece arrives
 
 
 _pool = _ThreadPool()

@@ -1,7 +1,7 @@
-"""Rehearses the copies of a GPU on a CPU: a double for tests, and for users who rehearse an offloaded run.
+"""Simulates the asynchronous copies of a GPU on a CPU, for tests and for trying out an offloaded run.
 
-What forgets to wait, or writes too early, computes the right numbers where host and device are one memory, and wrong
-ones on a GPU. Here it does so on a CPU.
+Code that forgets to wait for a copy, or writes too early, computes correct results if host and device share one memory,
+and wrong results on a GPU. With these copies it computes wrong results on a CPU too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from fzero.memory.device_copies import PendingCopy, Tensors, meet, moves
 
 
 class LateCopies:
-    """Copies on a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
+    """Copies on a CPU that treat host and device as two separate memories (`make_mesh(unified_memory=False)`).
 
-    A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
-    it is copied as it then is. Until then `into` has every bit set, a NaN in every floating point format. After a wait
-    of the device alone the host sees NaN again, until a copy back to the device begins, or the host settles.
+    A thread carries out the copies one after the other, with a delay. Data that is read before the wait is not there
+    yet, and a source that is overwritten before the copy is copied with its new value. Until the copy, every bit of
+    `into` is set, which is NaN in every floating-point format. After a wait of the device only, the host sees NaN again
+    until a copy back to the device begins, or until the host settles.
 
     Args:
         timeout: seconds that a wait waits.
@@ -34,7 +35,7 @@ class LateCopies:
     def __init__(self, timeout: float, pause: Callable[[], object] = lambda: time.sleep(1e-3)):
         self._timeout = timeout
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._hidden: list[tuple[Tensors, Tensors]] = []  # from the host, and what is there for the device
+        self._hidden: list[tuple[Tensors, Tensors]] = []  # hidden from the host, with their values
         thread = threading.Thread(target=_copy_all, args=(self._queue, pause), name="fzero-copies", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread)
@@ -92,11 +93,11 @@ _Job = tuple["Future[None]", Sequence[tuple[torch.Tensor, torch.Tensor]]]
 
 @torch.no_grad()
 def _copy_all(jobs: queue.SimpleQueue[_Job | None], pause: Callable[[], object]) -> None:
-    """The thread of `LateCopies`: it ends when it reads a None."""
+    """The main function of the thread of `LateCopies`. It ends when it reads None."""
     while (job := jobs.get()) is not None:
         pause()
         _copy(*job)
-        del job  # not alive until the next
+        del job  # do not keep the tensors alive while waiting for the next job
 
 
 def _copy(done: Future[None], moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -110,8 +111,10 @@ def _copy(done: Future[None], moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
-    """Ends the thread with its carrier, or with the process: one that the interpreter finds in the middle of a copy
-    when it ends takes the process with it."""
+    """Ends the thread together with its `LateCopies` object, or with the process.
+
+    A thread that is in the middle of a copy when the interpreter shuts down would crash the process.
+    """
     jobs.put(None)
-    if thread is not threading.current_thread():  # which may be the one that collects garbage
+    if thread is not threading.current_thread():  # the finalizer may run in this very thread, which cannot join itself
         thread.join(1.0)

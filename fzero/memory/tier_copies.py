@@ -1,10 +1,11 @@
-"""Runs copies between the tiers of a rank, as the lines of a program start them and wait for them.
+"""Runs the copies of a program between memory tiers: its ops start them and wait for them.
 
-A leaf's next value may be written aside, to its spare extent, while the old one still counts. When the next one does,
-the two extents change places.
+The next value of a tensor on disk may be written speculatively, to its spare extent, while the old value is still
+valid. When the next value becomes valid, the two extents are swapped.
 
-A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never
-come. The step goes on with what the buffers hold and fails at its end, on every rank, with the same error.
+A disk that fails in the middle of a step does not stop the step there, because the other ranks would wait for transfers
+that never come. The step continues with whatever the buffers contain, and fails at its end, on every rank, with the
+same error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from fzero.sharding.layout import Extent, extent_of, set_extent
 
 @dataclass(frozen=True)
 class TierCopy:
-    """A copy in flight: its wait, the values it makes unless they have a place, and a wait of the device alone."""
+    """A copy in flight.
+
+    Attributes:
+        done: waits for the copy.
+        values: the values that it produces, unless they have a planned buffer.
+        hold: a wait of the device that does not block the host.
+    """
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
@@ -42,15 +49,15 @@ class TierTransport:
     """The copies of a program.
 
     Args:
-        mesh: that it runs on.
-        disk: whether it reads or writes leaves on disk.
+        mesh: the mesh that the program runs on.
+        disk: whether the program reads or writes tensors on disk.
     """
 
     def __init__(self, mesh: Mesh, disk: bool):
         self._mesh, self._disk, self._copies = mesh, disk, copies(mesh)
         self._failed: TierError | None = None
-        self.nothing = TierCopy(lambda: None, ())  # a copy that is left out
-        self._on_disk: list[Callable[[], None]] = []  # waits for what was started since then
+        self.nothing = TierCopy(lambda: None, ())  # stands for a copy that is skipped
+        self._on_disk: list[Callable[[], None]] = []  # the waits of the disk transfers that were started since `begin`
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
@@ -65,8 +72,8 @@ class TierTransport:
         self._failed, self._on_disk = None, []
 
     def abandon(self) -> None:
-        """Called when a step ended in the middle: until nothing that it has started reads or writes memory, whatever
-        becomes of it. The memory is the next step's."""
+        """Called when a step ended in the middle. Returns when none of the transfers that it has started still reads or
+        writes memory, whether they succeed or not: the next step uses the same memory."""
         for wait in self._on_disk:
             self._kept(wait)
         if self._mesh.device.type == "cuda":
@@ -74,7 +81,7 @@ class TierTransport:
         self.begin()
 
     def take_spare(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Makes what was written aside of these leaves their value."""
+        """Makes the speculatively written values of these tensors their current values."""
         for leaf in leaves:
             old = _extent(leaf)
             assert old.spare is not None
@@ -101,8 +108,12 @@ class TierTransport:
     def settled(
         self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]
     ) -> Callable[..., Any]:
-        """A function that the host may run: what it writes, as `written(*args, into)` says, is not on its way to the
-        device any more."""
+        """Wraps a function that the host runs, so that it first waits for copies to the device that still read the
+        memory it writes.
+
+        Args:
+            written: `written(*args, into)` returns the tensors that the function writes.
+        """
 
         def call(*args: Any, into: Sequence[Any] = (), **kwargs: Any) -> Any:
             self._copies.settle([x for x in written(*args, into) if x is not None])
@@ -111,9 +122,9 @@ class TierTransport:
         return call
 
     def end(self) -> TierError | None:
-        """Called when a step has run. Returns the first error of a rank's disk, on every rank.
+        """Called when a step has run. Returns the first disk error of each rank as one error, the same on every rank.
 
-        Communication: with leaves on disk one number from every rank.
+        Communication: if the program uses tensors on disk, one number from every rank.
         """
         if not self._disk:
             return None
@@ -150,19 +161,20 @@ def _extent(tensor: torch.Tensor) -> Extent:
 
 
 def _sectors(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a value, to the end of the last sector."""
+    """Returns the bytes of a value, extended to the end of its last sector."""
     flat = x.new_empty(0, dtype=torch.uint8)
     return flat.set_(x.untyped_storage(), x.storage_offset() * x.element_size(), (padded(x.nbytes),), (1,))  # type: ignore[call-overload]
 
 
 def _said(error: TierError) -> str:
-    """The failure and its place, in one line."""
+    """Returns the failure and its location in one line."""
     what, *where = (line.strip() for line in str(error).splitlines() if not line.startswith("Fix: "))
     return "; ".join((what.removeprefix("fzero.offload: "), *where))
 
 
 def _lies_well(x: torch.Tensor) -> bool:
-    """Whether a value can be written from where it lies."""
+    """Whether a value can be written directly from its memory: it is contiguous and aligned, and its last sector lies
+    within its storage."""
     begin = x.storage_offset() * x.element_size()
     return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
 
