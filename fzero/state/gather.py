@@ -1,4 +1,4 @@
-"""Gathers the whole state on every rank: for small models, tests and inspection."""
+"""Gathers the unsharded state on every rank: for small models, tests and inspection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fzero.train_state import lasting
 
 
 def gathered(state: State, mesh: Mesh) -> State:
-    """The whole state, as `whole`. All ranks call it; one that does not come is named."""
+    """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
+    error."""
     check_state(state, "gather what train.init, train.restore or a step returned", "gather")
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
         agreement.everywhere(mesh, "gather", lambda: None)
@@ -30,7 +31,7 @@ def gathered(state: State, mesh: Mesh) -> State:
 
 
 def whole(state: Any, mesh: Mesh) -> Any:
-    """A tree of plain host tensors with the whole value of every leaf; ties stay ties."""
+    """Returns a tree of plain host tensors with the unsharded value of every leaf. Tied leaves stay tied."""
     done: dict[int, torch.Tensor] = {}
 
     def read(x: torch.Tensor) -> torch.Tensor:
@@ -47,8 +48,8 @@ def whole(state: Any, mesh: Mesh) -> Any:
 
 
 def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """The whole of a sharded leaf: gathered over one axis after the other, the last first. A leaf that only some ranks
-    have is then sent to the others."""
+    """Returns the unsharded value of a sharded leaf, gathered over one axis after the other, the last axis first. A
+    leaf that only some ranks have (a stage of a pipeline) is then broadcast to the others."""
     found = _joined(value, leaf, mesh) if leaf.is_on(mesh) else value.new_empty(leaf.shape)
     if (only := leaf.layout.only) is not None:
         found = found.contiguous()

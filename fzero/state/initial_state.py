@@ -1,6 +1,6 @@
 """Creates the first state: from an init function, from given parameters, or from weight files.
 
-Each rank makes or reads only its own shards, and puts each leaf where it is stored before it makes the next one.
+Each rank makes or reads only its own shards, and stores each leaf on its memory tier before it makes the next one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 
 _Leaves = Callable[[tensor_init.Put], dict[int, torch.Tensor]]
-"""Makes parameters and puts them where they are stored; by position."""
+"""Makes parameters and stores them on their memory tiers. Returns them by position."""
 
 
 @dataclass(frozen=True)
 class InitialParams:
-    """The parameters that a first state is made of.
+    """The parameters from which the first state is made.
 
     Attributes:
         values: a tree of unsharded leaves; meta tensors if an init function makes them.
@@ -52,8 +52,8 @@ class InitialParams:
     key: torch.Tensor
 
     def compared(self, paths: Collection[str] | None = None) -> Held:
-        """What must be the same on all ranks: the key, and the init function or the leaves at `paths` (by default
-        all)."""
+        """Returns the values that must be the same on all ranks: the key, and the init function or the leaves at
+        `paths` (by default all)."""
         held: Held = {"key": (self.key, ())}
         if self.graph is not None:
             return {**held, "the init function": ("\n".join(map(str, signature(self.graph))), ())}
@@ -69,14 +69,14 @@ class InitialParams:
 
 
 def initial_key(owner: str, key: torch.Tensor | None, mesh: Mesh) -> torch.Tensor:
-    """The given key on the mesh's device; by default `fz.random.key(0)`."""
+    """Returns the given key on the mesh's device; by default `fz.random.key(0)`."""
     key = fzrandom.key(0) if key is None else key
     fzrandom.check_key(owner, key)
     return key.to(mesh.device)
 
 
 def params_of_init(params: Any, key: torch.Tensor | None, mesh: Mesh, model: Any) -> InitialParams:
-    """The parameters that `init` was given, checked and compared between the ranks. An init function is recorded."""
+    """Checks the parameters that `init` was given and compares them between the ranks. An init function is recorded."""
     key = initial_key("init", key, mesh)
     given = InitialParams(params, None, key)
 
@@ -104,8 +104,11 @@ def params_of_init(params: Any, key: torch.Tensor | None, mesh: Mesh, model: Any
 def params_of_load(
     path: str | os.PathLike[str], params: Any, key: torch.Tensor | None, mesh: Mesh, model: Any, known: Inputs | None
 ) -> tuple[Weights, InitialParams]:
-    """The weight files that `load` reads, opened, and the structure of their parameters: the given one, else that of
-    the model, else that of the last state (`known`), else as the names in the files say."""
+    """Opens the weight files that `load` reads. Returns them with the structure of their parameters.
+
+    The structure is the given one; without it that of the model, else that of the last state (`known`), else the one
+    that the names in the files imply.
+    """
     key = initial_key("load", key, mesh)
     weights = open_weights(path, mesh)
     if params is None and model is not None:
@@ -120,7 +123,12 @@ def params_of_load(
 
 
 def init_state(given: InitialParams, step: Step, mesh: Mesh, limits: Sequence[int | None], inputs: Inputs) -> State:
-    """The first state of an `init`. `inputs`: the leaf table of the parameters; `limits`: as of `storage.reserve`."""
+    """Creates the first state for `init`.
+
+    Args:
+        inputs: the leaf table of the parameters.
+        limits: as in `tensor_storage.reserve`.
+    """
     return _first_state("init", step, mesh, limits, inputs, given.key, lambda put: given.sharded(inputs, mesh, put))
 
 
@@ -134,7 +142,8 @@ def load_state(
     names: Mapping[str, str] | None,
     model: Any,
 ) -> State:
-    """The first state of a `load`: parameters in the files are read by all ranks together, the others are made."""
+    """Creates the first state for `load`: all ranks together read the parameters that are in the files; the others are
+    initialized."""
     graph, key = given.graph, given.key
     plan = load.plan(weights, given.values, inputs, names, model, graph)
     flat = tree.leaves(given.values)
@@ -165,7 +174,12 @@ def _first_state(
     make: _Leaves,
     read: _Leaves | None = None,
 ) -> State:
-    """The first state, of parameters that all ranks `read` together, and of the others, which each can `make`."""
+    """Creates the first state.
+
+    Args:
+        make: makes parameters; each rank can do this independently.
+        read: reads parameters; all ranks do this together.
+    """
     opt_inputs = opt_state_inputs(step, mesh, inputs)
     places = tensor_storage.reserve(step, mesh, limits, inputs, opt_inputs, owner)
     buffer = tensor_storage.BUFFER if read is None else WINDOW
@@ -183,18 +197,21 @@ def _first_state(
     with nullcontext() if read is None else agreement.unbroken(mesh):
         if read is not None:
             stored = agreement.everywhere(mesh, owner, lambda: read(put))
-        # a disk or file that fails on one rank is every rank's error
+        # if a disk or a file fails on one rank, every rank raises the error
         made, opt = agreement.everywhere(mesh, owner, make_leaves) if places or read else make_leaves()
     rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
     state = assembled(step, mesh, inputs, opt_inputs, made, opt, rest, places, owner)
-    if places:  # the leaves were made in host memory that is freed now
+    if places:  # the leaves were made in host memory, which has now been freed
         return_freed_memory()
     return state
 
 
 def staged_state(state: State, step: Step, mesh: Mesh, inputs: Inputs) -> State:
-    """The state laid out for the stages of a pipeline that were not known when it was made. Until then every rank
-    along the axis has all leaves, so each keeps those of its stages, and nothing is sent."""
+    """Lays out a state for the stages of a pipeline that were unknown when the state was made.
+
+    Until then every rank along the axis has all parameters. So each rank keeps the parameters of its stages, and
+    nothing is sent.
+    """
     opt_inputs = opt_state_inputs(step, mesh, inputs)
     slots = {leaf.path: leaf for leaf in slots_of(step, mesh, inputs).inputs.leaves}
 

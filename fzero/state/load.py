@@ -1,8 +1,8 @@
-"""Loads parameters from safetensors files into their places: stored leaves, leaves to initialise, and entries left
-over.
+"""Plans and loads parameters from safetensors files: the parameters that are in the files, those that must be
+initialized, and entries of the files that are not used.
 
-Which stored tensors make up a leaf is the model's to say, by default the one of the leaf's name. Everything is checked
-before any leaf is made.
+The model defines which stored tensors make up a parameter; by default it is the tensor of the same name. Everything is
+checked before any parameter is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ logger = logging.getLogger("fzero")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The leaves of parameters by origin: positions and stored names."""
+    """The origin of each parameter of a model.
+
+    Attributes:
+        weights: the weight files.
+        names: the dotted names of the parameters, by position.
+        stored: for the name of each parameter that is in the files, the stored tensors that make it up.
+        missing: positions of the parameters that are not in the files.
+    """
 
     weights: Weights
     names: list[str]
@@ -44,19 +51,20 @@ def plan(
     model: Any,
     graph: Recorded | None,
 ) -> LoadPlan:
-    """Decides the origin of each leaf. The log gets the leaves that the files do not have, and the unused entries of
-    the files.
+    """Decides the origin of each parameter. Logs the parameters that are not in the files, and the entries of the files
+    that are not used.
 
     Args:
         params: the tree as it was given.
-        names: the stored names of leaves that have others.
-        model: of the loss function, or None. It may have `sources(weights)`, the runs of stored tensors that make up
-            each leaf; `initial(names, key)`, values of leaves that no file has; `unstored`, names of those that are not
-            spoken of; and `aliases`, the other names of tied leaves.
+        names: the stored names of parameters whose stored name differs.
+        model: the model of the loss function, or None. It may have `sources(weights)`, which returns the runs of stored
+            tensors that make up each parameter; `initial(names, key)`, which returns values of parameters that no file
+            has; `unstored`, names of parameters that are not logged when they are missing; and `aliases`, the other
+            names of tied parameters.
         graph: of an init function, if `params` was one.
 
     Raises:
-        CheckpointError: leaves that differ, or that can come from nowhere; files of another model.
+        CheckpointError: parameters that differ, or that have no possible origin; files of another model.
     """
     found, flat = tree.names(params), tree.leaves(params)
     _check_names(names, found, weights)
@@ -124,7 +132,10 @@ def leaves(
     mesh: Mesh,
     put: Callable[[Any, Leaf], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """The stored leaves as they rest, by position. Every rank calls it; errors are raised when all have been read."""
+    """Reads the stored parameters and puts them into storage. Returns them by position.
+
+    Every rank calls it. Errors are raised after all parameters have been read.
+    """
     at = {made_of.names[i]: i for i in inputs.distinct}
     wanted = {name: inputs.leaves[at[name]] for name in made_of.stored}
     made: dict[int, torch.Tensor] = {}
@@ -133,7 +144,7 @@ def leaves(
         if failed is None:
             try:
                 made[at[name]] = put(parts, wanted[name])
-            except Exception as error:  # the other ranks still gather values that this one reads
+            except Exception as error:  # keep reading: the other ranks still gather values that this rank reads
                 failed = error
     if failed is not None:
         raise failed
@@ -141,13 +152,14 @@ def leaves(
 
 
 def structure(weights: Weights) -> Any:
-    """The tree that the names of the files make, of meta tensors; tied names are one tensor."""
+    """Builds the tree that the names in the files imply, of meta tensors. Tied names are one tensor."""
     metas = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, (_, e) in weights.entries.items()}
     return _nested(metas | {later: metas[first] for later, first in weights.tied.items()}, weights.path)
 
 
 def _stored(name: str, aliases: Mapping[str, Sequence[str]], weights: Weights) -> str:
-    """The stored name of a leaf: its own, or, where the files have it under another that is tied to it, that."""
+    """Returns the stored name of a parameter: its own name or, if the files have it under a name that is tied to it,
+    that name."""
     return next((n for n in (name, *aliases.get(name, ())) if n in weights.entries), name)
 
 
@@ -162,7 +174,8 @@ def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Wei
 def _sources_of(
     names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]
 ) -> dict[str, str]:
-    """For each name, the stored name of its data: its own, or a name tied to it in the files or in the tree."""
+    """Returns for each name the stored name of its data: the name itself, or a name that is tied to it in the files or
+    in the tree."""
     same: dict[int, list[str]] = {}
     for name, first in zip(names, ties(flat), strict=True):
         same.setdefault(first, []).append(name)
@@ -174,7 +187,7 @@ def _sources_of(
 
 
 def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
-    """The tree whose leaves have these dotted names."""
+    """Builds the tree whose leaves have these dotted names."""
     root: dict[str, Any] = {}
     problems = []
     for name, tensor in tensors.items():

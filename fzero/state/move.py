@@ -1,4 +1,4 @@
-"""Moves a state to another tier and back, between phases of a run."""
+"""Moves a state to another memory tier and back, between phases of a run."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ HOME = "home"
 
 
 def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None) -> Any:
-    """A state with its leaves on another tier: out of the way of an evaluation or of another model, and back.
+    """Moves a state to another memory tier, to make room for an evaluation or another model, and back.
 
-    The values are the same, bit for bit. No step runs on a state that rests elsewhere than it expects: bring it home
-    first. Checkpoints are saved from wherever it rests, and `gather` works.
+    The values are the same, bit for bit. A step does not run on a state that is stored on another tier than the step
+    expects: move it home first. Checkpoints are saved from any tier, and `gather` works on any tier.
 
     Args:
-        state: a State that `init` or `restore` made, or any part of one. It is donated: its tensors are let go as they
-            are moved, also those that stay.
-        tier: "cpu" (host memory), "nvme" (files), "device", or "home": each leaf back to where its step keeps it.
+        state: a State that `init` or `restore` made, or any part of one. It is donated: its tensors are released as
+            they are moved, including those that stay where they are.
+        tier: "cpu" (host memory), "nvme" (files), "device", or "home": each leaf back to the tier where its step keeps
+            it.
         path: for "nvme" a directory, or several over which the leaves are striped. Leaves that a step keeps on disk go
-            back to their old place there.
+            back to their original location there.
 
-    Communication: none between ranks but for a few bytes through the store. Each leaf once over the link or to the
-        disk; on a mesh whose device is the CPU host and device are one memory, and nothing is copied between the two.
-    Memory: the new places, the old ones until their leaf was moved, and two buffers of 16 MiB with a disk.
+    Communication: none between ranks except a few bytes through the store. Each leaf moves once over the link or to the
+    disk. On a mesh whose device is the CPU, host and device are one memory, and nothing is copied between the two.
+    Memory: the new storage, the old storage of each leaf until the leaf has been moved, and two buffers of 16 MiB if a
+    disk is involved.
 
     Raises:
-        FzeroValueError: an unknown tier; a path without "nvme", or none with it; leaves that no step made; a path that
-            is missing, not writable or too small, with the numbers, before anything is moved.
-        TierError: an I/O error on the way: the state is lost.
+        FzeroValueError: an unknown tier; a path without "nvme", or "nvme" without a path; leaves that no step made; a
+            path that is missing, not writable or too small, with the numbers, before anything is moved.
+        TierError: an I/O error during the move: the state is lost.
         BusyError: another thread is using the mesh.
 
     Example:
@@ -78,7 +80,13 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
 
 @dataclass(frozen=True)
 class _Move:
-    """A leaf as it rests and as it is to rest."""
+    """The move of one leaf.
+
+    Attributes:
+        leaf: the leaf as it is stored now.
+        to: the leaf as it will be stored.
+        home: where the step keeps the leaf.
+    """
 
     leaf: Leaf
     to: Leaf
@@ -95,25 +103,25 @@ class _Move:
 
     @property
     def stays(self) -> bool:
-        """Whether the leaf keeps its bytes where they are."""
+        """Whether the bytes of the leaf stay where they are."""
         here, there = self.leaf.layout.tier, self.to.layout.tier
         return here == there or (self.mesh.unified_memory and "disk" not in (here, there))
 
     @property
     def new(self) -> bool:
-        """Whether the leaf needs a place off the device that is not there yet."""
+        """Whether the leaf needs new storage off the device."""
         there = self.to.layout.tier
         return not self.stays and (there == "host" or (there == "disk" and self.home.extent is None))
 
     def run(self, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        """The leaf at its new place; the old tensor is let go."""
+        """Returns the leaf in its new storage. The old tensor is released."""
         extent, there = None, self.to.layout.tier
         if self.stays:
             new, extent = old.detach(), extent_of(old)
         else:
             if there == "device":
                 new = torch.empty(old.shape, dtype=old.dtype, device=self.mesh.device)
-            elif new is None:  # back to its old place on disk
+            elif new is None:  # back to its original extent on disk
                 new = place(
                     torch.empty(old.shape, dtype=old.dtype, device="meta"), self.to, self.mesh, self.home.extent
                 )
@@ -124,8 +132,8 @@ class _Move:
 
 
 def _stays(leaf: Leaf) -> bool:
-    """Whether `move` leaves a leaf in place: step, key, slots of numbers and vectors, and gradient buffers on disk,
-    which are empty between steps."""
+    """Whether `move` leaves a leaf where it is: the step, the key, slots that are scalars or vectors, and gradient
+    buffers on disk, which are empty between steps."""
     return leaf.role in ("step", "key", "gradients") or (in_slot(leaf) and len(leaf.shape) < 2)
 
 

@@ -1,4 +1,4 @@
-"""Writes whole values to parameters of a state, in place."""
+"""Writes unsharded values to parameters of a state, in place."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fzero.step import State
 
 
 def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
-    """Assigns new values to parameters of a state, by their dotted names, and to their compute copies. The values are
-    whole, and the same on every rank.
+    """Assigns new values to parameters of a state, by their dotted names, and to their compute copies.
 
-    Communication: a few hundred bytes through the store. Memory: a shard of the largest.
+    The values are unsharded, and the same on every rank.
+
+    Communication: a few hundred bytes through the store. Memory: one shard of the largest parameter.
 
     Raises:
-        DivergenceError: ranks that give different values.
+        DivergenceError: the ranks give different values.
     """
     held = {f"params.{name}": (x, ()) for name, x in values.items()}
     tensor_digests.same(mesh, "overwrite", lambda: held, "write the same on every rank")

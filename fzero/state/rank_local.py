@@ -15,10 +15,11 @@ from fzero.sharding.layout import Layout, Leaf
 
 
 def of_other_ranks(index: Index, wanted: Mapping[str, Leaf], slots: Slots) -> dict[str, Leaf]:
-    """The local slots that a checkpoint has of another number of ranks, as it has them, by name.
+    """Returns the local slots that a checkpoint has from another number of ranks, by name, with the shapes in the
+    checkpoint.
 
     Raises:
-        CheckpointError: some that do not add up.
+        CheckpointError: a slot is not declared as a sum, so its values cannot be combined for another number of ranks.
     """
     stored = {n: index.leaves[n][0] for n, leaf in wanted.items() if leaf.path in slots.local and n in index.leaves}
     stored = {n: shape for n, shape in stored.items() if shape[1:] == wanted[n].shape[1:] and shape != wanted[n].shape}
@@ -36,8 +37,11 @@ def of_other_ranks(index: Index, wanted: Mapping[str, Leaf], slots: Slots) -> di
 def read_added(
     index: Index, stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors of local slots, by name: row i of n goes to rank i * ranks // n, which adds its rows up in
-    their order. Each leaf is read whole."""
+    """Reads this rank's tensors of local slots, by name.
+
+    Row i of the n stored rows goes to rank i * ranks // n, which adds up its rows in their order. Each slot is read
+    completely.
+    """
     out = {}
     for name, leaf in stored.items():
         (rows,) = read(index, {name: replace(leaf, layout=Layout(leaf.dtype))}, mesh).values()

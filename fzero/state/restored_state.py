@@ -28,15 +28,16 @@ logger = logging.getLogger("fzero")
 
 
 def describe(path: str | os.PathLike[str] | Index, mesh: Mesh, model: Any) -> Index:
-    """The checkpoint that a state is restored from, the same on all ranks; raises if `model` has changed."""
+    """Returns the index of the checkpoint that a state is restored from, the same on all ranks. Raises if `model` has
+    changed."""
     index = checkpoint.describe(path, mesh)
     agreement.everywhere(mesh, "restore", lambda: check_model("restore", model))
     return index
 
 
 def expected_params(index: Index, params: Any, model: Any) -> Any:
-    """The structure of the unsharded parameters that a checkpoint is expected to have: the given one, else that of the
-    model, else the checkpoint's own."""
+    """Returns the structure of the unsharded parameters that a checkpoint is expected to have: the given one, else that
+    of the model, else the checkpoint's own."""
     if params is None:
         whole = checkpoint.structure(index).params if model is None else model.params
     else:
@@ -47,13 +48,13 @@ def expected_params(index: Index, params: Any, model: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a checkpoint gives a step, compared and found complete; nothing large has been read.
+    """What a checkpoint provides for a step, compared and found complete. Nothing large has been read yet.
 
     Attributes:
-        index: of the checkpoint, without slots that the step does not have.
+        index: the index of the checkpoint, without slots that the step does not have.
         inputs, opt_inputs, slots: the leaf tables of the state.
         names: by stored name, the leaves that the checkpoint has.
-        others: those of them that each rank has its own of, as another number of ranks has saved them
+        others: those of them that differ between ranks and were saved by another number of ranks
             (`state/rank_local.py`).
     """
 
@@ -65,8 +66,10 @@ class RestorePlan:
     others: dict[str, Leaf]
 
     def precision_counts(self, mesh: Mesh) -> Any | None:
-        """The counters of `mixed_precision("auto")` in the checkpoint; None if it has none. They are read first,
-        because the layout of other leaves follows from the dtypes that they decide."""
+        """The counters of `mixed_precision("auto")` in the checkpoint; None if it has none.
+
+        They are read first, because the dtypes that they determine affect the layout of other leaves.
+        """
         counted = {n: leaf for n, leaf in self.names.items() if leaf.role == "precision"}
         if not counted:
             return None
@@ -75,8 +78,11 @@ class RestorePlan:
 
 
 def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> RestorePlan:
-    """Compares a checkpoint with the state of a step; raises with every difference. `inputs`: the leaf table of the
-    parameters."""
+    """Compares a checkpoint with the state of a step; raises an error that lists every difference.
+
+    Args:
+        inputs: the leaf table of the parameters.
+    """
     opt_inputs = opt_state_inputs(step, mesh, inputs)
     slots = slots_of(step, mesh, inputs)
     names = dict(
@@ -92,7 +98,7 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
     if anew and mesh.rank == 0:
         leaves = ", ".join(leaf.path for leaf in anew.values())
         logger.warning("%s has no values of these leaves, which begin anew: %s", index, leaves)
-    # a slot that this step has not is left behind
+    # slots that this step does not have are not restored
     held = {n: x for n, x in index.leaves.items() if n not in stored or stored[n] in slots.owners}
     index = replace(index, leaves=held)
     others = rank_local.of_other_ranks(index, names, slots)
@@ -101,7 +107,11 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
 
 
 def restore_state(plan: RestorePlan, step: Step, mesh: Mesh, limits: Sequence[int | None]) -> State:
-    """Reads the state. `limits`: as of `storage.reserve`."""
+    """Reads the state.
+
+    Args:
+        limits: as in `tensor_storage.reserve`.
+    """
     inputs, opt_inputs, names, others = plan.inputs, plan.opt_inputs, plan.names, plan.others
     places = tensor_storage.reserve(step, mesh, limits, inputs, opt_inputs, "restore")
     read = checkpoint.read(plan.index, {n: leaf for n, leaf in names.items() if n not in others}, mesh, into=places)

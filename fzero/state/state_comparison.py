@@ -1,4 +1,4 @@
-"""Assembles states from leaves, and lists the differences between a state and the one that a step expects."""
+"""Assembles states from tensors, and lists the differences between a state and the one that a step expects."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ from fzero.step import State, Step
 
 
 def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None) -> Inputs:
-    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: the leaves
-    that the loss function returns anew; by default as declared when the step was made."""
+    """Returns the leaf table of a tree of tensors that have a layout. A tensor without a layout counts as unsharded.
+
+    Args:
+        mutable: returns for each leaf whether the loss function returns a new value for it; by default as declared when
+            the step was made.
+    """
     flat, structure = tree.flatten(values)
     known = [leaf_of(x) for x in flat]
     changes = mutable(values) if mutable else [at is not None and at[0].role == "mutable" for at in known]
@@ -38,7 +42,7 @@ def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Se
 
 
 def without_values(values: Any, role: str) -> list[str]:
-    """The leaves of a tree that are on the meta device and do not rest on disk."""
+    """Lists the leaves of a tree that are on the meta device and are not stored on disk."""
     flat = tree.with_paths(values, role)
     return [
         f"{p}: {tree.describe(x)} on the meta device"
@@ -48,7 +52,11 @@ def without_values(values: Any, role: str) -> list[str]:
 
 
 def check_values(owner: str, **parts: Any) -> None:
-    """Raises naming every leaf that has no values. `parts`: trees, by role."""
+    """Raises an error that names every leaf without values.
+
+    Args:
+        parts: trees, by role.
+    """
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
         raise FzeroValueError(
             owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
@@ -56,7 +64,12 @@ def check_values(owner: str, **parts: Any) -> None:
 
 
 def check_memory(**parts: Any) -> None:
-    """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
+    """Raises an error that names every leaf that shares memory with another leaf, or is expanded: a step writes to each
+    leaf in place.
+
+    Args:
+        parts: trees, by role.
+    """
     named = [(p, x) for role, values in parts.items() for p, x in tree.with_paths(values, role)]
     spans, wrong = [], []
     for path, x in {id(x): (p, x) for p, x in reversed(named) if not x.is_meta and x.numel()}.values():
@@ -76,19 +89,24 @@ def check_memory(**parts: Any) -> None:
 
 
 class Last:
-    """The trees that a step was last called with, or made. Facts about them hold as long as they are the same."""
+    """The trees that a step was last called with, or made. Facts about them stay valid as long as the trees are the
+    same."""
 
     def __init__(self) -> None:
-        self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
+        self.inputs: Inputs | None = None  # the leaf table of the first tree, or that of an earlier state
         self.trees: tuple[Any, ...] | None = None
         self._extras: Any = None
-        self._contents = tree.Contents()  # theirs: they show that a leaf was put in place of another
-        self.begun = False  # whether they have been looked at as a training step does before their first
-        self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
+        self._contents = tree.Contents()  # the contents of the trees: they reveal a leaf that was replaced
+        self.begun = False  # whether the checks before the first training step have been done
+        self.storages: frozenset[int] = frozenset()  # the storages of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any, extras: Any = None) -> bool:
-        """`extras`: further parts of a state, known by identity alone."""
+        """Whether these are the remembered trees, unchanged.
+
+        Args:
+            extras: further parts of a state, compared only by identity.
+        """
         if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
             return False
         return extras is self._extras and self._contents.same()
@@ -104,7 +122,7 @@ class Last:
         self._extras = None
 
     def checked(self) -> Inputs:
-        """The leaf table of the first tree; raises if they were moved since."""
+        """Returns the leaf table of the first tree. Raises if the trees were moved since."""
         for x in self._first:
             leaf_of(x)
         assert self.inputs is not None
@@ -122,7 +140,12 @@ def assembled(
     places: dict[str, torch.Tensor],
     owner: str,
 ) -> State:
-    """A state of its leaves. `rest`: of the step, the key and slots, by path; slots that are not among them begin."""
+    """Assembles a state from its tensors.
+
+    Args:
+        made, opt: the tensors of the parameters and of the optimizer state, by position.
+        rest: the step, the key and slots, by path. Slots that are not among them get their initial values.
+    """
     for inputs, values in ((params, made), (opt_state, opt)):
         for i, x in values.items():
             place(x, inputs.leaves[i], mesh)
@@ -152,8 +175,11 @@ def assembled(
 
 
 def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
-    """Raises with every leaf of a state that rests otherwise than a step expects. `found`, `opt`: the leaf tables of
-    its parameters and optimizer state."""
+    """Raises an error that lists every leaf of a state whose layout differs from the one that a step expects.
+
+    Args:
+        found, opt: the leaf tables of the state's parameters and optimizer state.
+    """
     expected = params_inputs(step, mesh, abstract_params(found))
     bare = {**unplaced(state.params), **unplaced(state.opt_state, "opt_state")}
     wrong = differences(found, expected, bare) or differences(opt, opt_state_inputs(step, mesh, expected), bare)
@@ -174,13 +200,14 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
 
 
 def _same_model(found: Inputs, expected: Inputs) -> bool:
-    """Whether leaves differ only in their layout in memory, so that `fz.reshard` lays them out anew."""
+    """Whether leaves differ only in their layout in memory, so that `fz.reshard` can lay them out anew."""
     same = [(x.path, x.shape, x.dtype) for x in found.leaves] == [(x.path, x.shape, x.dtype) for x in expected.leaves]
     return same and found.structure == expected.structure and all(x.layout.tier != "disk" for x in found.leaves)
 
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:
-    """By path, a description of tensors without a step: their own shape and dtype, and no larger leaf."""
+    """Returns a description of each tensor without a layout, by path: its own shape and dtype, since it belongs to no
+    larger leaf."""
     flat = tree.with_paths(values, role)
     return {
         p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"
@@ -190,8 +217,12 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """The differences between the leaves of a state and the leaves that a step expects; tied leaves rest as the first
-    of them. `bare`: see `unplaced`."""
+    """Lists the differences between the leaves of a state and the leaves that a step expects. Tied leaves have the
+    layout of the first of them.
+
+    Args:
+        bare: see `unplaced`.
+    """
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -204,8 +235,8 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """The differences between the extras of a state, made anew or slots, and those that a step expects. Other slots
-    are left as they are."""
+    """Lists the differences between the extras of a state (slots, and values that are made anew) and those that a step
+    expects. Slots that the step does not know are ignored."""
     slots = slots_of(step, mesh, params)
     roots = {"compute": COMPUTE, "gradients": GRADIENTS}
     roots |= {name: f"extras['{name}']" for name in sorted(slots.owners)}
@@ -236,17 +267,17 @@ def abstract_state(params: Inputs, opt_state: Inputs, slots: Slots) -> State:
 
 
 def state_leaves(params: Inputs, opt_state: Inputs, slots: Slots) -> list[Leaf]:
-    """In the order of a flattened State; a tied leaf is the first of its ties."""
+    """Returns the leaves in the order of a flattened State. A tied leaf is the first of its ties."""
     return [STEP, *(params.leaves[t] for t in params.ties), *opt_state.leaves, KEY, *slots.inputs.leaves]
 
 
 def _first_leaves(*trees: Any) -> list[torch.Tensor]:
-    """The first leaf of each tree that has any: a tree is moved as a whole."""
+    """Returns the first leaf of each tree that has any. The first one suffices, because a tree is moved as a unit."""
     return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """The layout of a leaf as text; its tier only if no other part differs from the other leaf's."""
+    """Describes the layout of a leaf. The tier is mentioned only if it differs from the tier of the other leaf."""
     whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"
@@ -256,22 +287,24 @@ def _rests(leaf: Leaf, other: Leaf) -> str:
 
 
 def model_of(fn: Any) -> Any:
-    """The model that a step's function is made of, if it says so (`fz.functionalize`); None."""
+    """Returns the model that a step's function was made from, if the function says so (`fz.functionalize`); else
+    None."""
     return getattr(fn, "model", None)
 
 
 def check_model(
     owner: str, model: Any, params: Any = None, error: type[FzeroValueError | CheckpointError] = FzeroValueError
 ) -> None:
-    """Raises if a model is another than when the step was made of it, or a tree of whole leaves is another model's.
+    """Raises if a model has changed since the step was made from it, or if a tree of unsharded leaves belongs to
+    another model.
 
     Args:
-        model: of `model_of`.
-        params: the tree; dtypes are its own.
+        model: the result of `model_of`.
+        params: the tree. Its dtypes may differ from the model's.
 
     Raises:
-        FzeroValueError, or `error`: listing every leaf that is missing, not of the model or of another shape, with both
-            sides.
+        FzeroValueError, or `error`: lists every leaf that is missing, is not part of the model or has another shape,
+            with both sides.
     """
     if model is None:
         return

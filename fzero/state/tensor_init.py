@@ -1,9 +1,11 @@
-"""Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
+"""Initializes a state leaf by leaf: each leaf is made in its stored layout, put into storage, and dropped before the
+next one.
 
-An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
-leaf (see sharding/flat_propagation.py). What cannot be is made whole, cut and dropped before the next one. A tensor
-that is only asked for its shape, as parameters are by most optimizers, is never made. Zeros are recorded, not made. A
-large leaf off the device is made in parts, each like the shard of a larger mesh.
+An init function is a recorded graph of random draws and pointwise operations, so a shard of a leaf can be drawn without
+the whole leaf (see sharding/flat_propagation.py). A leaf for which this is not possible is made unsharded, sharded and
+dropped before the next one. A tensor of which only the shape is used, as most optimizers do with parameters, is never
+made. Zeros are recorded and not made. A large leaf off the device is made in pieces, each like the shard of a larger
+mesh.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from fzero.trace.subgraph import Subgraph, ancestors
 from fzero.transforms.transform_state import Local
 
 PART = 32 << 20
-"""A leaf is made in parts of so many bytes."""
+"""A leaf is made in pieces of at most this many bytes."""
 
 Put = Callable[[torch.Tensor | Iterator[torch.Tensor] | None, Leaf], torch.Tensor]
-"""Puts the value of a leaf (or its consecutive parts, or None for zeros) into its place, and returns the tensor that
-stands for it in a state."""
+"""Puts the value of a leaf (or its consecutive pieces, or None for zeros) into its storage, and returns the tensor that
+represents it in a state."""
 
 Load = Callable[[], torch.Tensor]
 
@@ -51,10 +53,13 @@ def from_function(
     put: Put,
     only: Collection[int] | None = None,
 ) -> dict[int, torch.Tensor]:
-    """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position; or some of
-    them."""
+    """Makes the distinct leaves of a recorded init function of `key` in their layout on this rank, by position.
+
+    Args:
+        only: positions of the leaves to make; by default all.
+    """
     (place,) = graph.inputs
-    # one split makes the keys of many leaves: it is done once
+    # one split makes the keys of many leaves, so it is done only once
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
     derived = _Run(Subgraph(graph, [place], keys).extract()).run(key)
     values: dict[fx.Node, Load] = {n: (lambda x=x: x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
@@ -65,8 +70,11 @@ def from_function(
 def opt_state(
     step: Step, params: Inputs, opt: Inputs, load: Callable[[int], torch.Tensor], mesh: Mesh, put: Put
 ) -> dict[int, torch.Tensor]:
-    """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a
-    distinct parameter on the device."""
+    """Makes the leaves of `optimizer.init(params)` in their layout on this rank, by position.
+
+    Args:
+        load: `load(i)` returns the value of a distinct parameter on the device.
+    """
     init = lambda whole: step.optimizer.init(step.optimized(whole))  # noqa: E731
     return _of_params(init, step.optimizer.init, "optimizer", params, opt, opt.distinct, load, mesh, put)
 
@@ -80,7 +88,11 @@ def slots(
     mesh: Mesh,
     put: Put,
 ) -> dict[int, torch.Tensor]:
-    """The leaves of slots at these positions as they rest on this rank before the first step. `load`: as above."""
+    """Makes the initial values of the slots at these positions, in their layout on this rank.
+
+    Args:
+        load: as in `opt_state`.
+    """
     leaves, made = slots.inputs.leaves, dict[int, torch.Tensor]()
     for transform in slots.transforms:
         own = [i for i, leaf in enumerate(leaves) if slots.owners[leaf.role] == transform]
@@ -106,7 +118,7 @@ def _of_params(
     mesh: Mesh,
     put: Put,
 ) -> dict[int, torch.Tensor]:
-    """The leaves at these positions of a tree that is made of whole parameters."""
+    """Makes the leaves at these positions of the tree that `init` computes from unsharded parameters."""
     places = params.distinct
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
@@ -134,19 +146,24 @@ def _leaves(
     owner: str = "init",
     alone: Mapping[fx.Node, Leaf] | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Results of the graph, those at these positions, from the values of its inputs and of other nodes of it.
-    `sharded`: the inputs that come as shards, with their leaves; `alone`: the inputs of some ranks, whose values
-    leaves elsewhere cannot be made of."""
+    """Computes the results of a graph at these positions.
+
+    Args:
+        values: the values of the graph's inputs, and of other nodes.
+        sharded: the inputs that are given as shards, with their leaves.
+        alone: the inputs that only some ranks have. Leaves on other ranks cannot be computed from their values.
+    """
     outputs, stop = graph.outputs, set(values)
-    known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
+    # A cache: the moments of an optimizer, for example, are made in the same way for every leaf.
+    known: dict[Any, tuple[Recorded, Recorded]] = {}
     out = {}
     for i in wanted:
         leaf = inputs.leaves[i]
-        # a graph of one leaf: with all inputs it would take time quadratic in the leaves
+        # extract the graph of one leaf: with all inputs the time would be quadratic in the number of leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)
         part = Subgraph(graph, read, [outputs[i]])
         made_as, index = leaf.cut(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
-        comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that each input is cut over
+        comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that shard each input
         rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]
         key = (part.signature, tuple(x and x.layout for x in rest), leaf.layout)
         if key not in known:
@@ -180,7 +197,8 @@ def _leaves(
 
 
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
-    """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
+    """Returns the number of equal pieces in which a leaf is made, each of at most `PART` bytes; 1 if it cannot be
+    divided in this way."""
     cut = leaf.cut(mesh)
     numel, unit = (
         cut.numel(leaf.shape),
@@ -191,13 +209,14 @@ def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
 
 
 def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:
-    """The axes that cut a parameter when a leaf is made of it: the leaf's own, if they cut it further."""
+    """Returns the axes over which a parameter is sharded when a leaf is made from it: those of the leaf, if they extend
+    the parameter's own axes, else the parameter's own."""
     axes = param.layout.axes
     return leaf.layout.axes if leaf.layout.axes[: len(axes)] == axes else axes
 
 
 def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-    """This rank's shard over these axes of a parameter that rests as a shard over the first of them."""
+    """Returns this rank's shard over `axes` of a parameter that is stored as a shard over the first of these axes."""
     further = axes[len(param.layout.axes) :]
     return load().chunk(mesh.axis_size(further))[mesh.index(further)]
 
@@ -208,16 +227,16 @@ def _parts(
     for index in indices:
         (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
         yield part.to(device=mesh.device, dtype=leaf.dtype)
-        del part  # not alive while the next one is made
+        del part  # do not keep the piece alive while the next one is made
 
 
 def _shard_of(source: Recorded, shards: Cut, index: int) -> Recorded:
-    """The function that makes one of these shards of what another makes from whole inputs."""
+    """Returns the graph that makes one shard of the result that `source` makes from unsharded inputs."""
     return constants_for_shapes(propagate(source, {}, [shards], "init", index))
 
 
 def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """The leaf that a graph returns, in memory of its own."""
+    """Computes the leaf that a graph returns, in memory that no input shares."""
     given = [load() if node.users else None for node, load in zip(graph.inputs, loads, strict=True)]
     (value,) = _Cutting(graph, leaf, mesh).run(*given)
     value = value.to(device=mesh.device, dtype=leaf.dtype)
@@ -227,14 +246,14 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
 
 def _is_zeros(graph: Recorded) -> bool:
     (made,) = graph.outputs
-    # told by their text, for -0.0 equals 0.0
+    # compared as text, because -0.0 equals 0.0
     return made.target is aten.zeros.default or (
         made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
     )
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph as it is: as a module it would first be made into code."""
+    """Interprets a graph. Making a module of it would first generate code."""
 
     def __init__(self, graph: Recorded):
         constants = torch.nn.Module()
@@ -247,7 +266,7 @@ class _Run(fx.Interpreter):
 
 
 class _Cutting(_Run):
-    """Runs a graph of one leaf, and cuts values that could only be made whole."""
+    """Runs the graph of one leaf, and shards values that could only be computed unsharded."""
 
     def __init__(self, graph: Recorded, leaf: Leaf, mesh: Mesh):
         super().__init__(graph)

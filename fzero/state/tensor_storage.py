@@ -1,7 +1,7 @@
-"""Allocates the leaves of a state on their tiers, host memory or files, and writes them there.
+"""Allocates the tensors of a state on their memory tiers (host memory or files), and writes them there.
 
-A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and
-values are put into it.
+A leaf that is stored on the device is simply the tensor that was made. The storage of every other leaf is allocated
+first (`allocate`), and its value is then written into it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from fzero.transforms.offload import paths_of
 logger = logging.getLogger("fzero")
 
 Places = Mapping[str, torch.Tensor]
-"""By path, the tensor that stands in a state for each leaf off the device."""
+"""By path, the tensor that represents each leaf off the device in a state."""
 
 
 def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
-    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that
-    mirrors it."""
+    """Returns the leaves of a state in the order in which a step needs them: each parameter, followed by the optimizer
+    state that mirrors it."""
     following: dict[int | None, list[Leaf]] = {}
     for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
         following.setdefault(None if i is None else params.ties[i], []).append(leaf)
@@ -54,15 +54,15 @@ def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
 def reserve(
     step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str
 ) -> dict[str, torch.Tensor]:
-    """Reserves places in a new state for the leaves off the device; raises if the state is more than the budgets,
-    before any leaf is made.
+    """Allocates storage in a new state for the leaves off the device. Raises if the state exceeds the budgets, before
+    any leaf is made.
 
     Args:
-        step: what rests where is decided.
-        mesh: whose ranks call this together.
-        limits: bytes of each rank's device memory, of its host memory and on disk.
+        step: a step whose memory tiers have been decided.
+        mesh: the mesh whose ranks call this together.
+        limits: bytes of each rank's device memory, of its host memory, and on disk.
         params, opt_state: the leaf tables.
-        owner: of the errors.
+        owner: the public call that errors name.
 
     Communication: that of `allocate`.
 
@@ -94,11 +94,12 @@ def reserve(
 
 
 def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
-    """A place, all zeros, for each leaf off the device: in one allocation and one set of files, in their order.
+    """Allocates storage, filled with zeros, for each leaf off the device: one allocation and one set of files, in the
+    order of the leaves. Returns None for leaves on the device.
 
     Every rank calls it; if it fails on one rank it fails on all.
 
-    Communication: with leaves off the device, up to three exchanges of a few bytes through the store.
+    Communication: if there are leaves off the device, up to three exchanges of a few bytes through the store.
 
     Raises:
         FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks,
@@ -123,7 +124,8 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
 
 
 def spare_for(program: Program, state: State, mesh: Mesh) -> bool:
-    """Whether all that a program writes aside on disk has a second extent there (`spare`)."""
+    """Ensures that every leaf that a program writes speculatively on disk has a second extent there (`spare`). Returns
+    whether they all have one."""
     leaves = {
         leaf_of(x)[0].path: x  # type: ignore[index]
         for x in tree.leaves((state.params, state.opt_state, state.extras))
@@ -133,12 +135,13 @@ def spare_for(program: Program, state: State, mesh: Mesh) -> bool:
 
 
 def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
-    """Gives each of these tensors on disk a second extent, into which its next value can be written before it counts.
-    Returns whether there is room for them.
+    """Gives each of these tensors on disk a second extent, into which its next value can be written before that value
+    becomes valid. Returns whether there is room for them.
 
-    Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
+    Every rank calls it with the same leaves. If there is no room on one rank, no rank gets extents, and the log says
+    so.
 
-    Communication: if there are some without, two exchanges of a few bytes through the store.
+    Communication: if some tensors have no second extent yet, two exchanges of a few bytes through the store.
     """
     by_files: dict[Any, list[tuple[torch.Tensor, Extent]]] = {}
     for x in tensors:
@@ -179,12 +182,12 @@ def put(
     mesh: Mesh,
     buffer: int = BUFFER,
 ) -> torch.Tensor:
-    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
-    device.
+    """Stores the first value of a leaf. Returns the tensor that represents the leaf in a state, which is the value
+    itself if the leaf is stored on the device.
 
     Args:
-        value: of the leaf as it rests; or its consecutive parts; or None for zeros.
-        buffer: bytes of each of the two buffers through which parts go to disk.
+        value: the value of the leaf in its stored layout; or its consecutive pieces; or None for zeros.
+        buffer: bytes of each of the two buffers through which pieces go to disk.
     """
     moved(resting_bytes(leaf, mesh))
     if leaf.layout.tier == "device":
@@ -193,7 +196,7 @@ def put(
             fill(value, parts or ())
         return place(value, leaf, mesh)
     if isinstance(value, torch.Tensor):
-        if as_bytes(value).any():  # zeros below zero have a bit
+        if as_bytes(value).any():  # compared as bytes, because -0.0 is not all zero bits
             copy(value, places[leaf.path])
     elif value is not None:
         fill(places[leaf.path], value, buffer)
@@ -201,13 +204,14 @@ def put(
 
 
 def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFFER) -> None:
-    """Makes consecutive parts the value of a tensor of a state; on disk through two buffers of so many bytes."""
+    """Writes consecutive pieces into a tensor of a state. If it is on disk, they pass through two buffers of `buffer`
+    bytes."""
     if extent_of(target) is None:
         flat, at = target.reshape(-1), 0
         for part in parts:
             flat[at : at + part.numel()].copy_(part.reshape(-1))
             at += part.numel()
-            del part  # not alive while the next one is made
+            del part  # do not keep the piece alive while the next one is made
     else:
         with disk.write_pieces(target, buffer) as write:
             for part in parts:
@@ -216,7 +220,8 @@ def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFF
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies one tensor's value into another, on any tiers: through two buffers of 16 MiB if one is on disk."""
+    """Copies the value of one tensor into another, on any tiers; through two buffers of 16 MiB if one of them is on
+    disk."""
     if extent_of(target) is not None:
         disk.store(source.detach(), target)
     elif extent_of(source) is None:
@@ -226,17 +231,17 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def cast(resting: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The value of a tensor of a state in another dtype, in parts."""
+    """Yields the value of a tensor of a state in another dtype, in pieces."""
     size = BUFFER // resting.dtype.itemsize
     flat = resting.detach().reshape(-1).split(size) if extent_of(resting) is None else disk.pieces(resting)
     return (part.to(dtype) for part in flat)
 
 
 def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The value of a tensor of a state, on a device: the tensor's own memory if it rests there."""
+    """Returns the value of a tensor of a state on a device: the tensor's own memory if it is stored there."""
     return (resting.detach() if extent_of(resting) is None else disk.load(resting)).to(device)
 
 
 def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
-    """Bytes of a leaf on each rank."""
+    """Returns the bytes of a leaf on each rank."""
     return leaf.shard_bytes(mesh)
