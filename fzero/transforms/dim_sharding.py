@@ -1,5 +1,8 @@
-"""Defines the common part of transforms whose functions compute with the parts that a mesh axis cuts values in:
-tensor_parallel, sequence_parallel, expert_parallel. Acts on the program, in transforms/dim_sharding_pass.py."""
+"""Defines the common configuration of transforms whose subgraphs compute on shards of values along a dim.
+
+These are tensor_parallel, sequence_parallel and expert_parallel. Acts on the program, in
+transforms/dim_sharding_pass.py.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ from fzero.transforms.transform import Transform
 
 @dataclass(frozen=True)
 class Cutting(Transform):
-    """A mesh axis along which every rank computes with its part of the values. An operation of
-    more than `max_replicated_bytes` that every rank would compute whole is an error."""
+    """A mesh axis over which values are sharded along a dim; every rank computes on its shards.
+
+    An operation that every rank would compute on unsharded values of more than `max_replicated_bytes` is an error.
+    """
 
     axis: str = ""
     max_replicated_bytes: int = 1 << 20
     order: ClassVar[int] = 45
     cuts_batch: ClassVar[bool] = False
-    """Whether ranks along the axis have rows of their own; else they have the same batch."""
+    """Whether ranks along the axis have different samples of the batch; otherwise they have the same batch."""
     way_out: ClassVar[str] = ""
-    """What to do about an operation that would be computed whole, besides to allow it."""
+    """What a user can do about an operation that would be computed unsharded, other than allowing it."""
 
     @property
     def flops_axes(self) -> tuple[str, ...]:
@@ -34,12 +39,12 @@ class Cutting(Transform):
 
     @property
     def stream(self) -> Dim | None:
-        """The cut of what passes between blocks."""
+        """The dim along which values that pass between blocks are sharded; None if they are not."""
         return None
 
     @property
     def by_position(self) -> Attention | None:
-        """The way of attention over queries, keys and values that are cut by position; None if they are not."""
+        """How attention computes if queries, keys and values are sharded by position; None if they are not."""
         return None
 
     def conflict(self, other: Transform) -> str | None:
@@ -48,7 +53,7 @@ class Cutting(Transform):
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
-        """The cut of a parameter."""
+        """The dim along which a parameter is sharded; None if it is not."""
         return None
 
     def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
@@ -56,7 +61,7 @@ class Cutting(Transform):
         return {} if dim is None else {self.axis: dim}
 
     def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
-        """Raises where values of these shapes, which blocks hand on, cannot be cut in n parts so."""
+        """Raises if values of these shapes, which pass between blocks, cannot be sharded over n ranks in this way."""
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-        """Raises where parameters cannot be cut so."""
+        """Raises if the parameters cannot be sharded in this way."""

@@ -1,8 +1,9 @@
-"""Has functions compute with leaves that a mesh axis cuts along a dim, instead of with whole ones.
+"""Makes subgraphs compute on parameters that a mesh axis shards along a dim, instead of on unsharded parameters.
 
-A function is rewritten once for each way in which its arguments are cut (sharding/dim_propagation.py), and cut at its
-collectives into segments (sharding/collective_partitions.py). A collective is a line between them. Gradients of whole
-leaves, and sums, are handed on as summands: they are reduced with those over the batch axes (transforms/zero_pass.py).
+A subgraph is rewritten once for each way in which its arguments are sharded (sharding/dim_propagation.py), and
+partitioned into segments at its collectives (sharding/collective_partitions.py). Each collective becomes an op between
+two segments. Gradients of parameters that are not sharded, and sums, are left as partial values: they are reduced
+together with those over the batch axes (transforms/zero_pass.py).
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ _STARTS = {
 
 
 def rewrite(program: Program, zero: Zero) -> Program:
-    """The program whose functions compute with parts, along one axis after the other: the second cuts the segments of
-    the first.
+    """Returns the program whose subgraphs compute on shards along a dim.
+
+    The axes are processed one after the other; the second axis shards the segments that the first one produced.
 
     Raises:
-        FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
+        FzeroValueError: every rank would have to compute operations on unsharded values of more bytes than the spec
+            allows.
     """
     for spec in zero.cutting:
         program = _ToParts(program, spec, zero).run()
@@ -54,8 +57,14 @@ def rewrite(program: Program, zero: Zero) -> Program:
 def calls_on_parts(
     program: Program, spec: Cutting, zero: Zero, known: dict[Any, CutFunction]
 ) -> Iterator[tuple[Line, CutFunction | None]]:
-    """The calls of a program, each with its function on parts; None where the axis does not concern it. `known`: the
-    functions found before, which gets more."""
+    """Yields the calls of a program, each with its sharded subgraph; None if the axis does not affect the call.
+
+    Args:
+        program: the program.
+        spec: the transform that shards over the axis.
+        zero: the sharding of parameters by all parallel transforms.
+        known: a cache of sharded subgraphs, which is extended.
+    """
     parts = _ToParts(program, spec, zero)
     parts.known = known
     for value in program.inputs:
@@ -71,10 +80,16 @@ def calls_on_parts(
 
 
 def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
-    """The cuts of the inputs and outputs of each block's call of a base program, by its number, along each axis that
-    cuts any; as far as they are known before functions are cut."""
+    """Returns the shardings of the inputs and outputs of each block's call, along each axis that shards any of them.
+
+    The keys are the numbers of the calls. Only what is known before subgraphs are sharded is included.
+
+    Args:
+        program: a base program.
+        zero: the sharding of parameters by all parallel transforms.
+    """
     found: dict[int, tuple[CutEnds, ...]] = {}
-    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # rows that ranks exchange are as many
+    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # exchanged samples are as many as before
         parts = _ToParts(program, spec, zero)
         places = parts.expected()
         for line in program.lines:
@@ -94,13 +109,13 @@ def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...
 
 @dataclass(frozen=True)
 class _Before:
-    """The cuts of a program along other axes, before this one.
+    """The shardings of a program along the axes that were processed before this one.
 
     Attributes:
-        own: of each value, the axes along which a rank has its own.
-        sent: of each handle, the values that a collective sends.
-        rows: the values that a collective cuts along dim 0.
-        num_cuts: of each value, the axes that cut it along dims.
+        own: for each value, the axes along which it differs between ranks.
+        sent: for each handle, the values that the collective sends.
+        rows: the values that a collective divides along dim 0.
+        num_cuts: for each value, the number of axes that shard it along dims.
     """
 
     own: dict[str, tuple[str, ...]]
@@ -119,8 +134,8 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A function with the places of its inputs and those wanted of its outputs. The others are arguments of
-    `cuts.propagate`."""
+    """The key of a sharded subgraph: its name, the places of its inputs and the places wanted of its outputs. The other
+    fields are arguments of `cuts.propagate`."""
 
     fn: str
     places: tuple[Place, ...]
@@ -140,15 +155,17 @@ class _ToParts:
         self.maxima = {*(update.attrs.maxima if update else ())}
         largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
-        self.leaves: set[str] = set()  # parameters, and casts of them
+        self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
         self.wanted: dict[str, Wanted | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
         self.segments: dict[CutFunction, Segments] = {}
         self.index: Value | None = None
-        self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
+        # operations computed unsharded: (subgraph, operation, source line) -> bytes
+        self.whole: dict[tuple[str, str, str], int] = {}
         self.stream = spec.stream
-        # of each value, what ranks exchanged of it and functions hand on, and what others read of that
+        # For each value: the exchanged copies of it that subgraphs return for other subgraphs, and those that others
+        # read.
         self.exchanged: dict[str, tuple[Exchanged, ...]] = {}
         self.read: dict[str, set[Exchanged]] = defaultdict(set)
         self.name_of: dict[tuple[str, Exchanged], str] = {}
@@ -180,7 +197,7 @@ class _ToParts:
         return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
 
     def expected(self) -> dict[str, Place]:
-        """The place of each value that is a parameter or is wanted cut; None of any other."""
+        """Returns the place of each value that is a parameter or is wanted sharded; None for every other value."""
         for value in self.program.inputs:
             self._input(value)
         self._want()
@@ -202,12 +219,12 @@ class _ToParts:
         return self._put(value, self._dim(value.name) if computed else OWN if own else None)
 
     def _dim(self, name: str) -> Dim | None:
-        """The cut of a leaf along the axis."""
+        """The dim along which the axis shards a parameter; None if it does not."""
         layout = self.program.leaves[name].layout
         return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis)
 
     def _want(self) -> None:
-        """Says how each value is to come out that the step reduces, or returns."""
+        """Determines the place at which each value that the step reduces or returns is wanted."""
         program, update = self.program, self.program.update
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
@@ -223,17 +240,18 @@ class _ToParts:
                 out[line.args[0]] = line.out
             made = out[line.out[0].name] if line.op == "all_reduce_start" else line.out if line.op == "cast" else ()
             for source, v in zip(line.args, made, strict=False):
-                if v.name in self.wanted and source not in whole:  # a result may be copied for a sum
+                if v.name in self.wanted and source not in whole:  # an output may also be copied for a sum
                     self.wanted[source] = self.wanted[v.name]
 
     def _summand(self, leaf: str) -> Wanted:
-        """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
-        axis, for the reduction scatters it."""
+        """The place wanted of a gradient whose parameter subgraphs read unsharded. It must be partial if the optimizer
+        state is sharded over the axis, because the reduction then scatters it."""
         scattered = not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
         return Wanted.PARTIAL if scattered else Wanted.SUMMAND
 
     def _passing(self) -> list[str]:
-        """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
+        """Returns the values that pass between blocks and are sharded by position: those with the shapes that blocks
+        return."""
         if self.stream is None:
             return []
         number: dict[str, int] = {}
@@ -249,13 +267,13 @@ class _ToParts:
         }
         shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
         shapes = [shape for shape in dict.fromkeys(shapes) if shape[1] > 1]
-        if shapes or self.program.update is not None:  # an evaluation may have none, such as one of parameters alone
+        if shapes or self.program.update is not None:  # an evaluation may have none, e.g. one of parameters only
             self.spec.check_passing(shapes, self.n)
         shapes = [shape for shape in shapes if shape[1] % self.n == 0]
         return [name for name in values if name in passing and values[name].shape in shapes]
 
     def _hand_on(self) -> None:
-        """Finds the exchanged values that functions hand on: those that others read."""
+        """Finds the exchanged values that subgraphs return for others: those that another subgraph reads."""
         for line in self.program.lines:
             if line.op != "call":
                 self._line(line)
@@ -273,7 +291,7 @@ class _ToParts:
         }
 
     def _put(self, value: Value, place: Anywhere) -> Value:
-        """A value with its place along the axis."""
+        """Records the place of a value along the axis, and returns the value with the corresponding placement."""
         self.places[value.name] = place
         at = value.placement
         if isinstance(place, Dim):
@@ -288,7 +306,8 @@ class _ToParts:
         return replace(value, placement=at)
 
     def _whole(self, line: Line, value: Value) -> Value:
-        """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
+        """Returns a result of an op that does not compute on shards. If ranks have different samples, the result may
+        vary between ranks."""
         if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
             # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
             summands = line.of_sums and any(self.places[a] == PARTIAL for a in line.args)
@@ -298,7 +317,7 @@ class _ToParts:
         read = [self.places[a] for a in line.args]
         own = any(place is not None and not isinstance(place, Dim) for place in read)
         placed = self._put(value, OWN if own else None)
-        if line.op == "part_index":  # a line says itself of which axes it has the number
+        if line.op == "part_index":  # the op itself names the axes whose index it returns
             self.places[value.name] = OWN
         return placed
 
@@ -319,8 +338,8 @@ class _ToParts:
         return [replace(line, out=tuple(out))]
 
     def _brought(self, source: str, value: Value) -> Value:
-        """The result of a collective along another axis. What it sends is sharded along this axis already, so this cut
-        comes before the cuts that the collective makes, such as that of a reduce_scatter."""
+        """Returns a result of a collective along another axis. The values that it sends are sharded along this axis
+        already, so this sharding comes before those that the collective creates, such as that of a reduce_scatter."""
         num, brought = self.before.num_cuts[source], self._put(value, self.places[source])
         if not isinstance(self.places[source], Dim):
             return brought
@@ -328,7 +347,8 @@ class _ToParts:
         return replace(brought, placement=replace(brought.placement, cuts=(*cuts[:num], own, *cuts[num:])))
 
     def _cast_place(self, source: str, value: Value) -> Anywhere:
-        """The place of a cast: that of its source. But a copy of a rank's own result, made for a sum, is a summand."""
+        """The place of a cast: that of its source. But a copy of a value that varies between ranks, made for a sum, is
+        partial."""
         place = self.places[source]
         return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
 
@@ -350,7 +370,7 @@ class _ToParts:
         return self._emit(line, made, self.segments[made])
 
     def _made(self, line: Line) -> CutFunction | None:
-        """The function of a call on parts; None if it has nothing to do with the axis."""
+        """Returns the sharded subgraph of a call; None if the axis does not affect the call."""
         places: tuple[Anywhere, ...] = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
         if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
@@ -372,7 +392,7 @@ class _ToParts:
         )
         made = self._propagated(asked)
         torn = {i for i, v in enumerate(line.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
-        if torn:  # of what another axis exchanges in rows, none is cut
+        if torn:  # a value that another axis exchanges along dim 0 is not sharded along it
             made = self._propagated(
                 replace(asked, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
             )
@@ -398,7 +418,7 @@ class _ToParts:
         return Value(name, exchanged.shape, exchanged.dtype)
 
     def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
-        """The lines of a function in segments."""
+        """Returns the ops of a subgraph that is partitioned into segments."""
         args, name = list(line.args), f"{line.fn}_{line.block.number}" if line.block else line.fn
         if made.has_index:
             if self.index is None:
@@ -435,7 +455,7 @@ class _ToParts:
         return lines
 
     def _others(self, line: Line, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
-        """The axes before this one along which a rank has its own of each value of a function."""
+        """For each value of a subgraph, the previously processed axes along which it varies between ranks."""
         found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
         found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, line.args, strict=False))
         for x in made.graph.graph.nodes:
@@ -444,7 +464,7 @@ class _ToParts:
         return found
 
     def _owned(self, value: Value, axes: tuple[str, ...]) -> Value:
-        """A value that is handed on: of the axes before, each rank has its own."""
+        """Returns a value that is passed to another subgraph, varying along the previously processed axes `axes`."""
         if value.name in self.before.own:
             return value
         self.before.own[value.name] = axes
@@ -459,7 +479,7 @@ class _ToParts:
         final: Mapping[fx.Node, Value],
         axes: tuple[str, ...],
     ) -> Value:
-        """A value that a segment makes for another, or for a collective."""
+        """Returns a value that a segment computes for another segment, or for a collective."""
         value, axis, own = node.meta["val"], self.axis, Placement("local", axes) if axes else WHOLE
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
         if sent is None or sent.kind is cuts.all_to_all:
@@ -472,7 +492,7 @@ class _ToParts:
         return Value(name, shape, value.dtype, replace(own, partial=(*own.partial, axis), by=sent.reduction))
 
     def _arrived(self, of: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
-        """A value that a collective has brought for a segment."""
+        """Returns a value that a segment receives from a collective."""
         value, own = marker.meta["val"], Placement("local", axes) if axes else WHOLE
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
@@ -491,7 +511,8 @@ class _ToParts:
         return Line(op, sent, (handle,), attrs=attrs, by=self.spec.name)
 
     def _check(self) -> None:
-        """Raises naming the operations that every rank would compute whole, above the bytes that the spec allows."""
+        """Raises if every rank would compute operations on unsharded values of more bytes than the spec allows, and
+        names them."""
         large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.max_replicated_bytes}
         if not large:
             return

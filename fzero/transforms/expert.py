@@ -1,5 +1,8 @@
-"""Cuts experts' parameters and the batch over one mesh axis: expert_parallel. Acts on the program, in
-transforms/dim_sharding_pass.py; around products with these parameters ranks exchange rows."""
+"""Shards experts' parameters and the batch over one mesh axis: expert_parallel.
+
+Acts on the program, in transforms/dim_sharding_pass.py. Around matrix products with these parameters, ranks exchange
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class ExpertParallel(Cutting):
         return Dim(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-        """Raises where no parameter, or one of two tied names, is of experts."""
+        """Raises if no parameter belongs to experts, or only one of two tied names does."""
         cuts = [leaf.role != "mutable" and self.cut(leaf) is not None for leaf in leaves]
         if not any(cuts):
             names = ", ".join(dotted(leaf.path) for leaf in leaves[:5])
@@ -74,30 +77,34 @@ def expert_parallel(
     axis: str = "expert",
     max_replicated_bytes: int | str = "1MiB",
 ) -> Any:
-    """Cuts experts' parameters and the batch over `axis`; around products with these parameters ranks exchange rows.
+    """Shards experts' parameters and the batch over `axis`; ranks exchange tokens around products with these
+    parameters.
 
-    Equal to the untransformed step, up to the order of summation, as long as no choice is dropped. A rank has rows of
-    the batch of its own, and of each parameter that `where` accepts, [experts, ...], its part of the experts. A product
-    `torch.bmm(rows, w)` of rows [experts, rows, features] sends each expert's rows to the rank that has it. What is
-    pointwise between two such products stays there. `fz.experts.dispatch` makes such rows. A ZeRO stage may name the
-    axis with others: `fz.shard_params(axis=("expert", "data"))` shards experts over data, and all else over both.
+    Equal to the untransformed step, up to the order of summation, as long as no token is dropped for lack of capacity.
+    Each rank has its own samples of the batch, and its share of the experts in each parameter [experts, ...] that
+    `where` accepts. A product `torch.bmm(rows, w)` of rows [experts, rows, features] sends each expert's rows to the
+    rank that has the expert. Pointwise operations between two such products are computed there. `fz.experts.dispatch`
+    makes such rows. A ZeRO stage may name the axis together with others: `fz.shard_params(axis=("expert", "data"))`
+    shards experts over data, and everything else over both axes.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
-        where: a predicate of a parameter's path and a meta tensor like it: whether it is of experts, by its first dim.
-        axis: the mesh axis. It cuts the batch.
-        max_replicated_bytes: an operation for which more bytes of experts than this are gathered is an error instead.
+        where: predicate `(path, leaf)` that selects the parameters of experts, whose first dim is the expert. `leaf` is
+            a meta tensor.
+        axis: the mesh axis. It shards the batch.
+        max_replicated_bytes: an operation for which more bytes of experts than this would be gathered is an error.
 
-    Communication: of a block with two products, 2 all_to_alls in the forward and 2 in the backward, of its rows:
-        (E-1)/E of them each. Gradients of experts are not reduced over `axis`: those of all rows meet where they are.
-    Memory: 1/E of the experts' parameters, gradients and state. Rows are as many as without it: E times those of 1/E of
-        the experts.
+    Communication: a block with two products has 2 all_to_alls of its rows in the forward and 2 in the backward; each
+        sends (E-1)/E of them. Gradients of experts are not reduced over `axis`, because the rows of all ranks are
+        processed by the rank that has the expert.
+    Memory: 1/E of the experts' parameters, gradients and optimizer state. The number of rows is the same as without
+        this transform: E times the rows, for 1/E of the experts.
 
     Raises:
-        FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
-        FzeroValueError: when the program is built, a number of experts that does not divide; a `where` with
-            nothing to act on; an operation above `max_replicated_bytes`.
-        TransformError: `tensor_parallel` or `fp8`; one of two tied names.
+        FzeroTypeError: `where` cannot be called; `axis` is not a name.
+        FzeroValueError: when the program is built, the number of experts is not divisible by the axis; `where` accepts
+            no parameter; an operation exceeds `max_replicated_bytes`.
+        TransformError: `tensor_parallel` or `fp8`; `where` accepts only one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 

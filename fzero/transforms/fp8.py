@@ -1,7 +1,8 @@
-"""Computes matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is
-laid out as a program: fzero/transforms/fp8_products.py.
+"""Computes matrix products with selected parameters in 8-bit floating point.
 
-What rests, what is communicated as gradients and what everything but these products computes in is as without it.
+Acts on the recorded graph, before it is converted to a program: fzero/transforms/fp8_products.py. The stored
+parameters, the communicated gradients and the dtype of everything except these products are the same as without this
+transform.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fzero.transforms.zero import Where
 
 SCALES = ("tensor", "row")
 CAPABILITY = (8, 9)
-"""CUDA's first compute capability with tensor cores for 8-bit floating point."""
+"""The lowest CUDA compute capability with tensor cores for 8-bit floating point."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ class Fp8(Transform):
     name: ClassVar[str] = "fp8"
 
     def selects(self, leaf: Leaf) -> bool:
-        """Whether products with a parameter are done in 8 bits: with one that can be, and that `where` accepts."""
+        """Whether products with this parameter are computed in 8 bits: if they can be, and `where` accepts the
+        parameter."""
         return not _unfit(leaf) and accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def check(self, leaves: Sequence[Leaf]) -> None:
-        """Raises naming the parameters that `where` accepts and that no product in 8 bits can read."""
+        """Raises if `where` accepts parameters that no 8-bit product can read, and names them."""
         wrong = [
             f"{leaf}: {why}"
             for leaf in leaves
@@ -52,7 +54,7 @@ class Fp8(Transform):
             raise TransformError(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix)
 
     def check_device(self, device: torch.device) -> None:
-        """Raises if a device neither has products in 8 bits nor is a CPU, which emulates them."""
+        """Raises if a device has no 8-bit products, unless it is a CPU, which emulates them."""
         if device.type == "cpu":
             return
         if (
@@ -76,33 +78,34 @@ def fp8(
     scales: str = "tensor",
     where: Where | None = None,
 ) -> Any:
-    """Does matrix products with selected parameters in 8-bit floating point: the forward's, the gradient's of their
-    input, and their own gradient's.
+    """Computes matrix products with selected parameters in 8-bit floating point: those of the forward, of the input's
+    gradient, and of the parameter's gradient.
 
-    Each operand is divided by a scale, that of its largest magnitude, and rounded to nearest: activations and
-    parameters to float8_e4m3fn, what depends on a gradient to float8_e5m2. Sums are float32; the result has the dtype
-    of the product that it replaces. Everything else stays as it is: parameters and optimizer state at rest, gradients
-    as they are reduced, attention, norms, the loss. See docs/transforms/fp8.md.
+    Each operand is divided by a scale, which follows from its largest magnitude, and rounded to nearest: activations
+    and parameters to float8_e4m3fn, values that depend on a gradient to float8_e5m2. Sums are computed in float32; the
+    result has the dtype of the product that it replaces. Everything else is unchanged: stored parameters and optimizer
+    state, the reduction of gradients, attention, norms, the loss. See docs/transforms/fp8.md.
 
     Args:
         step: a step; without one a transform is returned.
-        scales: "tensor", a scale for each operand; or "row", one for each row of the first operand and each column of
+        scales: "tensor": one scale for each operand; or "row": one for each row of the first operand and each column of
             the second.
-        where: predicate `(path, leaf)` of the parameters, by default all that can be: floating-point matrices with dims
-            that are multiples of 16. `leaf` is a meta tensor. Of a tied leaf all paths are asked. A product is replaced
-            if it reads all of a leaf, through views and casts, and if its three dims are multiples of 16; any other
-            product stays as it is.
+        where: predicate `(path, leaf)` that selects parameters; by default all that can be selected: floating-point
+            matrices with dims that are multiples of 16. `leaf` is a meta tensor. A tied parameter is selected only if
+            all of its paths are. A product is replaced if it reads all of a parameter, through views and casts, and if
+            its three dims are multiples of 16; any other product is left unchanged.
 
-    Communication: as without it; parameters are gathered in the dtype of `mixed_precision` and rounded after that. The
-        scale of an activation or a gradient is that of what one rank multiplies in one micro-batch.
-    Memory: what blocks keep for their backward may be kept in 8 bits.
+    Communication: the same as without it; parameters are gathered in the dtype of `mixed_precision` and rounded
+        afterwards. The scale of an activation or a gradient is that of the values that one rank multiplies in one
+        micro-batch.
+    Memory: values that blocks save for their backward may be saved in 8 bits.
 
     Raises:
         FzeroValueError: unknown `scales`; from `compile`, a device without such products, unless it is a CPU, which
             emulates them.
-        FzeroTypeError: a `where` that is not a function.
-        TransformError: another fp8 of the step; when the program is built, a leaf accepted by `where` that cannot be
-            multiplied in 8 bits, or a step without such a product.
+        FzeroTypeError: `where` is not a function.
+        TransformError: a different `fp8` of the same step; when the program is built, `where` accepts a parameter that
+            cannot be multiplied in 8 bits, or the step has no product that can be replaced.
 
     Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep
         neural networks, 2022.
@@ -121,7 +124,7 @@ def fp8(
 
 
 def _unfit(leaf: Leaf) -> str:
-    """Why no product in 8 bits can read a leaf."""
+    """Returns the reason why no 8-bit product can read a parameter, or ""."""
     if not leaf.dtype.is_floating_point:
         return "not floating point"
     if leaf.role == "mutable":

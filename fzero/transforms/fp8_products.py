@@ -1,12 +1,13 @@
-"""Replaces products with selected parameters by products in 8 bits, in the recorded graph, before it is laid out as
-lines.
+"""Replaces products with selected parameters by 8-bit products, in the recorded graph, before it is converted to a
+program.
 
-Each selected parameter has three products: the forward's product reads it (through views and casts), the product for
-the input's gradient reads it too, and the third makes its own gradient. Each is replaced by two roundings and one
-`scaled_mm` (fzero/ops/scaled_matmul.py); equal roundings are one, so that what the forward rounded is there for
-the backward. A product is done so if it is a whole parameter that it reads, and if its three dims are multiples of 16.
+Each selected parameter takes part in three products: the product of the forward reads it (through views and casts), the
+product for the input's gradient reads it too, and the third product computes its own gradient. Each is replaced by two
+roundings and one `scaled_mm` (fzero/ops/scaled_matmul.py). Equal roundings are merged, so that the backward can reuse
+values that the forward rounded. A product is replaced if it reads a complete parameter, and if its three dims are
+multiples of 16.
 
-It must not know which parameters to select, or why.
+This file must not depend on which parameters are selected, or why.
 """
 
 from __future__ import annotations
@@ -44,33 +45,34 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-"""Views of all elements of their argument."""
+"""Views that contain all elements of their argument."""
 _COPIES = {aten._to_copy.default, aten.clone.default}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class InFp8:
-    """Selects the products of a step that are done in 8 bits.
+    """Selects the products of a step that are computed in 8 bits.
 
     Attributes:
-        selects: whether those with a parameter are.
+        selects: whether products with this parameter are.
         rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has
-            one.
+            one scale.
     """
 
     selects: Callable[[Leaf], bool]
     rows: bool = False
 
     def multiplied(self, params: Inputs) -> list[int]:
-        """The positions of the parameters whose products are. Of a tied leaf all paths are asked."""
+        """Returns the positions of the parameters whose products are replaced. A tied parameter is only if all of its
+        paths are selected."""
         refused = {tie for leaf, tie in zip(params.leaves, params.ties, strict=True) if not self.selects(leaf)}
         return [i for i in params.distinct if i not in refused]
 
 
 @dataclass
 class ProductUses:
-    """The products with one parameter: how many are done in 8 bits, and the dims of those that cannot be."""
+    """The products with one parameter: how many are computed in 8 bits, and the dims of those that cannot be."""
 
     done: int = 0
     left: list[tuple[int, int, int]] = field(default_factory=list)
@@ -82,7 +84,8 @@ class ProductUses:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block with the products of some of its inputs replaced, and those by the number of the input."""
+    """A block in which the products with some inputs are replaced, and the uses of each of these inputs, by its
+    index."""
 
     joint: Joint
     uses: Mapping[int, ProductUses]
@@ -91,18 +94,19 @@ class _Block:
 def in_8_bits(
     graph: Recorded, fp8: InFp8, params: Inputs, grads: Mapping[int, fx.Node], seeds: Collection[fx.Node]
 ) -> Recorded:
-    """The function with some parameters' products replaced, in itself and in the blocks it calls.
+    """Returns the graph in which the products with selected parameters are replaced, in itself and in the blocks that
+    it calls.
 
     Args:
-        graph: of a step's loss and gradients, or of an evaluation, whose first inputs are the distinct parameters; not
-            to be used any more.
-        fp8: which products, and how.
-        params: the leaf table.
-        grads: by position of a parameter, the output that is its gradient.
-        seeds: what gradients are computed from; none in an evaluation.
+        graph: the loss and gradients of a step, or an evaluation; its first inputs are the distinct parameters. It must
+            not be used afterwards.
+        fp8: which products to replace, and how.
+        params: the table of parameters.
+        grads: for the position of each parameter, the output that is its gradient.
+        seeds: the nodes from which gradients are computed; none in an evaluation.
 
     Raises:
-        TransformError: there is none that could be replaced.
+        TransformError: no product can be replaced.
     """
     places = dict(zip(params.distinct, graph.inputs, strict=False))
     weights = {places[i]: grads.get(i) for i in fp8.multiplied(params)}
@@ -159,10 +163,16 @@ def _replace(
     late: Collection[fx.Node],
     rows: bool,
 ) -> dict[fx.Node, ProductUses]:
-    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient.
+    """Replaces the products with `weights` in a graph.
 
-    Equal roundings are merged between two calls of blocks, as these lines become one function: a block chooses its
-        saved values, and nothing is saved between two functions.
+    Equal roundings are merged only between two calls of blocks, because the nodes between two calls become one
+    subgraph: a block chooses its saved values, and nothing is saved between two subgraphs.
+
+    Args:
+        graph: the graph, which is changed in place.
+        weights: the parameters, each with its gradient, if it has one.
+        late: the nodes that depend on a gradient.
+        rows: as in `InFp8`.
     """
     uses, runs, run, late = {n: ProductUses() for n in weights}, dict[fx.Node, int](), 0, set(late)
     makes = {
@@ -196,9 +206,12 @@ def _scaled(
     formats: Sequence[torch.dtype],
     rows: bool,
 ) -> tuple[list[fx.Node], fx.Node]:
-    """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are
-    viewed as matrices: the views of one tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result
-    among them."""
+    """Replaces one product by an 8-bit product.
+
+    Operands with a single scale are rounded in their stored shape, before they are viewed as matrices, so that all
+    views of one tensor share the rounding. The arguments are those of `_replace`. Returns the new nodes, and the node
+    of the result.
+    """
     roots = [(f, []) if rows else _unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
     inputs: list[Any] = [*(n for n, _ in roots), *bias]
@@ -232,7 +245,8 @@ def _scaled(
 
 
 def _factors(node: fx.Node) -> tuple[Any, ...]:
-    """The two matrices that a node multiplies; none of any other node. A batch of one is a matrix."""
+    """The two matrices that a node multiplies; empty for any other node. A batched product of batch size 1 counts as a
+    matrix product."""
     match node.target:
         case aten.mm.default:
             return node.args[:2]
@@ -244,26 +258,27 @@ def _factors(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _dims(matrices: Sequence[fx.Node]) -> tuple[int, int, int]:
-    """The dims of a product of two matrices: the rows of the first, what is summed over, the columns of the second."""
+    """The dims of a product of two matrices: the rows of the first, the dim that is summed over, and the columns of the
+    second."""
     a, b = (f.meta["val"].shape for f in matrices)
     return a[-2], a[-1], b[-1]
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether a node is a product that can be done in 8 bits."""
+    """Whether a node is a product that can be computed in 8 bits."""
     found = _factors(node)
     return bool(found) and node.meta["val"].dtype in _DTYPES and not any(n % MULTIPLE for n in _dims(found))
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The node whose elements a node has all of, in another shape, order or dtype."""
+    """The node that has the same elements as this node, before they were viewed, reordered, copied or cast."""
     while node.target in _VIEWS | _COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _unviewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The node that a node is a view of all of, and the views, the last one last."""
+    """The node of which a node is a view of all elements, and the chain of views, in order."""
     views: list[fx.Node] = []
     while node.target in _VIEWS:
         views.append(node)
@@ -272,7 +287,7 @@ def _unviewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _summands(grad: fx.Node) -> list[fx.Node]:
-    """The products that add up to a gradient."""
+    """The products that are added up to a gradient."""
     found, todo = [], [grad]
     while todo:
         node = _origin(todo.pop())

@@ -1,5 +1,7 @@
-"""Limits what crosses a slow axis to once a step, however many micro-batches there are. Acts on the program, in
-transforms/zero_pass.py."""
+"""Limits communication over a slow mesh axis to once per step, however many micro-batches there are.
+
+Acts on the program, in transforms/zero_pass.py.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,21 @@ class Hierarchical(Transform):
         return "an evaluation gathers each parameter once, and reduces no gradient"
 
     def before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of a leaf that cut before this one; all axes if none does, as on a mesh with one rank along each of
-        them. Gathered over this axis, such a leaf would be whole."""
+        """The axes that shard a parameter before this axis does.
+
+        Returns all axes if none does, for example on a mesh with one rank along each of them: gathered over this axis,
+        such a parameter would be unsharded.
+        """
         return axes[: axes.index(self.axis)] if self.axis in axes[1:] else axes
 
     @property
     def least(self) -> float:
-        """The share of blocks whose gathered parts stay at least."""
+        """The smallest share of blocks whose gathered parameters are kept."""
         return 0.0 if isinstance(self.gathers, str) else float(self.gathers)
 
     @property
     def most(self) -> float:
-        """The share of blocks whose gathered parts stay at most."""
+        """The largest share of blocks whose gathered parameters are kept."""
         return 1.0 if isinstance(self.gathers, str) else float(self.gathers)
 
 
@@ -43,34 +48,34 @@ class Hierarchical(Transform):
 def hierarchical(
     step: Any = None, *, axis: str = "node", gathers: float | str = "auto", reductions: bool = True
 ) -> Any:
-    """Lets what crosses a slow axis cross it once a step: parameters, gathered over it, stay until the step ends, and
-    gradients are reduced over it last.
+    """Communicates over a slow mesh axis only once per step.
 
-    For a step whose leaves are sharded over several axes, such as `shard_params(axis=("data", "node"))`. Equal to that
-    step without it: to the bit where only gathers stay; with `reductions` up to the order in which the gradients of
-    micro-batches are summed.
+    Parameters are gathered over the slow axis once and kept until the step ends, and gradients are reduced over it
+    last. Use it for a step whose parameters are sharded over several axes, such as `shard_params(axis=("data",
+    "node"))`. The result equals that of the same step without it: bitwise if only gathers are affected; with
+    `reductions`, up to the order in which the gradients of micro-batches are summed.
 
     Args:
         step: a step; without one a transform is returned.
-        axis: the slow axis: one that leaves are sharded over, but not the one that cuts first. On a mesh with one rank
-            along those that cut before it nothing changes.
+        axis: the slow axis: one over which parameters are sharded, but not the first one that shards them. If the mesh
+            has only one rank along the axes before it, nothing changes.
         gathers: the share of blocks, counted from the last, whose parameters stay gathered over this axis, as shards
-            over the axes that cut before it. Their other gathers, in each micro-batch, are over those axes alone.
-            "auto": as many as a memory budget has room for, and all without a budget. 0: none.
-        reductions: whether the gradients of micro-batches add up as shards over the axes that cut before this one, and
-            are reduced over it after the last micro-batch. Otherwise once a micro-batch.
+            over the axes before it. Their other gathers, in each micro-batch, are over those axes only. "auto": as many
+            as the memory budget allows, or all without a budget. 0: none.
+        reductions: whether the gradients of micro-batches are accumulated as shards over the axes before this one, and
+            reduced over it after the last micro-batch. Otherwise they are reduced over it once per micro-batch.
 
-    Communication: over `axis` with M ranks, and L ranks along the axes that cut before it, (M-1)/M x (2P + 4P)/L bytes
-        sent per rank and step with bf16 compute and fp32 reductions. The number of micro-batches does not matter;
-        without `hierarchical` each costs 2 x 2P + 4P. Over the other axes as without it.
-    Memory: 2P/L bytes per rank for what stays gathered (4P/L in fp32), during the step, and with `accumulate` 4P/L for
-        the sums instead of 4P/(L M).
+    Communication: over `axis` with M ranks, and L ranks along the axes before it, (M-1)/M x (2P + 4P)/L bytes sent per
+        rank and step with bf16 compute and fp32 reductions. This does not depend on the number of micro-batches;
+        without `hierarchical` each of them costs 2 x 2P + 4P. The communication over the other axes is unchanged.
+    Memory: 2P/L bytes per rank for the parameters that stay gathered (4P/L in fp32), during the step, and with
+        `accumulate` 4P/L for the accumulated gradients instead of 4P/(L M).
 
     Raises:
-        FzeroTypeError: an `axis` that is not a name, `reductions` that is no flag.
-        FzeroValueError: an invalid share. When the program is built: an axis missing from the mesh, without a sharded
-            leaf, or cutting first.
-        TransformError: a second, different `hierarchical`; an evaluation.
+        FzeroTypeError: `axis` is not a name; `reductions` is not a bool.
+        FzeroValueError: an invalid share. When the program is built: the axis is missing from the mesh, shards no
+            parameter, or is the first axis that shards them.
+        TransformError: a different `hierarchical` of the same step; an evaluation.
 
     Paper: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023 (the
         secondary partition of parameters).

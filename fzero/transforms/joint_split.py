@@ -1,12 +1,12 @@
-"""Splits a block's joint graph in two: a forward that returns saved values beside its outputs, and a vjp that takes
-them and recomputes the rest.
+"""Splits a block's joint graph in two: a forward that returns saved values in addition to its outputs, and a vjp (the
+backward) that takes them and recomputes the rest.
 
-Only storages can be kept: of a value and its views the value, for a view holds all of it. What parameters alone enter,
-their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no input
-enters. The choice among the others is a minimum cut. Every node of the forward that the backward depends on is kept
-(for its bytes), recomputed from available inputs (for its FLOPs), or not needed. A weight of bytes against FLOPs gives
-each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are
-taken one by one.
+Only whole storages can be kept: of a value and its views, the value is kept, because a view keeps the whole storage
+alive. Values that depend only on parameters (views of them, or rounded copies) are always recomputed, unless they are a
+scalar or a row of numbers; so are values that depend on no input. The choice among the other values is a minimum cut:
+every node of the forward that the backward depends on is either kept (at the cost of its bytes), recomputed from
+available inputs (at the cost of its FLOPs), or not needed. Each price of a byte in FLOPs yields one cut. The cuts for
+all prices are the corners of the trade-off between memory and time; between two corners, nodes are added one at a time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import Subgraph, ancestors, extract, reached, views_of
 
 MOST_CUTS = 256
-"""Blocks whose minimum cut a process remembers; then it begins anew."""
+"""The number of blocks whose minimum cut a process caches; when it is reached, the cache is cleared."""
 _known_cuts: dict[Any, frozenset[int]] = {}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The values that a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs of what the
+    """The values that a block keeps for its backward: nodes of its joint graph, their bytes, and the FLOPs that the
     backward recomputes."""
 
     nodes: frozenset[fx.Node]
@@ -47,26 +47,27 @@ class Kept:
 
 @dataclass(frozen=True)
 class Split:
-    """The two functions of a block, and what passes between them by the names of its nodes: values saved for it, and
-    outputs that are there anyway."""
+    """The two subgraphs of a block, and the values that pass between them, by the names of their nodes: values that are
+    saved for the backward, and outputs that exist anyway."""
 
     forward: str
     backward: str
     forward_inputs: tuple[int, ...]
-    backward_inputs: tuple[int, ...]  # of the joint graph: inputs of the block, then tangents
-    kept: tuple[str, ...]  # in the order the backward takes them, after its inputs
+    backward_inputs: tuple[int, ...]  # inputs of the joint graph: the block's inputs, then tangents
+    kept: tuple[str, ...]  # in the order in which the backward takes them, after its inputs
     saved: dict[str, torch.Tensor]
-    reused: dict[str, int]  # kept node -> the output of the forward that it is
+    reused: dict[str, int]  # kept node -> the index of the forward's output that it is
 
 
 class Choices:
-    """The values that can be kept of a block, for the gradients that are wanted, by the bytes and FLOPs of a rank.
+    """The values that can be kept of a block for the wanted gradients, with the bytes and FLOPs that one rank has of
+    them.
 
     Args:
         joint: the block.
-        grads: numbers of its gradients.
-        alive: outputs of the block that its surroundings keep anyway.
-        cuts: those of its inputs and outputs, along each axis that cuts any.
+        grads: the indices of the wanted gradients.
+        alive: the outputs of the block that other ops keep alive anyway.
+        cuts: the shardings of its inputs and outputs, along each axis that shards any.
     """
 
     def __init__(
@@ -108,14 +109,16 @@ class Choices:
         self._roots = roots
 
     def _shares(self, cuts: tuple[CutEnds, ...]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """The numbers of ranks that share a value, and that share the work of computing it."""
+        """Returns, for each value, the number of ranks among which it is sharded, and the number that share the work of
+        computing it."""
         inputs, ends = self.places[: self.joint.num_inputs], [*self.outputs, *(n for n in self.early if n in self.read)]
         shares = [x.of_a_rank(self.joint.graph, inputs, ends) for x in cuts]
         held = {n: math.prod(x[n.name].held for x in shares if n.name in x) for n in (*inputs, *self.early)}
         return held, {n: math.prod(x[n.name].computed for x in shares if n.name in x) for n in self.early}
 
     def keep(self, nodes: Iterable[fx.Node]) -> Kept:
-        """The exact consequences of keeping these nodes: those that the backward turns out not to read are not kept."""
+        """Returns the exact costs of keeping these nodes. Nodes that the backward turns out not to read are not
+        kept."""
         nodes = self.nbytes.keys() & set(nodes)
         needed = ancestors(self.grads, stop=self._stop | nodes)
         nodes = frozenset(nodes & needed)
@@ -127,12 +130,12 @@ class Choices:
 
     @functools.cached_property
     def none(self) -> Kept:
-        """Everything the backward reads."""
+        """Keeps everything that the backward reads."""
         return self.keep(self._roots[n] for n in self.read)
 
     @functools.cached_property
     def min_cut(self) -> Kept:
-        """The choice of PyTorch's min-cut partitioner; in a process it is asked once for equal blocks."""
+        """The choice of PyTorch's min-cut partitioner, which a process calls once for equal blocks."""
         graph = Subgraph(self.joint.graph, self.places, [*self.outputs, *self.grads])
         recompute = {n.name for n in self._of_params}
         number = {n.name: i for i, n in enumerate(graph.between)}
@@ -144,7 +147,7 @@ class Choices:
             copy = graph.extract([n.name for n in self.places])
             for n in copy.graph.nodes:
                 if n.name in held and isinstance(value := n.meta["val"], torch.Tensor):
-                    # PyTorch asks for its bytes alone
+                    # the partitioner uses only the size in bytes
                     n.meta["val"] = compat.new_fake(
                         value.fake_mode,  # type: ignore[attr-defined]
                         [value.numel() // held[n.name]],
@@ -162,8 +165,8 @@ class Choices:
 
     @functools.cached_property
     def frontier(self) -> list[Kept]:
-        """The choices worth having, from nothing to everything: each keeps more bytes and recomputes fewer FLOPs than
-        the one before."""
+        """The Pareto-optimal choices, from keeping nothing to keeping everything: each keeps more bytes and recomputes
+        fewer FLOPs than the one before."""
         corners = self._corners()
         found = {*corners, self.keep(()), self.none}
         for lower, upper in itertools.pairwise(corners):
@@ -175,13 +178,14 @@ class Choices:
         return out if self.none.nbytes <= out[-1].nbytes else [*out, self.none]
 
     def fraction(self, share: float) -> Kept:
-        """The most of the frontier that keeps at most this share of the bytes that `none` does."""
+        """The last choice of the frontier that keeps at most this share of the bytes that `none` keeps."""
         if share == 1.0:
             return self.none
         return [k for k in self.frontier if k.nbytes <= share * self.none.nbytes][-1]
 
     def _corners(self) -> list[Kept]:
-        """The corners of the lower hull of (bytes, FLOPs): each the minimum cut for some price of a byte in FLOPs."""
+        """The corners of the lower convex hull of (bytes, FLOPs): each is the minimum cut for some price of a byte in
+        FLOPs."""
         first, last = self.keep(()), self._cut(sum(self.nbytes.values()) + 1, 1)
 
         def within(low: Kept, high: Kept) -> list[Kept]:
@@ -196,15 +200,15 @@ class Choices:
         return [first, *within(first, last), last]
 
     def _cut(self, per_flop: int, per_byte: int) -> Kept:
-        """The nodes to keep if a FLOP and a byte cost this much."""
+        """Returns the nodes to keep if a FLOP and a byte cost this much, by a minimum cut."""
         import networkx as nx
 
         net = nx.DiGraph()
         net.add_nodes_from(("source", "sink"))
-        at = {n: i for i, n in enumerate(self.early)}  # numbers, not nodes: every rank must find the same cut
-        for n, i in at.items():  # on the sink's side: (i, 0) is recomputed, (i, 1) is there in the backward
+        at = {n: i for i, n in enumerate(self.early)}  # indices instead of nodes, so that every rank finds the same cut
+        for n, i in at.items():  # Nodes on the sink's side: (i, 0) is recomputed, (i, 1) is available in the backward.
             net.add_edge("source", (i, 0), capacity=self.flops[n] * per_flop)
-            # no capacity: infinite
+            # A missing capacity means infinity.
             net.add_edge((i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {}))
             net.add_edges_from(((i, 1), (at[u], 0)) for u in n.users if u in at)
             if n in self.read:
@@ -215,8 +219,8 @@ class Choices:
         )
 
     def _between(self, lower: Kept, upper: Kept) -> Iterator[Kept]:
-        """Choices between two corners: from the lower one on, always the node that saves most FLOPs a byte, counted
-        exactly; and what else was tried."""
+        """Yields choices between two corners: starting from the lower one, it always adds the node that saves the most
+        FLOPs per byte, with exact counts, and yields every choice that it tried."""
         current = lower
         while True:
             tried = [self.keep(current.nodes | {n}) for n in self.nbytes if n not in current.nodes]
@@ -227,7 +231,7 @@ class Choices:
             current = max(tried, key=lambda k, now=current: (now.flops - k.flops) / max(1, k.nbytes - now.nbytes))
 
     def split(self, kept: Kept, functions: Functions) -> Split:
-        """The two functions that keep this."""
+        """Returns the two subgraphs that keep these values."""
         joint, graph = self.joint, self.joint.graph
         keep = [n for n in graph.graph.nodes if n in kept.nodes]
         saved = [n for n in keep if n not in self.reused]
@@ -251,5 +255,5 @@ def _pruned(source: Recorded, inputs: list[fx.Node], outputs: list[fx.Node]) -> 
 
 
 def _is_row(value: Any) -> bool:
-    """Whether a value is a number, or a row of numbers."""
+    """Whether a value is a scalar, or a tensor in which all dims but one are 1."""
     return isinstance(value, torch.Tensor) and value.numel() == max(value.shape, default=1)

@@ -22,16 +22,18 @@ def gathered(
     handle: Callable[[], Value],
     by: str,
 ) -> tuple[dict[K, Value], list[Line]]:
-    """Values, by any key, once they are cut over these axes alone, and the lines that gather them. What goes over the
-    same axis travels together.
+    """Gathers values until they are sharded only over the given axes, and returns the values and the ops that gather
+    them.
+
+    Values that are gathered over the same axis are sent together.
 
     Args:
-        values: the shards.
-        to: the axes over which each is to be cut still; by default none.
-        named: the name of a gathered value.
-        names: of the program.
-        handle: the result of a start.
-        by: the transform that places the lines.
+        values: the shards, by any key.
+        to: the axes over which each value is still sharded afterwards; by default none.
+        named: returns the name of a gathered value.
+        names: the generator of unused names of the program.
+        handle: makes the result of a start.
+        by: the transform that inserts the ops.
     """
     now, lines = dict(values), list[Line]()
     while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
