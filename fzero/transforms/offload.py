@@ -1,8 +1,8 @@
-"""Offloads leaves to host memory or disk, activations to host memory between forward and backward, gradients to disk
-until their update. Acts on the leaf table and on the program.
+"""Offloads state to host memory or disk, activations to host memory between forward and backward, and gradients to disk
+until their update.
 
-Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are
-placed by offload_pass.py.
+Acts on the table of parameters and on the program. This file has the configuration, and determines from it the memory
+tier of every parameter; offload_pass.py inserts the ops that copy values to the device and back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import Where
 
 TIERS = {"cpu": "host", "nvme": "disk"}
-"""The tiers one can name, and what a layout calls them. "auto" leaves them open."""
+"""The tiers that a user can name, and their names in a layout. "auto" leaves the tier open."""
 
 ROLES = ("opt_state", "params", "activations", "gradients")
 SIDES = ("auto", "host", "device")
@@ -36,12 +36,12 @@ class Offload(Transform):
     fraction: float = 1.0
     where: Where | None = None
     update_on: str = "auto"
-    within: str = ""  # where relative paths begin: the working directory when they were given
+    within: str = ""  # the directory that relative paths start from: the working directory when they were given
     order: ClassVar[int] = 60
     name: ClassVar[str] = "offload"
 
     def conflict(self, other: Transform) -> str | None:
-        """Two records hold together if no role is in both."""
+        """Two configurations are compatible if no role is in both."""
         if not isinstance(other, Offload):
             return None
         if self.tier == other.tier == "auto":
@@ -55,7 +55,8 @@ class Offload(Transform):
         )
 
     def idle(self, step: EvalStep) -> str | None:
-        masters = any(t.name == "mixed_precision" for t in step.transforms)  # which rest with the optimizer's state
+        # masters are stored with the optimizer state
+        masters = any(t.name == "mixed_precision" for t in step.transforms)
         return (
             None
             if "params" in self.of or masters
@@ -66,17 +67,18 @@ class Offload(Transform):
         return accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def placed(self, line: Line) -> bool:
-        """Copies to and from a disk count for leaves on disk; other copies, possibly on that way, for leaves on the
-        host."""
+        """Copies from and to disk belong to the configuration of the disk tier; other copies, which may be part of such
+        a transfer, to that of the host tier."""
         return (self.tier == "nvme") == line.op.startswith("disk_")
 
     def in_program(self) -> str:
-        """Without the names of directories, which are each machine's own; their number is the program's."""
+        """The text without the names of directories, which can differ between machines; their number is part of the
+        program."""
         text = str(replace(self, path=("...",) * len(self.path)))
         return text.replace("'...'", "...")
 
     def __str__(self) -> str:
-        """The tier, the roles, and what is not as by default."""
+        """The tier, the roles, and the arguments that differ from their defaults."""
         shown = [f"{self.tier!r}", repr(self.of) if len(self.of) > 1 else repr(*self.of)]
         for f in fields(self)[2:]:
             if (value := getattr(self, f.name)) != f.default and f.name != "within":
@@ -96,54 +98,59 @@ def offload(
     where: Where | None = None,
     update_on: str = "auto",
 ) -> Any:
-    """Keeps optimizer state, parameters, activations or gradients in host memory ("cpu") or on disk ("nvme") and brings
-    them to where they are needed, when.
+    """Keeps optimizer state, parameters, activations or gradients in host memory ("cpu") or on disk ("nvme") and copies
+    them to where they are needed.
 
-    `offload("auto")` leaves open which of them rest where, and what share of each: `compile` and `lower` choose what is
-    predicted to be fastest of what fits `memory_budget`, `host_budget` and `disk_budget`, for a given batch. The step
-    they then have is one with offloads as one could have written them.
+    `offload("auto")` leaves open which of them are stored on which tier, and what share of each: `compile` and `lower`
+    choose the placement with the shortest predicted step time that fits `memory_budget`, `host_budget` and
+    `disk_budget`, for a given batch. The resulting step has ordinary offloads, which one could have written by hand.
 
-    Equal bit for bit to the same step without it, wherever the update runs in the same arithmetic: there is no
-    staleness. Combines with every sharding: each rank keeps its own shards. Two may be applied whose roles differ:
-    parameters in host memory, optimizer state on disk.
+    The result is bitwise equal to that of the same step without it, provided that the update runs with the same
+    arithmetic: no stale values are used. Combines with every sharding: each rank keeps its own shards. Two offloads may
+    be applied if their roles differ: parameters in host memory, optimizer state on disk.
 
     Args:
         step: a training or evaluation step, or the tier when called without one: `offload("cpu", "opt_state")`. An
-            evaluation has no optimizer state and keeps no activations: what is said of these does not apply to it.
+            evaluation has no optimizer state and keeps no activations, so these roles do not apply to it.
         tier: "cpu", "nvme" or "auto"; by default "cpu".
-        of: "opt_state" (the default), "params", "activations", "gradients", or several; with "auto" those that may be
-            moved, by default all. Under `mixed_precision` the masters, which are only read to be cast, rest with the
-            optimizer's state unless "params" says otherwise. "params" alone leaves the optimizer's state on the device.
-            "gradients" are those that wait, for the norm of all or for other micro-batches, and are for a disk: in
-            host memory they wait wherever the plan finds that better.
-        path: for "nvme" a directory, or several over which the leaves are striped; a relative one is resolved here and
-            now. Each rank may have its own (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but as many of them as the others.
-            What lies there is scratch of this run, never a checkpoint. "auto" uses a disk if there is a path.
-        fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
-        where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
-        update_on: "host" runs the optimizer in host memory, "device" brings the state to the device. With "auto" the
-            plan takes the fastest by prediction: the host updates all blocks, none, or some while the state of the
-            others streams through the device.
+        of: "opt_state" (the default), "params", "activations", "gradients", or several of them; with "auto", the roles
+            that may be moved, by default all. With `mixed_precision`, the masters, which are only read to be cast, are
+            stored with the optimizer state unless "params" is given separately. "params" without "opt_state" leaves the
+            optimizer state on the device. "gradients" are those that are held until their update, because it needs the
+            norm of all gradients or the other micro-batches; this role is for disks only: in host memory, gradients are
+            held whenever the plan finds that better.
+        path: for "nvme", a directory, or several over which the tensors are striped; a relative path is resolved when
+            `offload` is called. Each rank may have its own directories (`$SLURM_TMPDIR`, `tempfile.mkdtemp()`), but all
+            ranks must have the same number of them. The files are scratch data of this run, never a checkpoint. "auto"
+            uses a disk if a path is given.
+        fraction: the share of the tensors, by bytes, that is offloaded, in (0, 1]; they are spread evenly over the
+            model.
+        where: predicate `(path, leaf)` that selects the parameters it applies to; by default all. `leaf` is a meta
+            tensor.
+        update_on: "host" runs the optimizer on the host, "device" copies the state to the device. With "auto", the plan
+            chooses the fastest by prediction: the host updates all blocks, none, or some of them while the state of the
+            others is streamed through the device.
 
     Communication: none between ranks. Per rank and step, over the link between host and device, for P parameters with
-        Adam state on the host. An update on the host sends 4P bytes of gradients out (2P if reduced in bf16) and, under
-        mixed precision, 2P of compute parameters in. In fp32 with parameters on the device these travel too, 4P each
-        way. It moves 28P through host memory. An update on the device 8P each way, 12P with masters. Offloaded
-        parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on
-        disk is read and written once, 8P bytes each way, 12P with masters or parameters, and gradients on disk, 4P
-        (2P); what the vjp has read is not read again. A step that clips may move state on disk twice, and within a
-        host budget 24P more through host memory (docs/transforms/offload.md).
-    Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step
-        the buffers of the blocks that are under way. On disk it takes no host memory at rest either, and with clipping
-        by the global norm twice its bytes. On a mesh whose device is the CPU, host and device are one memory: "cpu"
-        saves nothing.
+        Adam state on the host: an update on the host sends 4P bytes of gradients to the host (2P if they are reduced in
+        bf16) and, with mixed precision, 2P of compute parameters to the device. In fp32 with parameters on the device,
+        the parameters are sent too, 4P in each direction. It moves 28P through host memory. An update on the device
+        moves 8P in each direction, 12P with masters. Offloaded parameters are copied to the device once for the forward
+        and once for the vjp, 4P each (2P in bf16), per micro-batch. State on disk is read and written once, 8P bytes in
+        each direction, 12P with masters or parameters, and gradients on disk, 4P (2P); what the vjp has read is not
+        read again. A step that clips gradients may move state on disk twice, and within a host budget 24P more through
+        host memory (docs/transforms/offload.md).
+    Memory: offloaded tensors are not stored on the device: 12P bytes less with fp32 Adam if everything is offloaded;
+        during the step, there are buffers for the blocks that are being processed. Tensors on disk take no host memory
+        between steps either; with clipping by the global norm, they take twice their bytes on disk. On a mesh whose
+        device is the CPU, host and device share one memory: "cpu" saves nothing.
 
     Raises:
-        FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot
-            hold a role (activations on disk, gradients in host memory); a fraction outside (0, 1]. From `init` and
-            `restore`: a path that is missing, not writable or too small, with the numbers.
-        TransformError: two of them for one role; one without parameters given to an evaluation that has no masters;
-            when the program is built, gradients on disk that a loop over micro-batches adds up.
+        FzeroValueError: an unknown tier, role or `update_on`; "nvme" without a path, or a path with "cpu"; a tier that
+            cannot hold a role (activations on disk, gradients in host memory); a fraction outside (0, 1]. From `init`
+            and `restore`: a path that is missing, not writable or has too little space, with the numbers.
+        TransformError: two offloads for one role; an offload that does not include parameters, given to an evaluation
+            without masters; when the program is built, gradients on disk that a loop over micro-batches accumulates.
 
     Example:
         >>> import torch, fzero as fz
@@ -215,8 +222,8 @@ def offload(
 
 
 class LeafTiers(NamedTuple):
-    """The tiers of a parameter, its optimizer state, the copy that is computed with, if it is a master, and, if it
-    waits, its gradient, unless the plan says so: each one of `layout.TIERS`."""
+    """The tiers of a parameter: its own, that of its optimizer state, that of its compute copy (if it is a master), and
+    that of its gradient while it is held, unless the plan chooses it. Each is one of `layout.TIERS`."""
 
     param: str
     opt_state: str
@@ -230,16 +237,18 @@ def tiers_of(
     ties: Sequence[int] | None = None,
     casts: Callable[[Leaf], bool] = lambda leaf: False,
 ) -> list[LeafTiers]:
-    """For each parameter the tier it rests on, and those of what goes with it.
+    """Returns, for each parameter, the tier that stores it, and the tiers of the tensors that belong to it.
+
+    If there are two configurations for one role, which only "auto" produces, the second takes its fraction of what the
+    first one leaves.
 
     Args:
-        records: those of a step.
-        params: its parameters, in leaf order.
-        ties: of each the first that is the same tensor, and which it follows; by default none is another's.
-        casts: whether a parameter is a master: computed in another dtype than it rests in. Masters rest with their
-            optimizer state.
-
-    Of two records for one role, which only "auto" makes, the second takes its fraction of what the first one leaves.
+        records: the `offload` configurations of a step.
+        params: its parameters, in order.
+        ties: for each parameter, the index of the first one that is the same tensor, whose tiers it gets; by default no
+            parameters are tied.
+        casts: whether a parameter is a master: computed in another dtype than it is stored in. Masters are stored with
+            their optimizer state.
     """
     ties = list(range(len(params))) if ties is None else ties
     distinct = [i for i, t in enumerate(ties) if i == t]
@@ -260,20 +269,21 @@ def tiers_of(
 
 
 def paths_of(records: Sequence[Offload]) -> tuple[str, ...]:
-    """The directories in which the leaves on disk lie, () if none is."""
+    """The directories that store the tensors on disk; empty if nothing is on disk."""
     return next((tuple(os.path.join(record.within, p) for p in record.path) for record in records if record.path), ())
 
 
 def _share(record: Offload, params: Sequence[Leaf], indices: Sequence[int]) -> list[int]:
-    """Indices of the parameters that go off: by a share of their bytes."""
+    """Returns the indices of the parameters that are offloaded: a share of their bytes."""
     meant = [i for i in indices if record.takes(params[i])]
     chosen = spread_out([params[i].numel * params[i].dtype.itemsize for i in meant], record.fraction)
     return [i for i, off in zip(meant, chosen, strict=True) if off]
 
 
 def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Selects from these a fraction of their sum, one after the other: each if that brings the share so far closest to
-    it.
+    """Selects, from items in order, a given fraction of the sum of their sizes.
+
+    Each item is selected if this brings the selected share of the items so far closest to the fraction.
 
     Example:
         >>> spread_out([4, 4, 4, 4], 0.5)

@@ -1,5 +1,8 @@
-"""Lists the parts of a step off the device: updates on the host, gradients that wait for them, and activations that
-wait for the backward. `offload_pass.py` moves them."""
+"""Lists the values of a step that are kept off the device.
+
+These are the state that the host updates, the gradients that are held until their update, and the activations that are
+held until the backward. `offload_pass.py` inserts the copies.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,27 @@ from fzero.trace.storages import output_storages
 from fzero.transforms.accumulate_pass import loop_totals
 from fzero.transforms.offload import Offload, spread_out
 
-SMALL = 1 << 14  # bytes: an activation of less stays on the device, as do the gradients of an update that are all less
+SMALL = 1 << 14  # bytes: a smaller activation stays on the device, as do an update's gradients if all are smaller
 GRADS = ("device", "update", "host")
-"""The choices of which gradients wait in host memory, see `waiting_on_host`."""
+"""The options for which gradients are held in host memory; see `waiting_on_host`."""
 
 
 def leaves_side_open(program: Program) -> bool:
-    """Whether a step leaves open which side updates state that rests off the device. Where both are one memory it does
-    not matter."""
+    """Whether a step leaves open whether the host or the device updates offloaded state. If host and device share one
+    memory, this makes no difference."""
     records = [t for t in program.transforms if isinstance(t, Offload)]
     off = any("opt_state" in r.of for r in records) and not program.mesh.unified_memory
     return off and all(r.update_on == "auto" for r in records)
 
 
 def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
-    """The leaves off the device, and ranks' parts of such, that are updated on the device, where the host updates a
-    share of them.
+    """Returns the offloaded tensors, and the shards taken of such tensors, that the device updates while the host
+    updates a share.
 
     Args:
-        program: whose update is cut.
-        host_share: of their bytes, as whole blocks spread evenly over all, if the step leaves it open.
+        program: a program whose update has been partitioned.
+        host_share: the share of their bytes that the host updates, as whole blocks spread evenly over all blocks; used
+            only if the step leaves it open.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
     share = next((float(r.update_on == "host") for r in records if r.update_on != "auto"), host_share)
@@ -45,24 +49,26 @@ def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
 
 
 def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
-    """The gradients that wait for their update in host memory: those whose update must know something of all gradients
-    first, such as a norm to clip by, and the sums of a loop over micro-batches. None where host and device are one
-    memory.
+    """Returns the gradients that are held in host memory until their update.
 
-    The device reduces a gradient to the summands of such a norm before the gradient leaves, so only numbers travel.
-    Sums of a loop, which the host adds up, are reduced on the host.
+    These are gradients whose update depends on all gradients, for example on a norm for clipping, and the accumulated
+    gradients of a loop over micro-batches. There are none if host and device share one memory.
+
+    The device computes a gradient's contribution to such a norm before the gradient leaves the device, so that only
+    scalars are sent back. Gradients that a loop accumulates on the host contribute to the norm on the host.
 
     Args:
-        program: whose update is cut.
-        on_device: of `updated_on_device`.
-        grads: "update": those that are updated on the host; "host": all; "device": of those that are updated on the
-            host only what no loop adds up.
+        program: a program whose update has been partitioned.
+        on_device: the result of `updated_on_device`.
+        grads: "update": the gradients of updates that run on the host; "host": all; "device": of the gradients of
+            updates that run on the host, only those that no loop accumulates.
     """
     return frozenset() if program.mesh.unified_memory else _waiting(program, on_device, grads)
 
 
 def gradients_that_wait(program: Program) -> frozenset[str]:
-    """The gradients that wait for their update, wherever that runs. `program`: whose update is cut."""
+    """Returns the gradients that are held until their update, no matter where the update runs. The program's update
+    must have been partitioned."""
     return _waiting(program, frozenset(), "host")
 
 
@@ -88,13 +94,13 @@ def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozens
 
 
 def waits_for_all(program: Program) -> bool:
-    """Whether an update of a program whose update is cut must know something of all gradients first."""
+    """Whether an update depends on all gradients. The program's update must have been partitioned."""
     known = known_last(program, no_gradients(program))
     return any(not known.isdisjoint(line.args) for line in update_lines(program))
 
 
 def saved_activations(program: Program) -> set[str]:
-    """The values between forward and backward that wait on the host."""
+    """Returns the values that are held on the host between forward and backward."""
     record = next((t for t in program.transforms if isinstance(t, Offload) and "activations" in t.of), None)
     if record is None:
         return set()
@@ -103,7 +109,7 @@ def saved_activations(program: Program) -> set[str]:
     found = []
     for line in lines:
         if line.op == "call" and line.is_forward:
-            # not so the last block, whose backward follows at once: forward and backward are one call
+            # The last block is excluded: its backward follows directly, and forward and backward are one call.
             outputs = output_storages(program.functions[line.fn].graph)
             found += [
                 v
@@ -115,19 +121,24 @@ def saved_activations(program: Program) -> set[str]:
 
 
 def update_lines(program: Program) -> list[Line]:
-    """The functions that write parameters and state."""
+    """Returns the calls that write parameters and optimizer state."""
     return [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
 
 
 def no_gradients(program: Program) -> set[str]:
-    """The values that updates read beside gradients."""
+    """Returns the values, other than gradients, that updates read."""
     made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
     return made | {v.name for v in program.inputs}
 
 
 def known_last(program: Program, own: set[str]) -> set[str]:
-    """Values of the optimizer that depend on reductions over gradients: known when the last gradient is. `own`: what is
-    no gradient."""
+    """Returns the values of the optimizer that depend on reductions over gradients, and are therefore known only after
+    the last gradient is.
+
+    Args:
+        program: a program whose update has been partitioned.
+        own: the values that are not gradients.
+    """
     found: set[str] = set()
     for line in program.lines:
         if line.by == "optimizer" and not line.writes:
@@ -137,7 +148,7 @@ def known_last(program: Program, own: set[str]) -> set[str]:
 
 
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
-    """The number of blocks whose state rests off the device are updated on the host, of how many."""
+    """Returns how many of the blocks with offloaded state are updated on the host, and the number of such blocks."""
     updates = update_lines(program)
     brought = {v.name for line in program.lines if OPS[line.op].waits for v in line.out}
     on_host = sum(line.on_host for line in updates)

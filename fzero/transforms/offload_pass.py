@@ -1,13 +1,13 @@
-"""Inserts host and disk copies: every line's operands are brought to the tier it runs on, and written leaves are stored
-back to their home tier.
+"""Inserts copies from and to host memory and disk: the operands of every op are copied to the tier on which it runs,
+and written state is copied back to the tier that stores it.
 
-Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
-host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
-micro-batch, wait where their update reads them (`offload_analysis.py`); or on disk, in leaves that the step writes
-behind each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads
-it. In an evaluation masters are cast on the host; a step reads the copies of transforms/compute_copies_pass.py. All
-values that move for one line move together. An update that follows its backward at once does not read leaves again that
-the backward has read from disk.
+Ops run on the device, except calls of the optimizer most of whose state is stored on another tier: these run on the
+host, all of them or a share, and gradients are sent to them. Gradients that are held, for the norm of all gradients or
+for the next micro-batch, are held where their update reads them (`offload_analysis.py`), or on disk, in tensors that
+the step writes after each backward and reads before each update. An offloaded parameter is copied again for every op
+that reads it. In an evaluation, masters are cast on the host; a training step reads the copies of
+transforms/compute_copies_pass.py. All values that are copied for one op are copied together. An update that directly
+follows its backward does not read tensors again that the backward has read from disk.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fzero.transforms.offload_analysis import known_last, no_gradients, saved_ac
 def rewrite(
     program: Program, on_device: frozenset[str], waiting: frozenset[str], on_disk: Iterable[tuple[str, str]]
 ) -> Program:
-    """Places copies between tiers around the lines of a program whose update is cut.
+    """Inserts copies between memory tiers around the ops of a program whose update has been partitioned.
 
     Args:
-        program: to be rewritten.
-        on_device: leaves off the device that are updated there, of `off_device.updated_on_device`.
-        waiting: gradients that wait in host memory, of `off_device.waiting_on_host`.
-        on_disk: the leaves in which gradients wait on disk.
+        program: the program to rewrite.
+        on_device: the offloaded tensors that the device updates, from `offload_analysis.updated_on_device`.
+        waiting: the gradients that are held in host memory, from `offload_analysis.waiting_on_host`.
+        on_disk: pairs of a gradient that is held on disk and the tensor that stores it.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
     return _TierRewrite(program, records, on_device, waiting, dict(on_disk)).run()
 
 
 def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
-    """The program with the leaves that gradients wait in among its inputs."""
+    """Returns the program with the tensors that store gradients added to its inputs."""
     new = {leaf.path: leaf for leaf in leaves}
     values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in new.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **new})
@@ -60,26 +60,27 @@ class _TierRewrite:
         self.program, self.records = program, records
         self.values, self.names = program.values(), Names(program.values())
         self.functions = dict(program.functions)
-        # by value: the names under which it lies on each tier, if not just where it is made
+        # by value: its name on each tier on which it exists, if not only where it was computed
         self.lies: dict[str, dict[str, str]] = {}
-        self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
+        self.casts: dict[str, Line] = {}  # casts of parameters that are copied again for every reader
         self.streams = any("params" in r.of for r in records)
         self.on_device = on_device
-        self.parts: set[str] = set()  # ranks' own of leaves that rest whole
-        self.scalars: set[str] = set()  # what the optimizer makes of all leaves
-        # activations that are on the host from forward to backward, gradients until their update
+        self.parts: set[str] = set()  # shards taken of unsharded state
+        self.scalars: set[str] = set()  # values of the optimizer that depend on all gradients
+        # copies on the host: of activations from forward to backward, of gradients until their update
         self.resting: dict[str, str] = {}
-        self.shared: dict[str, str] = {}  # values brought for a line and its repetitions for other micro-batches
-        self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
+        self.shared: dict[str, str] = {}  # values copied for an op and its repetitions for other micro-batches
+        self.recent: list[dict[str, str]] = []  # tensors that the last backwards have read from disk, and their copies
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
-        self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
-        self.leaving: dict[str, list[str]] = {}  # by a waiting gradient those of its update that are not made yet
+        # by a tensor that stores gradients on disk: the copy that is to be written to it
+        self.unwritten: dict[str, str] = {}
+        self.leaving: dict[str, list[str]] = {}  # by a held gradient: all gradients of the same update
         self.known = known_last(program, no_gradients(program))
         totals = loop_totals(program)
         for line in update_lines(program):
             together = [a for a in line.args if a in self.waiting and a not in totals]
             self.leaving.update(dict.fromkeys(together, together))
-        self.summands: list[Line] = []  # of sums on the host, which a loop has made and not added yet
+        self.summands: list[Line] = []  # accumulations on the host whose summands a loop has computed but not added yet
 
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
@@ -96,7 +97,7 @@ class _TierRewrite:
         source = line.args[0] if line.args else ""
         if line.body:
             return self._with_body(line)
-        if line.guess and line.op in ("cast", "assign"):  # an old value is kept on the tier of its leaf
+        if line.guess and line.op in ("cast", "assign"):  # the old value stays on the tier of its tensor
             return self._on(self._tier(source), line)
         if (
             line.op == "cast"
@@ -127,7 +128,7 @@ class _TierRewrite:
             return []
         lines, sums = self._on("device", line), list[Line]()
         if (line.is_backward or line.by == "fuse") and not repeats(line):
-            # there an update comes a block later (compiler/hoist_updates.py)
+            # with separate memories, an update comes a block later (compiler/hoist_updates.py)
             num = 1 if self.program.mesh.unified_memory else 2
             before = self.recent.pop() if line.segment.index else {}
             self.recent = [*self.recent, {**before, **self._read_by(lines)}][-num:]
@@ -135,7 +136,7 @@ class _TierRewrite:
         return [*lines, *sums, *self._rest(line)]
 
     def _with_body(self, line: Line) -> list[Line]:
-        """A line with the lines in it."""
+        """Returns an op that contains other ops, with these rewritten."""
         before = self._written()
         outside = {name: dict(tiers) for name, tiers in self.lies.items()}
         if OPS[line.op].reads_old:
@@ -146,8 +147,8 @@ class _TierRewrite:
         return [*before, replace(line, body=body)]
 
     def _side(self, line: Line) -> str:
-        """The side of an optimizer's line. It is the host if most of the state it reads is off the device and not
-        updated there, or if it reads sums on the host and writes nothing."""
+        """Returns the side on which a call of the optimizer runs. It is the host if most of the state it reads is
+        offloaded and not updated on the device, or if it reads accumulated gradients on the host and writes nothing."""
         if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
             return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
@@ -159,8 +160,8 @@ class _TierRewrite:
         )
 
     def _is_late(self, line: Line) -> bool:
-        """Whether a line of the optimizer comes after the waiting gradients are made: an update without a guess, or a
-        line that depends on all gradients."""
+        """Whether an op of the optimizer runs after the held gradients have been computed: a non-speculative update, or
+        an op that depends on all gradients."""
         return (
             line.by == "optimizer"
             and line.op == "call"
@@ -169,20 +170,20 @@ class _TierRewrite:
         )
 
     def _stored(self, line: Line) -> dict[str, str]:
-        """The gradients that a line reads from disk, each with its leaf."""
+        """Returns the gradients that an op reads from disk, each with the tensor that stores it."""
         return {a: self.on_disk[a] for a in line.args if a in self.on_disk} if self._is_late(line) else {}
 
-    # --- where values lie ---
+    # --- the tiers of values ---
 
     def _tier(self, name: str) -> str:
         return self.values[name].tier if name in self.values else "device"
 
     def _at(self, name: str) -> dict[str, str]:
-        """The tiers on which a value lies, and its name there."""
+        """The tiers on which a value exists, with its name on each."""
         return self.lies.get(name) or {self._tier(name): name}
 
     def _on(self, tier: str, line: Line) -> list[Line]:
-        """The line on a tier, with the lines that bring its arguments and take back its results."""
+        """Returns the op on a tier, with the ops that copy its arguments there and its results back."""
         given, lines = self._bring(line, tier)
         names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
         written = tuple(names[w] for w in line.writes)
@@ -194,7 +195,7 @@ class _TierRewrite:
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
-        """The function for the host, if the host is another device."""
+        """Returns the name of the subgraph compiled for the host, if the host is a different device."""
         if self.program.mesh.device_type == "cpu":
             return fn
         name = f"{fn}_on_host"
@@ -203,14 +204,15 @@ class _TierRewrite:
         )
         return name
 
-    # --- moving ---
+    # --- copies ---
 
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
-        """Brings a line's operands that are not on its tier: the names it gets there, and the lines that bring it."""
+        """Copies an op's operands to its tier. Returns their names there, and the ops that copy them."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         stored = self._stored(line)
         absent = [a for a in self._absent(line, tier, stored) if a not in shared]
-        # many lines read a value that the optimizer makes of all leaves: it comes once, on its own
+        # Many ops read a value that the optimizer computes from all gradients, so it is copied once, in a separate
+        # transfer.
         scalars = [a for a in absent if a in self.scalars]
         names, lines = self._move(f"to_{tier}", scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
@@ -226,19 +228,19 @@ class _TierRewrite:
         return {**shared, **found}, lines + more
 
     def _absent(self, line: Line, tier: str, stored: Mapping[str, str]) -> list[str]:
-        """The operands of a line that are not on its tier, or that wait elsewhere."""
+        """Returns the operands of an op that are not on its tier, or whose held copies are elsewhere."""
         late = line.is_backward or self._is_late(line)
         waits = lambda a: a in stored or (late and a in self.resting)  # noqa: E731
         return [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or waits(a)]
 
     def _at_hand(self, name: str, stored: Mapping[str, str]) -> str | None:
-        """The name of a value in memory, or of the copy that waits there; None if it is read from disk, or cast."""
+        """Returns the name of a value in memory, or of its held copy; None if it must be read from disk or cast."""
         if name in self.resting or name in self.casts or name in stored:
             return self.resting.get(name)
         return self._at(name).get("host") or self._at(name).get("device")
 
     def _fetch(self, names: Sequence[str], stored: Mapping[str, str], tier: str, lines: list[Line]) -> dict[str, str]:
-        """Values that are read from disk, or cast from a leaf that rests elsewhere, under the names that they get."""
+        """Returns the names of values that are read from disk, or cast from an offloaded tensor."""
         sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in names}
         disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
         read, more = self._move("disk_read", list(disk), list(disk.values()))
@@ -252,8 +254,8 @@ class _TierRewrite:
         return found
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
-        """Buffers for leaves that a line writes and does not read, which need a place on its tier, not their value: the
-        copies that are computed with."""
+        """Returns buffers for tensors that an op writes but does not read, so that they need memory on its tier, but
+        not their old values: the compute copies."""
         unified = self.program.mesh.unified_memory
         names = [
             a
@@ -280,7 +282,8 @@ class _TierRewrite:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
     def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
-        """Copies of values on another tier: the names of the copies by their sources, and a start and its wait."""
+        """Copies values to another tier. Returns the names of the copies by those of their sources, and a start with
+        its wait."""
         if not names:
             return {}, []
         tier = "host" if how == "disk_read" else how.removeprefix("to_")
@@ -299,13 +302,14 @@ class _TierRewrite:
         return {n: v.name for n, v in zip(names, out, strict=True)}, lines
 
     def _store(self, written: dict[str, str], tier: str) -> list[Line]:
-        """The lines that take values back to the leaves they are for: `written` has the copy of each."""
+        """Returns the ops that copy written values back to the tensors of the state. `written` maps each tensor to its
+        copy."""
         lines: list[Line] = []
         back: dict[str, list[str]] = defaultdict(list)
         for target in written:
             if target in self.program.leaves:
                 back[self._tier(target)].append(target)
-            else:  # a rank's part of a leaf that is written whole later
+            else:  # a shard of a tensor that is written unsharded later
                 self.lies[target] = {tier: written[target]}
         if tier == "device" and back["disk"]:
             names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
@@ -328,7 +332,7 @@ class _TierRewrite:
         return line
 
     def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
-        """The leaves that these lines read from disk, and their copies."""
+        """Returns the tensors that these ops read from disk, and their copies."""
         reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
         return {
             leaf: v.name
@@ -337,10 +341,11 @@ class _TierRewrite:
             for leaf, v in zip(reads[x.args[0]], x.out, strict=True)
         }
 
-    # --- lines of their own kind ---
+    # --- special ops ---
 
     def _cast(self, line: Line) -> list[Line]:
-        """A parameter in the dtype it is computed in: for each reader anew, or, of a master, once."""
+        """Casts a parameter to its compute dtype: for each reader again if parameters are offloaded, or once if only
+        masters are."""
         value = line.out[0]
         self.values[value.name] = replace(value, tier="host")
         if self.streams:
@@ -354,7 +359,8 @@ class _TierRewrite:
         return lines
 
     def _assign(self, line: Line) -> list[Line]:
-        """Values put over leaves: in place if the leaf rests on the device; the others travel."""
+        """Writes values to tensors of the state: in place if the tensor is stored on the device; otherwise the values
+        are copied."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
         lines = (
@@ -366,11 +372,11 @@ class _TierRewrite:
             lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
         return lines
 
-    # --- values that wait on the host, or on disk ---
+    # --- values that are held on the host or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """Copies to the host of a block's saved values, and of the gradients for an update, as soon as all of them are
-        made."""
+        """Returns copies to the host of a block's saved values, and of the gradients of an update as soon as all of
+        them have been computed."""
         lines: list[Line] = []
         for names in (
             [v.name for v in line.out if v.name in self.saved],
@@ -385,18 +391,19 @@ class _TierRewrite:
         return [*lines, *self._written()] if self.program.mesh.unified_memory else lines
 
     def _written(self) -> list[Line]:
-        """The gradients that have left for a disk, written: a block later, when the device has another to run
-        meanwhile."""
+        """Returns the ops that write gradients to disk. They come a block after the copies to the host, so that the
+        device runs another block meanwhile."""
         written, self.unwritten = self.unwritten, {}
         return self._store(written, "host") if written else []
 
     def _complete(self, grad: str) -> list[str]:
-        """The gradients of an update whose last one is this, else none."""
+        """Returns the gradients of an update if this is the last of them to be computed, otherwise none."""
         together = self.leaving.pop(grad)
         return [] if any(a in self.leaving for a in together) else together
 
     def _added(self) -> list[Line]:
-        """Sums of micro-batches on the host: a block later, when the device has another to run meanwhile."""
+        """Returns the ops that add up micro-batches on the host. They come a block later, so that the device runs
+        another block meanwhile."""
         lines, copies = list[Line](), dict[str, str]()
         if self.summands:
             copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)

@@ -1,12 +1,13 @@
-"""Cuts the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted
-out.
+"""Partitions the optimizer update into subgraphs: one per block of parameters, compiled once for all equal blocks, with
+the scalar computations hoisted out.
 
-The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
-depend on all leaves. Its leaf arithmetic is large and depends on one leaf and some scalars. So it falls into levels,
-each a function of scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at
-once; last come the functions that write new parameters and state in place. A leaf value that two levels need is
-computed twice: reading it again would cost as much. Values marked as whole are gathered at the end of a level, too: a
-function makes the shards, and the next level's functions read whole values.
+The recorded update is one graph over all parameters. Its scalars (norms, bias corrections, learning rates) are few and
+depend on all parameters. Its tensor arithmetic is large, and each part depends on one parameter and some scalars. So
+the update is divided into levels. Each level has a subgraph of scalars, then subgraphs over parameters that reduce to
+new scalars, then one all_reduce for all of these. After the last level come the subgraphs that write new parameters and
+state in place. A tensor that two levels need is computed twice, because storing and reading it again would cost as
+much. Tensors that the optimizer needs unsharded are gathered at the end of a level, too: one subgraph computes the
+shards, and the subgraphs of the next level read the gathered tensors.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from fzero.transforms import multi_axis_gather
 aten = torch.ops.aten
 
 Owner = tuple[int, int]
-"""The number of a block, and of a tier in `TIERS`."""
+"""The number of a block, and the index of a memory tier in `TIERS`."""
 NOBODY: Owner = (-1, 0)
 
 
 def cut_update(program: Program) -> Program:
-    """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
+    """Replaces the `update` op by ops that can be executed. Values are sharded as the placements of its arguments and
+    targets say."""
     return _Cutter(program).program
 
 
@@ -46,7 +48,8 @@ class _Cutter:
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
-        self.placed: dict[fx.Node, tuple[tuple[int, ...], Placement]] = {}  # shards that are gathered
+        # the shards that are gathered: unsharded shape and placement
+        self.placed: dict[fx.Node, tuple[tuple[int, ...], Placement]] = {}
         self.gathered: dict[fx.Node, str] = {}
         update = program.update
         assert update is not None
@@ -72,7 +75,7 @@ class _Cutter:
         mark_one_element(self.graph.graph, {p: at for p, a in self.name.items() if (at := only.get(a)) is not None})
         mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
-        self.known: dict[Any, str] = {}  # the functions cut so far, by their signatures
+        self.known: dict[Any, str] = {}  # the subgraphs so far, by their signatures
         self._copy_moved()
         self.outputs = self.graph.outputs
         self.lines: list[Line] = []
@@ -88,8 +91,8 @@ class _Cutter:
         )
 
     def _copy_moved(self) -> None:
-        """Copies values that only change their place, such as a kept gradient or two exchanged leaves, because targets
-        are overwritten one by one."""
+        """Copies values that are only moved to another tensor, such as a gradient that is kept or two tensors that are
+        exchanged, because targets are overwritten one by one."""
         graph, outputs = self.graph.graph, self.graph.outputs
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
@@ -104,8 +107,8 @@ class _Cutter:
         last.args = (tuple(outputs),)
 
     def _owners(self, program: Program) -> dict[fx.Node, Owner]:
-        """The block that every leaf value belongs to, and its tier: values that meet in an operation belong together,
-        on the tier farthest from the device."""
+        """Returns the block of every tensor, and its tier: tensors that an operation combines belong together, on the
+        tier farthest from the device."""
         parent: dict[fx.Node, fx.Node] = {}
 
         def root(node: fx.Node) -> fx.Node:
@@ -120,7 +123,7 @@ class _Cutter:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
         for target, node in zip(self.line.writes, self.outputs, strict=False):
-            # a leaf belongs to its new value, though it may not read it
+            # a parameter belongs to the block of its new value, even if that does not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
@@ -136,7 +139,7 @@ class _Cutter:
         return {n: owner.get(root(n), NOBODY) for n in parent}
 
     def _levels(self) -> dict[fx.Node, int]:
-        """The number of reductions and gathers before a node."""
+        """Returns, for each node, the largest number of reductions and gathers on a path to it."""
         level: dict[fx.Node, int] = {}
         for node in _in_order(self.graph.graph):
             args = node.all_input_nodes
@@ -144,8 +147,8 @@ class _Cutter:
         return level
 
     def _pack(self) -> None:
-        """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move
-        and read."""
+        """Stacks the scalars that a block's parameters are reduced to at one level into one vector, so that only one
+        value has to be named, sent and read."""
         level, graph = self._levels(), self.graph.graph
         groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -176,7 +179,7 @@ class _Cutter:
                     )
             for node, scalar in zip(group, scalars, strict=True):
                 node.meta.pop("reduction", None)
-                node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
+                node.meta["shard"] = True  # now part of the block's subgraph, not a scalar of its own
                 if scalar is not node:
                     graph.erase_node(scalar)
         slice_packed(graph)
@@ -184,8 +187,8 @@ class _Cutter:
         _sort(graph)
 
     def _shaped(self, node: fx.Node, shape: tuple[int, ...], owner: Owner | None = None) -> fx.Node:
-        """A value of one element in this shape: some reductions keep dims. `owner`: whose function it is part of, if it
-        is of a block's."""
+        """Reshapes a value with one element to this shape, because some reductions keep dims. `owner` is the block to
+        whose subgraph the reshape belongs, if it belongs to one."""
         if node.meta["val"].shape == shape:
             return node
         new = self.graph.graph.call_function(aten.reshape.default, (node, list(shape)))
@@ -195,7 +198,7 @@ class _Cutter:
         return new
 
     def _emit(self) -> None:
-        """The lines of every level, and then those that write the state and make the metrics."""
+        """Adds the ops of every level, then those that write the state and compute the metrics."""
         nodes, level = list(self.graph.graph.nodes), self._levels()
         needed = ancestors(self.outputs, stop=set())
         stop = {
@@ -210,7 +213,8 @@ class _Cutter:
             self._level([n for n in nodes if n in needed and level[n] == at], at, stop)
         metrics = self.outputs[len(self.line.writes) :]
         arrays = [n for n in dict.fromkeys(metrics) if n not in self.name]
-        if arrays:  # metrics that are not scalars come first: they may read views of leaves that are overwritten next
+        # metrics that are not scalars come first: they may read views of parameters that are overwritten next
+        if arrays:
             self._function("metrics", arrays, (), stop - set(arrays))
         self._write(stop)
         for node, value in zip(metrics, self.line.out, strict=True):
@@ -219,7 +223,8 @@ class _Cutter:
                 self.lines.append(Line("cast", (self.name[node],), (value,), attrs=attrs, by="optimizer"))
 
     def _level(self, here: Sequence[fx.Node], at: int, stop: set[fx.Node]) -> None:
-        """The lines of one level: its scalars, cuts, and functions that reduce to new scalars."""
+        """Adds the ops of one level: its scalars, shards of unsharded tensors, and subgraphs that reduce to new
+        scalars."""
         for node in here:
             args: Any = node.args
             if node.target is num_valid:
@@ -239,7 +244,7 @@ class _Cutter:
             self._gather(group, stop)
 
     def _write(self, stop: set[fx.Node]) -> None:
-        """The functions of blocks that write the state in place, and the values that are assigned unchanged."""
+        """Adds the subgraphs of blocks that write the state in place, and the assignments of unchanged values."""
         targets: dict[fx.Node, list[str]] = defaultdict(list)
         for target, node in zip(self.line.writes, self.outputs, strict=False):
             if self.name.get(node) != target:
@@ -252,7 +257,7 @@ class _Cutter:
                 self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
 
     def _scalar_name(self, node: fx.Node) -> str:
-        """A metric's own name, or the next number."""
+        """The name of the metric if the node is one, otherwise a new numbered name."""
         if node in self.metric and self.metric[node].name not in self.values_named:
             self.values_named.add(self.metric[node].name)
             return self.metric[node].name
@@ -271,7 +276,7 @@ class _Cutter:
             self._function(f"scalars_{at}", outputs, (), stop - inside)
 
     def _by_owner(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """The nodes of each block and tier, in the order of the blocks."""
+        """Groups nodes by block and tier, in the order of the blocks."""
         groups: dict[Owner, dict[fx.Node, None]] = defaultdict(dict)
         for node in nodes:
             owner = self.owner.get(node)
@@ -281,10 +286,11 @@ class _Cutter:
         return [list(groups[owner]) for owner in sorted(groups)]
 
     def _function(self, name: str, outputs: list[fx.Node], targets: tuple[str, ...], stop: set[fx.Node]) -> None:
-        """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of
-        returning them."""
+        """Adds a call of the subgraph that computes `outputs` from known values. With targets, it writes them in place
+        instead of returning them."""
         needed = ancestors(outputs, stop)
-        # numbers that all leaves share come behind: the first function that reads one is like the others
+        # Gathered values come before the scalars that all parameters share, so that the first subgraph that reads such
+        # a scalar has its inputs in the same order as the others.
         read = {n for n in needed if n in stop} | {self.place[t] for t in targets}
         inputs = sorted(read, key=lambda n: (n.target is not gather, n))
         part = Subgraph(self.graph, inputs, outputs)
@@ -307,7 +313,7 @@ class _Cutter:
         self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
 
     def _gather(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
-        """The lines that gather whole values, of one block."""
+        """Adds the ops that gather tensors of one block."""
         shards: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             shards[node], axes, dims, shape = node.args  # type: ignore[assignment]
@@ -326,7 +332,8 @@ class _Cutter:
         self.lines += lines
 
     def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
-        """Shards of what is whole. Values made of one gathered leaf come of one function."""
+        """Adds the ops that take shards of unsharded tensors. Tensors computed from the same gathered value share a
+        subgraph."""
         groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
         sources: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
         for source in dict.fromkeys(x for x in sources if x not in self.name):
@@ -353,7 +360,7 @@ class _Cutter:
         placement: Placement = WHOLE,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """A line that makes a node; `shape`: of the whole, where a rank has its shard."""
+        """Adds an op that computes a node. `shape` is the unsharded shape if each rank has only a shard."""
         self.name[node] = self._scalar_name(node)
         shape = tuple(node.meta["val"].shape) if shape is None else shape
         self.lines.append(
@@ -367,10 +374,10 @@ class _Cutter:
         )
 
     def _all_reduce(self, nodes: list[fx.Node]) -> None:
-        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
-        and travel together."""
+        """Adds the reductions of one level's scalars: over each axis one transfer for each kind of reduction, because
+        all are scalars and are sent together."""
         for op in ("sum", "max", "min"):
-            # and the axes that each is still to be reduced over
+            # each value, with the axes over which it is still to be reduced
             group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
@@ -395,19 +402,19 @@ class _Cutter:
 
 
 class Across(NamedTuple):
-    """The reduction of the summands of ranks: by what, over which axes."""
+    """A reduction over ranks: its kind and its axes."""
 
     op: str
     axes: tuple[str, ...]
 
 
 def _across(node: fx.Node) -> Across | None:
-    """The reduction over ranks of a node's result, if there is one."""
+    """Returns the reduction over ranks of a node's result, if there is one."""
     return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 
 def written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
-    """The function with its results written over these inputs instead of returned."""
+    """Returns the subgraph with its results written to these inputs instead of returned."""
     if writes:
         places, result, new = graph.inputs, graph.graph.output_node(), graph.outputs
         with graph.graph.inserting_before(result):
@@ -418,7 +425,7 @@ def written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes, each after its inputs, otherwise in their order."""
+    """Returns the nodes, each after its inputs, otherwise in their original order."""
     done: dict[fx.Node, None] = {}
     for node in graph.nodes:
         todo = [node]
@@ -432,7 +439,7 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Puts the nodes of a graph in order again."""
+    """Sorts the nodes of a graph topologically again."""
     last = graph.output_node()
     for node in _in_order(graph):
         if node is not last:
