@@ -66,7 +66,7 @@ class _TierRewrite:
         self.streams = any("params" in r.of for r in records)
         self.on_device = on_device
         self.parts: set[str] = set()  # shards taken of unsharded state
-        self.scalars: set[str] = set()  # values of the optimizer that depend on all gradients
+        self.scalars: set[str] = set()  # scalars that calls of the optimizer return
         # copies on the host: of activations from forward to backward, of gradients until their update
         self.resting: dict[str, str] = {}
         self.shared: dict[str, str] = {}  # values copied for an op and its repetitions for other micro-batches
@@ -211,8 +211,7 @@ class _TierRewrite:
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         stored = self._stored(line)
         absent = [a for a in self._absent(line, tier, stored) if a not in shared]
-        # Many ops read a value that the optimizer computes from all gradients, so it is copied once, in a separate
-        # transfer.
+        # Many ops read each scalar that the optimizer computes, so it is copied once, in a separate transfer.
         scalars = [a for a in absent if a in self.scalars]
         names, lines = self._move(f"to_{tier}", scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}

@@ -1,5 +1,7 @@
-"""Divides blocks among the ranks along a mesh axis, which pass micro-batches on: pipeline. Acts on the program, in
-transforms/pipeline_pass.py."""
+"""Divides blocks into stages on the ranks along a mesh axis, which send micro-batches from one to the next: pipeline.
+
+Acts on the program, in transforms/pipeline_pass.py.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from fzero.transforms.zero import Parallel
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 GATHERS = ("step", "micro")
 UNIT = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
-"""A unit of a table of one's own: forward, backward or weights, the micro-batch, the chunk."""
+"""An action in a user's schedule: forward, backward or weights; the micro-batch; the chunk."""
 _NOT_YET = (Fp8, Offload, Hierarchical)
 
 
 @dataclass(frozen=True)
 class Pipeline(Transform):
-    """`leaves`: the stage of each parameter, by its path, once that is known."""
+    """The configuration of `pipeline`. `leaves`: the stage of each parameter, by its path, once it is known."""
 
     axis: str = "pipe"
     stages: tuple[int, ...] | None = None
@@ -56,13 +58,13 @@ class Pipeline(Transform):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the schedule has units that make gradients of parameters alone."""
+        """Whether the schedule has separate actions for the gradients of parameters."""
         if isinstance(self.schedule, str):
             return self.schedule == "zb"
         return any(unit.startswith("W") for order in self.schedule for unit in order)
 
     def only(self, leaf: Leaf) -> Only | None:
-        """The place along the axis where a parameter is, if it is at one alone."""
+        """The index along the axis of the rank that has a parameter; None if all ranks have it."""
         if self.leaves is None or self.stages is None:
             return None
         return Only(self.axis, self.leaves[leaf.path] % (len(self.stages) // self.chunks))
@@ -85,48 +87,52 @@ def pipeline(
     chunks: int = 1,
     gather: str = "step",
 ) -> Any:
-    """Divides the blocks of a step among the ranks along `axis`: each computes with its own, and hands what comes out
-    on to the next, micro-batch by micro-batch.
+    """Divides the blocks of a step among the ranks along `axis`: each rank computes its own blocks and sends their
+    outputs to the next rank, one micro-batch at a time.
 
-    It needs `accumulate(m)` for the micro-batches, which then run in the order of `schedule`. Equal to the step with
-    only `accumulate(m, schedule="layerwise")`: in fp32 the same bits. A rank has only the parameters and optimizer
-    state of its own stages. A leaf that several stages read, such as a tied embedding, belongs to the first of them.
-    Every rank along `axis` gets the same rows, and returns the same metrics. The stages are laid out for the `batch`
-    given to `fz.compile`, or else at the first step: until then every rank has the whole state.
+    It requires `accumulate(m)` for the micro-batches, which then run in the order of `schedule`. The result equals that
+    of the step with only `accumulate(m, schedule="layerwise")`: in fp32 the same bits. A rank has only the parameters
+    and optimizer state of its own stages. A parameter that several stages read, such as a tied embedding, belongs to
+    the first of them. Every rank along `axis` gets the same samples, and returns the same metrics. The stages are
+    chosen for the `batch` given to `fz.compile`, or otherwise at the first step: until then every rank has the whole
+    state.
 
     Args:
         step: a training step; without one a transform is returned.
         axis: the mesh axis.
-        stages: the number of blocks of each stage, one behind the other: `[7, 9]`. By default as even as their
-            products are, with the code before and behind the blocks.
-        schedule: "1f1b": a stage begins the backward of a micro-batch as soon as it can. "gpipe": all forwards first.
-            "interleaved": 1F1B with several stages a rank, `chunks`. "zb": 1F1B whose backwards make the gradients that
-            other stages wait for; those of parameters fill the bubble. Or a table: for each rank the order of its
-            units, `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`; `F0.1` is the forward of micro-batch 0 on
-            chunk 1. With units such as `W0` gradients of parameters are units of their own.
-        chunks: the stages of a rank. Stage s is on rank s mod p.
-        gather: of parameters that `shard_params` shards. "step": they are gathered once a step, and stay whole until
-            their last micro-batch. "micro": they are gathered for each forward and backward of a micro-batch.
+        stages: the number of consecutive blocks in each stage: `[7, 9]`. By default, stages are as equal as possible in
+            the FLOPs of their matrix products, including the code before the first and after the last block.
+        schedule: "1f1b": a stage begins the backward of a micro-batch as soon as it can. "gpipe": all forwards come
+            first. "interleaved": 1F1B with several stages (`chunks`) per rank. "zb" (zero bubble): 1F1B whose backwards
+            compute only the gradients that other stages wait for; the gradients of parameters fill the bubble. Or a
+            table: for each rank the order of its actions, `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`;
+            `F0.1` is the forward of micro-batch 0 on chunk 1. If the table has actions such as `W0`, gradients of
+            parameters are computed in separate actions.
+        chunks: the number of stages per rank. Stage s is on rank s mod p.
+        gather: when parameters that `shard_params` shards are gathered. "step": once per step; they stay unsharded
+            until their last micro-batch. "micro": for each forward and backward of a micro-batch.
 
-    Communication: with p stages, for each micro-batch what passes between two stages, forward and backward; once a step
-        a number for each block. A leaf that several stages read goes to the others once a step, and its gradients come
-        back once a micro-batch. `gather="micro"` gathers 2 m times what "step" gathers once. Waiting takes
-        (p-1)/(m+p-1) of a step where stages are equal, (p-1)/(m*chunks+p-1) interleaved, which hands on `chunks` times
-        as often; with "zb" (p-1)/(3m+p-1) if forward, backward and weights take equally long.
+    Communication: with p stages, for each micro-batch the values that pass between two stages, in forward and backward;
+        once per step, one number for each block. A parameter that several stages read is sent to the other stages once
+        per step, and its gradients are sent back once per micro-batch. `gather="micro"` gathers 2 m times what "step"
+        gathers once. Ranks wait for (p-1)/(m+p-1) of a step if stages are equal, (p-1)/(m*chunks+p-1) interleaved,
+        which sends `chunks` times as often; with "zb" (p-1)/(3m+p-1) if forward, backward and weights take equally
+        long.
     Memory: the parameters, gradients and optimizer state of a stage. "1f1b": activations of at most p - s micro-batches
-        on stage s. "gpipe": of all. "zb": of p, with what weights need of their backwards. With `shard_params` all
-        parameters of a stage whole, or with `gather="micro"` those of two blocks.
+        on stage s. "gpipe": of all micro-batches. "zb": of p, together with the values of their backwards that the
+        weight gradients need. With `shard_params`: all parameters of a stage unsharded, or with `gather="micro"` those
+        of two blocks.
 
     Raises:
-        FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
-        FzeroValueError: another schedule or `gather`, `chunks` that do not go with it, a table that does not fit the
-            step or whose ranks wait for each other. When the program is built: a step without `accumulate`, or with
-            mutable leaves; more stages than blocks, or counts that do not add up; `gather="micro"` without sharded
-            parameters. Also a backward that reads what an earlier stage's makes, and an update of leaves of two stages
-            at once.
-        TransformError: a parallel transform or `redundant` over `axis`; `offload`,
-            `hierarchical`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
-        VerifyError: stages that wait for each other.
+        FzeroTypeError: `axis` is not a name; `stages` are not whole numbers.
+        FzeroValueError: an unknown schedule or `gather`; `chunks` that do not fit the schedule; a table that does not
+            fit the step or whose ranks wait for each other. When the program is built: a step without `accumulate`, or
+            with mutable tensors; more stages than blocks, or counts that do not add up; `gather="micro"` without
+            sharded parameters. Also a backward that reads values of an earlier stage's backward, and an update that
+            reads parameters of two stages at once.
+        TransformError: a parallel transform or `redundant` over `axis`; `offload`, `hierarchical`, `fp8`, or a
+            `mixed_precision` that watches blocks; an evaluation.
+        VerifyError: stages wait for each other.
 
     Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,
         2019; Qi et al., Zero Bubble Pipeline Parallelism, 2023.
@@ -166,7 +172,7 @@ def pipeline(
 
 
 def _table(schedule: Any) -> tuple[tuple[str, ...], ...]:
-    """The orders of a user's table."""
+    """Checks a user's table of actions and returns it as tuples."""
     lists = isinstance(schedule, Sequence) and all(isinstance(x, Sequence) and not isinstance(x, str) for x in schedule)
     problems = [f"rank {r}: {u!r}" for r, x in enumerate(schedule) for u in x if not _is_unit(u)] if lists else []
     if problems or not lists:

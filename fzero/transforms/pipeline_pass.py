@@ -1,26 +1,31 @@
-"""Divides a program among the stages of a pipeline: each gets a program of its own, the lines of its blocks in the
-order of a schedule, with lines that hand values to other stages or take them.
+"""Divides a program among the stages of a pipeline: each rank gets a separate program, with the ops of its blocks in
+the order of a schedule, and ops that send values to other stages or receive them.
 
-The program of `accumulate(schedule="layerwise")` has each line once per micro-batch. It is the whole program of a
+The program of `accumulate(schedule="layerwise")` has each op once per micro-batch. It is the complete program of a
 pipeline, except for the order.
 
-[Note: stages] A line belongs to a stage:
-  - a block's to that of the block;
-  - another one's of a micro-batch to the last stage that it reads of, in the forward;
-  - in the backward to the last stage whose forward it reads, or which reads it; else to the first that it reads of;
-  - one of the step to that of the leaves that it reads or writes, or of all else that it reads, such as a gather, a sum
-    or an update of leaves. A transfer of several stages is divided.
-A line that reads nothing of any stage is wherever it is read. One that reads values of several stages is on every one
-of them: those are numbers, such as norms. Leaves of several ranks it may not read. A rank has several stages where the
-schedule is interleaved: what one of them makes for another of the same rank is not handed.
+[Note: stages] The stage of an op:
+  - an op of a block belongs to the stage of the block;
+  - another op of a micro-batch belongs, in the forward, to the last stage from which it reads values;
+  - in the backward, it belongs to the last stage whose forward it reads, or that reads it; otherwise to the first stage
+    from which it reads values;
+  - an op that runs once per step belongs to the stage of the parameters and other tensors of the state that it reads or
+    writes, or otherwise of all other values that it reads. Examples are a gather, a sum or an update of parameters. A
+    transfer of values of several stages is divided.
+An op that reads no values of any stage runs on each rank that reads its results. An op that reads values of several
+stages runs on every rank: such values are scalars, for example norms. It must not read parameters of several ranks. If
+the schedule is interleaved, a rank has several stages, and values that pass between two stages of one rank are not
+sent.
 
-[Note: hands] A value that other ranks read is handed to each of them, at the end of the unit that makes it
-(fzero/transforms/pipeline_schedules.py). Values of one unit for one rank are one message. Values of the step that units
-read are handed before the first unit. Other values of the step, and numbers that no unit reads, are handed behind the
-last. Of these, values of one level are one message for each rank: a value has the level of those that it is made of, or
-one more where these are handed in between. A take starts a unit ahead of its first reader, and before the takes of what
-its rank hands later. A hand is waited for two units later, or when its take has started, by the times of units. So in
-the order of those times every wait comes behind the other side's start, and no ranks wait for each other.
+[Note: hands] Sends and receives. A value that other ranks read is sent to each of them, at the end of the action that
+computes it (fzero/transforms/pipeline_schedules.py). All values of one action for one rank are one message. Values of
+the step (computed once per step) that actions read are sent before the first action. Other values of the step, and
+scalars that no action reads, are sent after the last one. Of these, all values of one level are one message for each
+rank: the level of a value is that of the values it is computed from, or one more if these are sent in between. A
+receive starts one action before the first action that reads its values, and no later than the receives of messages that
+the same rank sends later. A send is waited for two actions later, or after its receive has started, whichever is later,
+according to the estimated times of the actions. So in the order of those times, every wait comes after the other side's
+start, and no ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -42,26 +47,29 @@ from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit
 from fzero.transforms.transform import find
 
 EVERY = -1
-"""The place of what every stage has."""
+"""The place of a value that every stage has."""
 Place = int | None
-"""A stage or a rank, or `EVERY`; None: wherever it is read."""
+"""A stage or a rank, or `EVERY`; None: on each rank that reads it."""
 
 
 def spec_of(program: Program) -> Pipeline | None:
-    """The pipeline of a program, if it has several stages."""
+    """Returns the configuration of a program's pipeline, if it has several stages."""
     spec = find(program.transforms, Pipeline)
     return spec if spec is not None and program.mesh.axes[spec.axis] > 1 else None
 
 
 def num_stages(program: Program) -> int:
-    """The ranks of a program's pipeline, each with a program of its own; 1 without one."""
+    """The number of ranks of a program's pipeline, each of which has a separate program; 1 without a pipeline."""
     spec = spec_of(program)
     return 1 if spec is None else program.mesh.axes[spec.axis]
 
 
 def block_numbers(program: Program) -> list[int]:
-    """The numbers of a program's blocks, in their order. Blocks behind the last one that has a backward, such as the
-    chunks of `chunked_cross_entropy`, are part of the loss."""
+    """Returns the numbers of a program's blocks, in order.
+
+    Blocks after the last one that has a backward, such as the chunks of `chunked_cross_entropy`, are part of the loss
+    and are not included.
+    """
     blocks = [line.block for line in program.lines if line.block is not None]
     numbers = [*dict.fromkeys(block.number for block in blocks)]
     last = max((block.number for block in blocks if block.part != "forward"), default=None)
@@ -69,12 +77,13 @@ def block_numbers(program: Program) -> list[int]:
 
 
 def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]:
-    """The stage of each parameter: the first that reads it. `program`: a base program, whose leaves are nowhere yet."""
+    """Returns the stage of each parameter: the first stage that reads it. `program` is a base program, whose parameters
+    have no stages yet."""
     places, found = _Places(program, of_block), dict[str, int]()
     origin: dict[str, str] = {}
     stage_of: dict[int, Place] = dict(enumerate(places.of_line))
     readers: dict[str, list[int]] = defaultdict(list)
-    for i in reversed(range(len(program.lines))):  # what reads the batch alone is where its readers are
+    for i in reversed(range(len(program.lines))):  # ops that read only the batch belong to their readers
         line = program.lines[i]
         if stage_of[i] is None:
             after = [s for v in line.out for j in readers[v.name] if (s := stage_of[j]) is not None]
@@ -92,12 +101,12 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
 
 
 def project(program: Program, rank: int, known: dict[Any, Any] | None = None) -> Program:
-    """The program of the ranks at one place along the axis. It has the leaves of their stages alone.
+    """Returns the program of the ranks at one index along the axis. It has only the state of their stages.
 
     Args:
-        program: of all stages.
-        rank: the place along the axis.
-        known: what is found of the program for all ranks is kept there.
+        program: the program of all stages.
+        rank: the index along the axis.
+        known: a cache for results about the program that all ranks share.
     """
     known, on = {} if known is None else known, ("stages", id(program))
     if on not in known:
@@ -106,14 +115,15 @@ def project(program: Program, rank: int, known: dict[Any, Any] | None = None) ->
 
 
 class _Places:
-    """The stages of a program's values and lines: see [Note: stages].
+    """The stages of a program's values and ops: see [Note: stages].
 
     Attributes:
-        num_ranks: along the axis; None of a base program, whose leaves are nowhere yet.
-        of: the place of each value. Those that are not there are the batch's, and leaves that every rank has.
-        of_line: of each line; of a transfer of the step, whose values have places of their own, `EVERY`.
-        divided: the numbers of such transfers and of their waits.
-        backward: the number of the first line behind the forward of the last block.
+        num_ranks: the number of ranks along the axis; None for a base program, whose parameters have no stages yet.
+        of: the place of each value. Values that are missing belong to the batch, or to state that every rank has.
+        of_line: the place of each op; `EVERY` for a transfer that runs once per step, whose values have separate
+            places.
+        divided: the indices of such transfers and of their waits.
+        backward: the index of the first op after the forward of the last block.
     """
 
     def __init__(self, program: Program, of_block: Mapping[int, int]):
@@ -127,13 +137,14 @@ class _Places:
             if leaf.layout.only is not None
         }
         self.values = program.values_by_name
-        self._is_cut = program.update is None  # a finished program; a base program has lines without micro-batches
+        # True for a finished program; the ops of a base program have no micro-batches
+        self._is_cut = program.update is None
         self.of_line: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
         self._of_block, self._started = of_block, dict[str, Line]()
         self._after: dict[int, int] = {}
-        # leaves of one stage, their gradients, and what lines other than calls make of them
+        # parameters and state of one stage, their gradients, and what ops other than calls make of them
         self.leaf_like = {*self.of, *program.grads.values()}
         for i, line in enumerate(program.lines):
             self.made.update((v.name, i) for v in line.out)
@@ -145,7 +156,7 @@ class _Places:
             self._add(i, program.lines[i])
 
     def rank(self, place: Place) -> Place:
-        """The rank of a stage; `EVERY` and None as they are."""
+        """The rank of a stage; `EVERY` and None are returned unchanged."""
         return place if place is None or place == EVERY or self.num_ranks is None else place % self.num_ranks
 
     def _add(self, i: int, line: Line) -> None:
@@ -174,15 +185,15 @@ class _Places:
         return line.micro is not None or (line.op != "update" and not self._is_cut)
 
     def _of_readers(self) -> dict[int, int]:
-        """The stages of lines of the backward: of a block its own, else the last whose forward a line reads, or which
-        reads it. Gradients are read where their leaves are."""
+        """Returns the stages of ops of the backward: for an op of a block its stage, otherwise the last stage whose
+        forward the op reads, or that reads it. Gradients are read on the stages of their parameters."""
         grads, found, starts = self.program.grads, dict[int, int](), dict[str, Line]()
         readers = {grads[leaf]: s for leaf, s in self.of.items() if leaf in grads and s is not None}
         for line in self.program.lines:
             starts.update((v.name, line) for v in line.out if line.op in STARTS)
         for i in reversed(range(self.backward, len(self.program.lines))):
             line = self.program.lines[i]
-            if not self._is_of_unit(line):  # a gradient on its way to its update
+            if not self._is_of_unit(line):  # a gradient that is sent to its update
                 sources = starts[line.args[0]].args if OPS[line.op].waits and line.args else line.args
                 pairs = zip(line.out, sources, strict=False) if len(sources) == len(line.out) else ()
                 readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
@@ -197,20 +208,21 @@ class _Places:
         return found
 
     def _stage(self, a: str) -> int | None:
-        """The stage that has a value of units made before the backward, if one has."""
+        """Returns the stage of a value that actions compute before the backward; None for any other value."""
         at, place = self.made.get(a, -1), self.of.get(a)
         of_unit = 0 <= at < self.backward and self._is_of_unit(self.program.lines[at])
         return place if of_unit and place != EVERY else None
 
     def _of_unit(self, i: int, line: Line) -> Place:
         in_place = OPS[line.op].in_place
-        if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):  # of a summand
+        # a cast or an accumulation of a summand
+        if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):
             place = self.of.get(line.args[0])
             if place is not None or not in_place:
                 return place
         elif i in self._after:
             return self._after[i]
-        # a total that begins with zeros is where its summands are
+        # a total that begins with zeros is on the stage of its summands
         units, step = set[int](), set[int]()
         for a in line.args:
             if (place := self.of.get(a)) is not None and place != EVERY:
@@ -223,9 +235,9 @@ class _Places:
     def _of_step(self, line: Line) -> Place:
         names = (*line.args, *line.writes)
         found = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
-        # gradients are handed to where leaves are
+        # gradients are sent to the stage of their parameters
         leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
-        shared = any(self.of.get(w) is None for w in line.writes)  # such as the number of the step
+        shared = any(self.of.get(w) is None for w in line.writes)  # for example, the step counter
         if len({*map(self.rank, leaves.values())}) > 1 or (leaves and shared):
             if line.op == "call" and line.by != "optimizer" and not line.writes:
                 # The loss reads only parameters here, such as for weight decay: it runs once for all micro-batches.
@@ -235,18 +247,18 @@ class _Places:
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
             raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
         if leaves:
-            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # such as a shard of one
+            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # for example, a shard of a parameter
             return next(iter(leaves.values()))
         places = [s for a in names if (s := self.of.get(a)) is not None]
         alone = not shared and EVERY not in places and len({*map(self.rank, places)}) == 1
         numbers = not any(
             self.values[a].shape for a in names
-        )  # which are handed at less cost than what is made of them
+        )  # scalars, which cost less to send than what is computed from them
         return places[0] if alone and not numbers else EVERY if shared or places else None
 
 
 class _Message(NamedTuple):
-    """Values that one rank hands another together."""
+    """Values that one rank sends to another in one message."""
 
     values: tuple[str, ...]
     of: int
@@ -254,15 +266,15 @@ class _Message(NamedTuple):
 
 
 class _Whole:
-    """The program of all stages: the place of each line, its unit, and what crosses between ranks.
+    """The program of all stages: the place of each op, its action, and the values that are sent between ranks.
 
     Attributes:
-        units: the numbers of each unit's lines.
-        of_step: the numbers of the lines that are of no unit.
-        crossing: the ranks that take each value.
-        messages: of the values that are handed behind each unit.
-        levels: of those that are handed "before" all units, and "behind" them, level by level.
-        posts: for each rank, the number of the unit before which it starts to take each message of units.
+        units: the indices of the ops of each action.
+        of_step: the indices of the ops that belong to no action.
+        crossing: the ranks that receive each value.
+        messages: the messages that are sent after each action.
+        levels: the messages that are sent "before" all actions, and "behind" (after) them, level by level.
+        posts: for each rank, the index of the action before which it starts to receive each message of actions.
     """
 
     def __init__(self, program: Program):
@@ -289,7 +301,7 @@ class _Whole:
                 self.units[unit].append(i)
         self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
         after = dependences([self.lines[i] for i in self.of_step], Views(program))
-        # by line of the step, those of the step that it comes after
+        # by op of the step: the ops of the step that it must follow
         self.after = {i: {self.of_step[j] for j in js} for i, js in zip(self.of_step, after, strict=True)}
         self._find_crossing()
         self.when = when(self.table, len(spec.stages), self._between_weights())
@@ -297,16 +309,16 @@ class _Whole:
         self.posts = [self._posts_of(rank) for rank in range(self.n)]
 
     def rank_of(self, a: str) -> Place:
-        """The rank that has a value; `EVERY`, or None: wherever it is read."""
+        """Returns the rank that has a value; `EVERY`, or None: each rank that reads it."""
         return self.places.rank(self.places.of.get(a))
 
     def runs(self, i: int) -> set[int]:
-        """The ranks that run a line; of one that is wherever it is read, none."""
+        """Returns the ranks that run an op; none if it runs on each rank that reads it."""
         place = self.places.rank(self.places.of_line[i])
         return set() if place is None else {*range(self.n)} if place == EVERY else {place}
 
     def _find_crossing(self) -> None:
-        """Finds the values that other ranks read, with those ranks, and when each is handed."""
+        """Finds the values that other ranks read, with those ranks, and determines when each is sent."""
         self.crossing: dict[str, set[int]] = defaultdict(set)
         of_units = self._read_by_units()
         for i, line in enumerate(self.lines):
@@ -323,7 +335,7 @@ class _Whole:
         handed: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
-            if a not in of_units and not self.values[a].shape:  # a number that no unit waits for
+            if a not in of_units and not self.values[a].shape:  # a scalar that no action waits for
                 unit = None
             handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
         self.messages: dict[Unit, list[_Message]] = defaultdict(list)
@@ -335,7 +347,8 @@ class _Whole:
             self.levels[point] = [self._together([a for a in handed[point] if level[a] == n]) for n in numbers]
 
     def _read_by_units(self) -> set[str]:
-        """The values that units read, also by way of lines of the step, such as gathers of a norm's shards."""
+        """Returns the values that actions read, directly or through ops of the step, such as gathers of a norm's
+        shards."""
         found = set[str]()
         for line in reversed(self.lines):
             if line.micro is not None or not found.isdisjoint(v.name for v in line.out):
@@ -343,7 +356,7 @@ class _Whole:
         return found
 
     def _together(self, values: list[str]) -> list[_Message]:
-        """The messages of values that are handed at one point."""
+        """Returns the messages for values that are sent at one point."""
         found: dict[tuple[int, int], list[str]] = defaultdict(list)
         for a in values:
             of = self.rank_of(a)
@@ -353,7 +366,7 @@ class _Whole:
         return [_Message(tuple(those), *way) for way, those in sorted(found.items())]
 
     def _levels(self, handed: set[str]) -> dict[str, int]:
-        """The levels of values that are handed in the step: see [Note: hands]."""
+        """Returns the levels of values that are sent once per step: see [Note: hands]."""
         of_line, found = dict[int, int](), dict[str, int]()
         for i in self.of_step:
             taken = [a for a in self.lines[i].args if a in handed and self.runs(i) - {self.rank_of(a)}]
@@ -364,7 +377,7 @@ class _Whole:
         return {a: found.get(a, 0) for a in handed}
 
     def first(self, values: Sequence[str]) -> list[int]:
-        """The lines of the step that come before these values are there, in their order."""
+        """Returns the ops of the step that must run before these values exist, in order."""
         found, left = set[int](), [self.places.made[a] for a in values if self.places.made.get(a) in self.after]
         while left:
             if (i := left.pop()) not in found:
@@ -373,7 +386,7 @@ class _Whole:
         return sorted(found)
 
     def _first_needed(self) -> dict[str, dict[int, int]]:
-        """The number of the unit in which each rank first needs a value."""
+        """Returns the index of the action in which each rank first needs a value."""
         found: dict[str, dict[int, int]] = defaultdict(dict)
         for a in self.program.outputs:
             found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
@@ -381,7 +394,7 @@ class _Whole:
             line, unit = self.lines[i], self._unit_of[i]
             if unit is not None and unit in self.index:
                 when = {unit.stage % self.n: self.index[unit]}
-            else:  # where its results are needed, at the latest behind the units
+            else:  # needed when its results are, at the latest after all actions
                 when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self.runs(i)}
                 for v in line.out:
                     for rank, number in found[v.name].items():
@@ -392,16 +405,19 @@ class _Whole:
         return found
 
     def _posts_of(self, me: int) -> dict[_Message, int]:
-        """The number of the unit before which a rank starts to take each message of others' units."""
+        """Returns the index of the action before which a rank starts to receive each message of other ranks'
+        actions."""
         last, found = len(self.table[me]), dict[_Message, int]()
-        for rank in (r for r in reversed(range(self.n)) if r != me):  # at one unit, takes of higher ranks come first
+        # before one action, receives from higher ranks come first
+        for rank in (r for r in reversed(range(self.n)) if r != me):
             messages = [x for unit in self.table[rank] for x in self.messages[unit] if x.to == me]
             needed = [(x, min(self._needed[a].get(me, last) for a in x.values)) for x in messages]
             found |= take_starts(needed, last)
         return found
 
     def _check_order(self) -> None:
-        """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
+        """Raises if a forward reads values of a later stage's forward, or a backward values of an earlier stage's
+        backward."""
         problems = list[str]()
         for i, line in enumerate(self.lines):
             here, unit = self.places.of_line[i], self._unit_of[i]
@@ -419,8 +435,8 @@ class _Whole:
             raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
 
     def _of_weights(self) -> set[int]:
-        """The numbers of the lines of units of weights: calls that make gradients of parameters, and what reads
-        these."""
+        """Returns the indices of the ops of weight actions: calls that compute gradients of parameters, and the ops
+        that read these gradients."""
         found, made = set[int](), set[str]()
         for i, line in enumerate(self.lines):
             says = isinstance(line.attrs, CallAttrs) and line.attrs.weights
@@ -430,7 +446,8 @@ class _Whole:
         return found
 
     def _between_weights(self) -> dict[Unit, set[Unit]]:
-        """The units of weights of other stages that a unit of weights reads from, such as of a tied embedding."""
+        """Returns, for weight actions, the weight actions of other stages whose results they read, for example for a
+        tied embedding."""
         found: dict[Unit, set[Unit]] = defaultdict(set)
         for i in self._weights:
             for a in self.lines[i].args:
@@ -441,24 +458,25 @@ class _Whole:
         return found
 
     def _unit(self, i: int) -> Unit | None:
-        """The unit of a line, on no stage if it is wherever it is read; None of a line of the step."""
+        """Returns the action of an op; None for an op of the step. If the op runs on each rank that reads it, the
+        action has no stage (`EVERY`)."""
         micro, stage = self.lines[i].micro, self.places.of_line[i]
         kind = WEIGHTS if i in self._weights else BACKWARD if i >= self.places.backward else FORWARD
         return None if micro is None else Unit(kind, micro[0], EVERY if stage is None else stage)
 
 
 class _Projection:
-    """The lines of one rank, in the order of its units."""
+    """The ops of one rank, in the order of its actions."""
 
     def __init__(self, whole: _Whole, me: int):
         self.whole, self.me = whole, me
         self.names = Names(whole.values)
         self.out: list[Line] = []
         self.emitted: set[int] = set()
-        self.here: dict[str, str] = {}  # what leaves of other stages are called here
-        self.taken: dict[str, tuple[_Message, Line]] = {}  # by value, the take that is not waited for yet
+        self.here: dict[str, str] = {}  # the names that parameters of other stages have on this rank
+        self.taken: dict[str, tuple[_Message, Line]] = {}  # by value: the receive that has not been waited for yet
         self.posted: set[str] = set()
-        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
+        self.waits: list[tuple[int, Line]] = []  # waits for sends, with the index of the action that they precede
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self._emit_all()
         self.program = self._made()
@@ -487,7 +505,7 @@ class _Projection:
         self._finish(len(units))
 
     def _pass_on(self, when: str, before: int) -> None:
-        """Hands and takes the values of the step before all units, or behind them."""
+        """Sends and receives the values of the step before all actions, or after them."""
         for messages in self.whole.levels[when]:
             own = [message for message in messages if message.of == self.me]
             for message in messages:
@@ -500,7 +518,7 @@ class _Projection:
                 self._hand(message, before)
 
     def _take(self, message: _Message) -> None:
-        """Starts to take values that come to this rank."""
+        """Starts to receive values that are sent to this rank."""
         number = self.counts[False, message.of]
         self.counts[False, message.of] += 1
         values = [self.whole.values[a] for a in message.values]
@@ -515,7 +533,7 @@ class _Projection:
         self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
 
     def _hand(self, message: _Message, before: int) -> None:
-        """Hands values of this rank to one that reads them, and waits for that before unit `before`."""
+        """Sends values of this rank to one that reads them, and waits for the send before action `before`."""
         for a in message.values:
             self._need(a)
         number = self.counts[True, message.to]
@@ -530,18 +548,18 @@ class _Projection:
         return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
     def _awaited(self, message: _Message, number: int) -> int:
-        """The number of the unit before which a rank waits for a message of its unit `number`."""
+        """Returns the index of the action before which a rank waits for a message that its action `number` sends."""
         whole = self.whole
         taken_before = whole.table[message.to][whole.posts[message.to][message]]
         return hand_ends(whole.table[self.me], number, whole.when[taken_before][0], whole.when)
 
     def _finish(self, unit: int) -> None:
-        """Waits for what is to be waited for before a unit, or one before it."""
+        """Adds the waits that are due before this action."""
         self.out += [line for number, line in self.waits if number <= unit]
         self.waits = [(number, line) for number, line in self.waits if number > unit]
 
     def _need(self, a: str) -> None:
-        """Has a value here, before the line that reads it."""
+        """Makes a value available on this rank, before the op that reads it."""
         if self.whole.rank_of(a) not in (None, EVERY, self.me):
             assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
             if a in self.taken:
@@ -566,7 +584,7 @@ class _Projection:
         self.out.append(line.rename(self.here))
 
     def _own_part(self, i: int, line: Line) -> Line:
-        """A transfer of the step, or its wait, as far as it is of values that this stage has."""
+        """Returns a transfer of the step, or its wait, restricted to the values that this rank has."""
         has = lambda a: self.whole.rank_of(a) in (None, EVERY, self.me)  # noqa: E731
         if line.op in STARTS:
             return replace(line, args=tuple(a for a in line.args if has(a)))

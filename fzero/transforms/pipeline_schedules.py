@@ -1,8 +1,10 @@
-"""Orders the units of a pipeline's stages: the tables that ship, tables of a user, and when each unit runs.
+"""Orders the actions of a pipeline's stages: the built-in schedules, a user's table, and the estimated time of each
+action.
 
-A unit is the forward or backward of a micro-batch on a stage. In a table with units of weights the backward makes the
-gradients that other stages wait for, and the weights those of parameters (transforms/split_backward_pass.py). A table
-has for each rank the order of its units. Stage s is on rank s mod p: with `chunks` stages a rank, its chunk is s div p.
+An action (class `Unit`) is the forward or backward of a micro-batch on a stage. In a schedule with weight actions, the
+backward computes the gradients that other stages wait for, and the weight action those of parameters
+(transforms/split_backward_pass.py). A table contains, for each rank, the order of its actions. Stage s is on rank s mod
+p: with `chunks` stages per rank, its chunk is s div p.
 """
 
 from __future__ import annotations
@@ -15,38 +17,38 @@ from fzero.transforms.pipeline import UNIT
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
 KINDS = "FBW"
-"""The letter of each kind of unit."""
+"""The letter of each kind of action."""
 
 
 class Unit(NamedTuple):
-    """The forward, backward or weights of a micro-batch on a stage."""
+    """The forward, backward or weight action of a micro-batch on a stage."""
 
     kind: int
     micro: int
     stage: int
 
     def text(self, ranks: int) -> str:
-        """As a user writes it: `F0`, or `B3.1` for the chunk 1 of a rank."""
+        """The notation of users: `F0`, or `B3.1` for chunk 1 of a rank."""
         chunk = self.stage // ranks
         return f"{KINDS[self.kind]}{self.micro}{f'.{chunk}' if chunk else ''}"
 
 
 Table = tuple[tuple[Unit, ...], ...]
 Message = TypeVar("Message")
-"""What a unit hands another rank, of any type."""
+"""The values that an action sends to another rank, of any type."""
 
 
 def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micro: int) -> Table:
-    """The order of units of each rank.
+    """Returns the order of actions of each rank.
 
     Args:
-        schedule: a name, or for each rank the texts of its units.
-        ranks: along the axis of the pipeline.
-        chunks: stages of a rank.
-        micro: micro-batches of a step.
+        schedule: a name, or for each rank the texts of its actions.
+        ranks: the number of ranks along the axis of the pipeline.
+        chunks: the number of stages per rank.
+        micro: the number of micro-batches per step.
 
     Raises:
-        FzeroValueError: a user's table that is not one, or whose ranks wait for each other.
+        FzeroValueError: a user's table is malformed, or its ranks wait for each other.
 
     Example:
         >>> [" ".join(u.text(2) for u in order) for order in table("1f1b", 2, 1, 3)]
@@ -68,8 +70,12 @@ def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micr
 
 
 def _named(schedule: str, rank: int, ranks: int, chunks: int, micro: int) -> tuple[Unit, ...]:
-    """Interleaved 1F1B runs as many micro-batches as there are ranks through a chunk before the next chunk (Narayanan
-    et al., Efficient large-scale language model training on GPU clusters, 2021); of the last round, what there is."""
+    """Returns one rank's order of actions for a named schedule.
+
+    Interleaved 1F1B runs as many micro-batches as there are ranks through a chunk before it starts the next chunk
+    (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021); in the last round, it runs
+    those that are left.
+    """
     padded = -(-micro // ranks) * ranks if schedule == "interleaved" else micro
     rounds = [range(i, min(i + ranks, padded)) for i in range(0, padded, ranks)]
     groups = [(c, m) for r in rounds for c in range(chunks) for m in r]
@@ -90,7 +96,7 @@ def _read(order: Sequence[str], rank: int, ranks: int) -> tuple[Unit, ...]:
 
 
 def _check(found: Table, ranks: int, chunks: int, micro: int) -> None:
-    """Raises where a table lacks units, or has them twice or too many."""
+    """Raises if a table lacks actions, repeats them or has too many."""
     problems = [] if len(found) == ranks else [f"{len(found)} orders, and {ranks} ranks along the axis"]
     kinds = range(2 + any(u.kind == WEIGHTS for order in found for u in order))
     for rank, order in enumerate(found if not problems else ()):
@@ -114,9 +120,12 @@ def _check(found: Table, ranks: int, chunks: int, micro: int) -> None:
 
 
 def _zero_bubble(rank: int, ranks: int, micro: int) -> tuple[Unit, ...]:
-    """1F1B with weights where it waits: those of a micro-batch run `rank` backwards later, so that no rank has more
-    micro-batches under way than the first one has under 1F1B. ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism,
-    2023."""
+    """Returns one rank's order of actions for 1F1B with weight actions in its idle time: ZB-H1 of Qi et al., Zero
+    Bubble Pipeline Parallelism, 2023.
+
+    The weights of a micro-batch run `rank` backwards later, so that no rank has more micro-batches in flight than the
+    first rank has under 1F1B.
+    """
     ahead = ranks - rank
     order = [Unit(FORWARD, m, rank) for m in range(min(ahead, micro))]
     for m in range(micro):
@@ -129,14 +138,16 @@ def _zero_bubble(rank: int, ranks: int, micro: int) -> tuple[Unit, ...]:
 def when(
     orders: Table, num_stages: int, more: Mapping[Unit, Iterable[Unit]] | None = None
 ) -> dict[Unit, tuple[float, float]]:
-    """The start and the end of each unit, each as soon as its rank and the units that it needs are done.
+    """Returns the start and end time of each action, which starts as soon as its rank and the actions that it depends
+    on are done.
 
-    A backward takes as long as two forwards, or, with weights, as one. Any other seconds give a right order too.
+    A backward is assumed to take as long as two forwards or, with weight actions, as one. Any other durations give a
+    correct order too.
 
     Args:
         orders: the table.
-        num_stages: of all ranks.
-        more: units that a unit needs besides the one before it.
+        num_stages: the number of stages on all ranks.
+        more: further actions that an action depends on, in addition to the preceding one.
 
     Raises:
         FzeroValueError: ranks wait for each other.
@@ -175,15 +186,17 @@ def when(
 
 
 def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[Message, int]:
-    """The number of the unit before which a rank starts to take each message of one other rank: one unit ahead of the
-    message's first reader, and no later than the takes of messages that are handed later.
+    """Returns the index of the action before which a rank starts to receive each message of one other rank.
+
+    It is one action before the first one that reads the message, and no later than the receives of messages that are
+    sent later.
 
     Args:
-        needed: messages in the order in which they are handed, each with the number of the unit that first reads it.
-        num_units: of the rank that takes.
+        needed: messages in the order in which they are sent, each with the index of the action that first reads it.
+        num_units: the number of actions of the receiving rank.
 
     Returns:
-        In the order of `needed`.
+        The indices in the order of `needed`.
 
     Example:
         >>> take_starts([("a", 3), ("b", 2)], 4)
@@ -196,20 +209,22 @@ def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[M
 
 
 def hand_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
-    """The number of the unit before which a rank waits for what its unit `number` hands: two units later, or as many
-    more as begin before the take starts. The number of units stands for the end of the step.
+    """Returns the index of the action before which a rank waits for the send of its action `number`.
+
+    It is two actions later, or as many more as begin before the receive starts. The number of actions stands for the
+    end of the step.
 
     Args:
-        order: the units of the rank that hands.
-        number: among them.
-        starts: the time at which the other rank starts to take it, as in `times`.
-        times: by `when`.
+        order: the actions of the sending rank.
+        number: the index of the sending action among them.
+        starts: the time at which the other rank starts to receive, as in `times`.
+        times: the result of `when`.
     """
     return next((i for i in range(number + 2, len(order)) if times[order[i]][0] >= starts), len(order))
 
 
 def _before(unit: Unit, num_stages: int) -> Unit | None:
-    """The unit of another stage, or of its own, that a unit needs."""
+    """Returns the action of another stage, or of the same stage, that an action depends on."""
     if unit.kind == FORWARD:
         return unit._replace(stage=unit.stage - 1) if unit.stage else None
     if unit.kind == WEIGHTS:
