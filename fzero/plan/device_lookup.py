@@ -1,8 +1,8 @@
-"""Looks up devices: by name, in a calibration file, or this machine's.
+"""Looks up devices: by name, in a calibration file, or this machine.
 
-A number is the rate that a well-written program attains, not the promise of a datasheet: `fzero calibrate` measures it,
-or it is the vendor's peak times a share that `source` states. A plan for a machine one does not have uses a device by
-name, or a file with the numbers of one.
+Each number is the rate that a well-written program attains, not the promise of a datasheet: either `fzero calibrate`
+measures it, or it is the vendor's peak times a share that `source` states. To plan for a machine that you do not
+have, use a device by name, or a file with the numbers of one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from fzero.errors import FzeroValueError
 from fzero.plan.device import FORMAT, MOST, Device, Host, Link
 
 _SPECIAL = 1 / 16
-"""Transcendental functions a FLOP in float32: a multiprocessor computes 16 in a clock, and 128 fused multiplications
-and additions, an A100's 64 (CUDA C++ programming guide, "Throughput of Native Arithmetic Instructions"); an AMD compute
-unit as an H100's."""
+"""Transcendental functions per FLOP in float32: a multiprocessor computes 16 per clock, together with 128 fused
+multiply-adds (64 on an A100; CUDA C++ programming guide, "Throughput of Native Arithmetic Instructions"); an AMD
+compute unit does as an H100's multiprocessor.
+"""
 _SHARE = {"compute": 0.65, "memory": 0.85, "link": 0.8}
-"""Shares of a datasheet's peak that large matrix products, streaming kernels and large transfers reach, as published
-benchmarks of these devices find."""
+"""Fractions of a datasheet's peak that large matrix products, streaming kernels and large transfers reach, according
+to published benchmarks of these devices.
+"""
 
-# Hosts. Their memory in bytes/s of a socket, as updates that stream through it attain; the disk is a drive on four
-# lanes of PCIe 4, as data centres have them
+# Hosts: the memory bandwidth of a socket in bytes/s, as updates that stream through it attain it. The disk is a drive
+# on four lanes of PCIe 4, as is common in data centers.
 _DDR5_SERVER = 150e9, Host("two sockets with eight channels of DDR5 each, one NVMe drive", sockets=2)
 _DDR4_SERVER = 100e9, Host("two sockets with eight channels of DDR4 each, one NVMe drive", sockets=2)
 _DESKTOP = 60e9, Host("two channels of DDR5, one NVMe drive")
@@ -51,23 +53,24 @@ def _datasheet(
     compute: float = _SHARE["compute"],
     special: float = _SPECIAL,
 ) -> Device:
-    """A device from its datasheet.
+    """Returns a device, given its datasheet.
 
     Args:
-        name: of the device.
-        flops: peaks of dense products that add up in float32, in FLOP/s by dtype; float32 products are true float32
-            (TF32 is off by default in PyTorch).
-        memory: bandwidth in bytes/s.
-        capacity: bytes, the datasheet's GB read as 10^9: the rest of the 2^30 is what the driver and libraries take.
-        peer: to devices of the same host, as `network` (to other hosts) and `pcie` (to the host's memory) in bytes/s of
-            one direction.
-        network: one device's part of its host's.
+        name: name of the device.
+        flops: peaks of dense products that accumulate in float32, in FLOP/s by dtype. float32 products are true
+            float32 (TF32 is off by default in PyTorch).
+        memory: memory bandwidth in bytes/s.
+        capacity: memory in bytes. The datasheet's GB are read as 10^9; the difference to 2^30 accounts for the driver
+            and libraries.
+        peer: bandwidth to devices of the same host; like `network` (to other hosts) and `pcie` (to the host's memory)
+            in bytes/s in one direction.
+        network: one device's part of its host's network bandwidth.
         pcie: x16 unless the datasheet says otherwise.
-        host: that it is usually in.
-        source: the datasheet, and assumptions beside it.
-        per_host: devices in a host.
-        compute: the share of their peak that large products, and transcendental functions, reach.
-        special: transcendental functions a FLOP in float32.
+        host: the host that the device is usually in.
+        source: the datasheet, and further assumptions.
+        per_host: number of devices in a host.
+        compute: the fraction of their peak that large products and transcendental functions reach.
+        special: transcendental functions per FLOP in float32.
     """
     share = _SHARE["link"]
     stated = (
@@ -95,18 +98,18 @@ def _datasheet(
 
 
 def _peaks(float32: float, bfloat16: float, float8: float = 0.0) -> dict[str, float]:
-    """FLOP/s by dtype name."""
+    """Returns FLOP/s by dtype name."""
     half = {"float32": float32, "bfloat16": bfloat16, "float16": bfloat16}
     return {**half, "float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else half
 
 
-# NVLink 4 and 5: 900 and 1,800 GB/s in both directions together; one 400 Gb/s adapter a device; PCIe 5 x16
+# NVLink 4 and 5: 900 and 1,800 GB/s in both directions together; one 400 Gb/s adapter per device; PCIe 5 x16
 _HOPPER: dict[str, Any] = {"peer": 450e9, "network": 50e9, "pcie": 64e9, "host": _DDR5_SERVER}
 _HOPPER_FLOPS = _peaks(67e12, 989e12, 1979e12)
-# cards on PCIe 4 x16 that reach each other over it; 100 Gb/s a host
+# cards on PCIe 4 x16 that communicate over it; 100 Gb/s per host
 _PCIE4: dict[str, Any] = {"peer": 32e9, "network": 100e9 / 8 / 8, "pcie": 32e9, "host": _DDR4_SERVER}
-# GeForce cards do not reach each other over PCIe: what one sends goes through host memory, at half the rate. NVLink
-# bridges between two RTX 3090 are not counted on. 10 Gb/s a device between hosts
+# GeForce cards cannot access each other over PCIe: transfers go through host memory, at half the rate. NVLink bridges
+# between two RTX 3090 are not assumed. 10 Gb/s per device between hosts.
 _GEFORCE4: dict[str, Any] = {"peer": 16e9, "network": 1.25e9, "pcie": 32e9, "host": _DESKTOP, "per_host": 4}
 _GEFORCE5: dict[str, Any] = {**_GEFORCE4, "peer": 32e9, "pcie": 64e9}
 _AT_HOME = "PCIe through host memory between cards, 10 Gb/s network"
@@ -127,9 +130,9 @@ _DATASHEETS = [
     _datasheet(
         "h100", _HOPPER_FLOPS, 3.35e12, 80e9, source="NVIDIA H100 SXM datasheet, dense, 400 Gb/s network", **_HOPPER
     ),
-    # seven Infinity Fabric links of 64 GB/s in each direction. Its fp8 are other formats (fnuz) than those that fzero
-    # computes with. Products reach a smaller part of their peak than NVIDIA's: AMD measures 0.54 at its best
-    # ("Measuring Max-Achievable FLOPs, part 2", ROCm blogs), others 0.45
+    # Seven Infinity Fabric links of 64 GB/s in each direction. Its fp8 formats (fnuz) differ from those that fzero
+    # computes with. Products reach a smaller fraction of their peak than on NVIDIA devices: AMD measures 0.54 at best
+    # ("Measuring Max-Achievable FLOPs, part 2", ROCm blogs), others 0.45.
     _datasheet(
         "mi300x",
         _peaks(163.4e12, 1307.4e12),
@@ -139,7 +142,7 @@ _DATASHEETS = [
         compute=0.45,
         **{**_HOPPER, "peer": 448e9},
     ),
-    # NVLink 3: 600 GB/s in both directions; one 200 Gb/s adapter a device; PCIe 4 x16
+    # NVLink 3: 600 GB/s in both directions; one 200 Gb/s adapter per device; PCIe 4 x16
     _datasheet(
         "a100",
         _peaks(19.5e12, 312e12),
@@ -160,7 +163,7 @@ _DATASHEETS = [
         source=f"NVIDIA L40S datasheet, dense, {_PCIE}",
         **_PCIE4,
     ),
-    # the datasheet's tensor peaks are with sparsity: half of them
+    # the datasheet states tensor peaks with sparsity, so half of them are used
     _datasheet(
         "a6000", _peaks(38.7e12, 154.8e12), 768e9, 48e9, source=f"NVIDIA RTX A6000 datasheet, dense, {_PCIE}", **_PCIE4
     ),
@@ -168,7 +171,8 @@ _DATASHEETS = [
     _datasheet(
         "l4", _peaks(30.3e12, 121e12, 242.5e12), 300e9, 24e9, source=f"NVIDIA L4 datasheet, dense, {_PCIE}", **_PCIE4
     ),
-    # appendices of the whitepapers: tensor peaks that add up in float32, half of those that add up in float16
+    # From the appendices of the whitepapers: tensor peaks that accumulate in float32, which are half of those that
+    # accumulate in float16.
     _datasheet(
         "rtx5090",
         _peaks(104.8e12, 209.5e12, 419e12),
@@ -219,7 +223,8 @@ KNOWN: Mapping[str, Device] = {
 
 
 def peaks_of(name: str) -> Mapping[str, float]:
-    """The peaks of the known device that a driver calls by this name; none if it is another, or another form of one.
+    """Returns the peaks of the known device that a driver calls by this name; empty if it is another device, or
+    another variant of a known one.
 
     Example:
         >>> peaks_of("NVIDIA GeForce RTX 4090")["bfloat16"], peaks_of("NVIDIA H100 PCIe"), peaks_of("NVIDIA A10G")
@@ -231,17 +236,17 @@ def peaks_of(name: str) -> Mapping[str, float]:
 
 
 def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Device:
-    """A device by name, from a file, or this machine's.
+    """Returns a device by name, from a file, or this machine.
 
     Args:
-        name: a known name, the path of a calibration file, whatever machine it is of, either with other numbers behind
-            it ("a100,memory_bytes=40GB,disk_read=3GB"), or None: this machine's calibration if there is a valid one,
-            else the generic device of the type.
+        name: the name of a known device or the path of a calibration file (of any machine), either of them optionally
+            followed by changed numbers ("a100,memory_bytes=40GB,disk_read=3GB"); or None: this machine's calibration
+            if there is a valid one, otherwise the generic device of the type.
         device_type: "cpu" or "cuda", for None.
 
     Raises:
-        FzeroValueError: an unknown name, listing the known ones; a file that is not a calibration; numbers that a
-            device does not have.
+        FzeroValueError: if the name is unknown, listing the known ones; if the file is not a calibration; if a device
+            does not have one of the numbers.
 
     Example:
         >>> get_device("h200").memory_bytes, get_device("h200,memory_bytes=96GB").memory_bytes
@@ -255,7 +260,7 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
             return (
                 load_calibration(calibration_path(device_type)) if calibration_path(device_type).exists() else generic
             )
-        except FzeroValueError as error:  # of another machine or version: as if there were none, but told
+        except FzeroValueError as error:  # it belongs to another machine or version: ignored, but mentioned in `source`
             why = "; ".join(line.strip() for line in str(error).splitlines()[1:-1])
             return replace(generic, source=f"{generic.source}; this machine's calibration is passed over: {why}")
     if not isinstance(name, (str, Path)):
@@ -292,14 +297,14 @@ _CARD = re.compile(r"(?P<name>[a-z0-9]+)-(?P<size>\d+)gb(?P<rest>,.*)?")
 
 
 def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
-    """A number of devices and what they are, from text such as 8xh100.
+    """Returns a number of devices and the device, from text such as 8xh100.
 
     Args:
-        text: NUMBERxNAME, the name as for `get_device`, or with the memory of the card: a100-40gb.
+        text: NUMBERxNAME, with the name as for `get_device`, or with the memory of the card: a100-40gb.
         device_type: as for `get_device`.
 
     Raises:
-        FzeroValueError: other text, or an unknown name, listing the known ones.
+        FzeroValueError: for other text, or an unknown name, listing the known ones.
 
     Example:
         >>> number, device = get_devices("64xA100-40GB")
@@ -330,8 +335,9 @@ def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
 
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
-"""Numbers of a device that text may change, in bytes or bytes/s; of a known one as a rank has it that is alone on its
-host."""
+"""Numbers of a device that the text may change, in bytes or bytes/s. For a known device they are those of a rank that
+has its host for itself.
+"""
 _ACCEPTED = (
     f"write NUMBERxNAME, e.g. 8xh100, where NAME is one of {', '.join(KNOWN)}, or the path of a calibration file; "
     f"a100-40gb has another memory, h100,intra=200GB another rate ({', '.join(_NUMBERS)})"
@@ -339,7 +345,9 @@ _ACCEPTED = (
 
 
 def _meant(text: str) -> str:
-    """The devices that a text names in another form, such as `h100x8`, `8 h100` or `8`; empty if it names none."""
+    """Returns the devices that a text names in another form, such as `h100x8`, `8 h100` or `8`; empty if it names
+    none.
+    """
     small = text.lower().strip()
     name = max((known for known in KNOWN if known in small), key=len, default="")
     if not name:
@@ -350,7 +358,7 @@ def _meant(text: str) -> str:
 
 
 def _changed(device: Device, changes: Sequence[str]) -> Device:
-    """A device with other numbers, each `name=size`."""
+    """Returns a device with changed numbers, each given as `name=size`."""
     problems: list[str] = []
     for change in changes:
         what, _, text = (part.strip() for part in change.partition("="))

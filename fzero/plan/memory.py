@@ -1,11 +1,11 @@
-"""Counts the bytes alive at every line of a program, by role: exact, from the program alone.
+"""Counts the bytes alive at every op of a program, by role. The counts are exact and need only the program.
 
-A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
-given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
-refers to it; names are let go of where the program says so (`del`). While a call runs its temporaries are alive as
-well. The pool (see [Note: pool] in ir/program.py) is there for the whole run; values in it have a role, but no bytes of
-their own. What lies apart from it is memory like any other. Bytes of the host count on their own, unless host and
-device are one memory; leaves on disk take none.
+A value is a name for a *storage*: memory that several names may share, because a subgraph may return a view of its
+argument, and a wait returns the buffers that its transfer filled. A storage is alive from the op that makes it until
+no name refers to it; names are dropped where the program says so (`del`). While a call runs, its temporaries are
+alive as well. The arena (see [Note: pool] in ir/program.py) exists for the complete run; values in it have a role,
+but no bytes of their own. Separate allocations outside the arena are memory like any other. Host memory is counted
+separately, unless host and device are one memory. Tensors on disk take no memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ ROLES: tuple[str, ...] = (
     "idle_pool",
     "other",
 )
-"""Roles of bytes. `gathered`: whole parameters as functions read them, gathered over an axis or cast to the compute
-dtype. `gradients`: from the backward to the update, whole and sharded. `saved`: kept from the forward for the backward.
-`activations`: what else functions return. `temporaries`: inside a call. `idle_pool`: the part of the pool that nothing
-lies in. `other`: scalars, the step, the key, literal tensors."""
+"""Roles of bytes. `gathered`: full parameters as subgraphs read them, gathered over an axis or cast to the compute
+dtype. `gradients`: from the backward to the update, full and sharded. `saved`: kept from the forward for the
+backward. `activations`: other results of subgraphs. `temporaries`: inside a call. `idle_pool`: the part of the arena
+that is unused at the moment. `other`: scalars, the step, the key, literal tensors.
+"""
 
 
 class Sample(NamedTuple):
-    """Bytes alive while a line runs, in the order of `ROLES`, and those in the host's memory, where that is another.
-    `line` counts as `Program.walk` does, `turn` is that of the loop around it."""
+    """The bytes alive while an op runs, in the order of `ROLES`, and those in the host's memory if that is separate.
+    `line` is the index of the op as `Program.walk` counts; `turn` is the iteration of the enclosing loop.
+    """
 
     line: int
     turn: int
@@ -58,8 +60,9 @@ class Sample(NamedTuple):
 
 
 def resting_bytes(program: Program, tier: str = "device") -> int:
-    """Bytes of the state between steps, on each rank: on the device, with the host's where they are one memory; or on
-    another tier."""
+    """Returns the bytes of the state between steps on each rank: on the device (including the host's if they are one
+    memory), or on another tier.
+    """
     tiers = (
         {tier, "host"}
         if tier == "device" and program.mesh.unified_memory
@@ -71,8 +74,9 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
 
 
 def disk_bytes(program: Program) -> int:
-    """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those
-    whose next value is written beside the old one."""
+    """Returns the bytes of each rank's scratch files: its tensors on disk, each padded to the beginning of the next,
+    with tensors whose next value is written next to the old one counted twice.
+    """
     on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [
         program.leaves[n] for n in written_aside(program)
     ]
@@ -80,7 +84,7 @@ def disk_bytes(program: Program) -> int:
 
 
 def ward_bytes(program: Program) -> int:
-    """Bytes of the two slots in which a rank's host keeps parts of another rank's state."""
+    """Returns the bytes of the two slots in which a rank's host keeps shards of another rank's state."""
     return 2 * sum(
         local_bytes(program.values_by_name[name], program.mesh)
         for line, _ in program.walk()
@@ -90,11 +94,12 @@ def ward_bytes(program: Program) -> int:
 
 
 def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
-    """A sample for each line that runs, in order; of a loop the first two turns: the others are like the second.
+    """Returns a sample for each op that runs, in order. Of a loop, the first two iterations are sampled: the others
+    are like the second.
 
     Args:
-        program: ordered; with or without a pool.
-        temporaries: peak bytes inside a call of a function beyond its inputs and outputs.
+        program: ordered, with or without an arena.
+        temporaries: returns the peak bytes inside a call of a subgraph beyond its inputs and outputs.
     """
     return list(_Memory(program, temporaries).run())
 
@@ -108,7 +113,7 @@ class _Storage:
 
 
 class _Memory:
-    """The storages that are alive, while walking through the lines."""
+    """The storages that are alive, while walking through the ops."""
 
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.values, self.roles = program, program.values_by_name, roles(program)
@@ -117,8 +122,8 @@ class _Memory:
         self.outputs = Aliases(program.functions).outputs
         self.names: dict[str, tuple[_Storage, ...]] = {}
         self.references: dict[_Storage, int] = {}
-        self.lying: dict[Place, _Storage] = {}  # the value that lies, or last lay, at a place of the pool
-        self.pooled = [0, 0]  # bytes of the device's pool that something lies in, and of the host's
+        self.lying: dict[Place, _Storage] = {}  # the value that lies, or lay last, in a buffer of the arena
+        self.pooled = [0, 0]  # bytes in use of the device's arena, and of the host's
         self.alive = (dict.fromkeys(ROLES, 0), dict.fromkeys(ROLES, 0))
         self.number = -1
         for value in program.inputs:
@@ -139,8 +144,9 @@ class _Memory:
         return self._lines(self.program.lines, 0)
 
     def _lines(self, lines: Sequence[Line], turn: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
-        """`leaving`: values made before these lines that no later line reads; each is let go of behind its last reader
-        here."""
+        """Yields the samples of these ops. `leaving`: values made before these ops that no later op reads; each is
+        released after its last reader here.
+        """
         last = {a: i for i, line in enumerate(lines) for a in self._read(line) if a in leaving}
         for i, (line, dead) in enumerate(zip(lines, last_reads(lines, self.program), strict=True)):
             self.number += 1
@@ -157,7 +163,7 @@ class _Memory:
                     self._release(name)
 
     def _read(self, line: Line) -> set[str]:
-        """The names that a line or one of its body reads."""
+        """Returns the names that an op, or an op of its body, reads."""
         return {*line.args}.union(*(self._read(inner) for inner in line.body))
 
     def _sample(self, line: Line, turn: int) -> Sample:
@@ -190,11 +196,12 @@ class _Memory:
         self.alive[storage.on_host][storage.role] += sign * storage.nbytes
         self.pooled[storage.on_host] += sign * storage.nbytes * storage.pooled
 
-    # --- what a line makes ---
+    # --- what an op makes ---
 
     def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
-        """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then
-        to the buffers that it still reads."""
+        """Yields the names that an op defines and the storages they refer to. A transfer's handle refers to its
+        results, then to the buffers that it still reads.
+        """
         row = OPS[line.op]
         if line.fn:
             made: dict[int, _Storage] = {}
@@ -216,7 +223,7 @@ class _Memory:
                 yield name, self.names[source]
         else:
             for k, value in enumerate(line.out):
-                if not (row.outlives and value.name in self.names):  # a total is one storage, whatever the turn
+                if not (row.outlives and value.name in self.names):  # a total is one storage, in every iteration
                     yield value.name, (self._fresh(value, k, line),)
 
     def _moving(self, line: Line, row: Start) -> tuple[_Storage, ...]:
@@ -232,11 +239,13 @@ class _Memory:
         return tuple(results)
 
     def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
-        """The storage of result `k` of a line that makes it anew."""
+        """Returns the storage of result `k` of an op that makes it as a new value."""
         return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
 
     def _lie(self, name: str, place: Place | None) -> _Storage:
-        """The place that an argument of a transfer is read from: its place in the pool, which may be a copy."""
+        """Returns the storage that an argument of a transfer is read from: its buffer in the arena, which may be a
+        copy.
+        """
         return self.names[name][0] if place is None else self._storage(name, place.nbytes, place)
 
     def _storage(self, name: str, nbytes: int, place: Place | None) -> _Storage:
@@ -245,7 +254,7 @@ class _Memory:
             return _Storage(nbytes, self.roles.get(name, "activations"), on_host=on_host)
         known = self.lying.get(place)
         if known is None or known not in self.references:
-            # a rank's part of a gather lies within the gather
+            # a rank's shard of a gather lies within the gathered buffer
             pooled = place.arena != "apart"
             known = self.lying[place] = _Storage(
                 0 if place.part else place.nbytes, self.roles.get(name, "activations"), pooled, on_host
@@ -257,7 +266,7 @@ class _Memory:
 
 
 def roles(program: Program) -> dict[str, str]:
-    """The role of every value, one of `ROLES`."""
+    """Returns the role of every value, one of `ROLES`."""
     lines = [line for line, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
@@ -267,7 +276,7 @@ def roles(program: Program) -> dict[str, str]:
     }
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.is_backward), len(lines))
-    # results of the backward that updates read, and their sources
+    # results of the backward that updates read, and what they are computed from
     gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
     copies = _copies(program)
@@ -310,7 +319,7 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def _copies(program: Program) -> dict[str, str]:
-    """The origin of each copy between tiers: a leaf, or a result of a line."""
+    """Returns the origin of each copy between tiers: a tensor of the state, or a result of an op."""
     started: dict[str, Line] = {}
     out: dict[str, str] = {}
     for line, _ in program.walk():
@@ -321,6 +330,6 @@ def _copies(program: Program) -> dict[str, str]:
             out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
         elif isinstance(line.attrs, BufferAttrs):
             out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs.leaves, strict=True))
-        elif line.op == "cast":  # on the way
+        elif line.op == "cast":  # a cast in between
             out.update((v.name, out[a]) for v, a in zip(line.out, line.args, strict=False) if a in out)
     return out

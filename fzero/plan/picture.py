@@ -1,4 +1,4 @@
-"""Draws a plan: each queue over the seconds of a step, beside the measured one, and the memory under it."""
+"""Draws a plan: each queue over the time of a step, next to the measured queues, and the memory below."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fzero.plan.timeline import COMPUTE, Event
 if TYPE_CHECKING:
     from fzero.plan.plan import Plan
 
-_NAMED = 0.045  # of the width: bars that have room for their names
-_LETTER = 0.0062  # of the width: a letter of a name
-_MORE = " more turns"  # of a loop, which the timeline puts together
+_NAMED = 0.045  # of the width: bars at least this long have room for their names
+_LETTER = 0.0062  # of the width: one letter of a name
+_MORE = " more turns"  # of a loop, which the timeline merges into one event
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event] | None) -> None:
-    """Timelines and memory over one axis of seconds; see `Plan.save_picture`."""
+    """Draws the timelines and the memory over one time axis; see `Plan.save_picture`."""
     if path.suffix not in (".png", ".svg"):
         raise FzeroValueError("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so")
     if not path.parent.is_dir():
@@ -60,7 +60,7 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
 
 
 def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: float, scale: float) -> None:
-    """A row a queue, compute first; transfers that compute waits for are hatched."""
+    """Draws one row per queue, compute first. Transfers that compute waits for are hatched."""
     for row, queue in enumerate(queues):
         for waits in (False, True):
             of = [e for e in events if e.queue == queue and e.seconds > 0 and e.name.startswith("wait ") == waits]
@@ -83,7 +83,7 @@ def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: fl
 
 
 def _add_legend(axes: Any, events: Sequence[Event]) -> None:
-    """Says what bars are, whose colors are those of their rows: of what is drawn."""
+    """Explains the bars that are drawn. Their colors are those of their rows."""
     from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports] - of the extra `plan`
 
     looks = [Patch(facecolor="gray", label="at work, a color a row")]
@@ -95,7 +95,7 @@ def _add_legend(axes: Any, events: Sequence[Event]) -> None:
 
 
 def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> None:
-    """Stacked by role, with the peak and its line."""
+    """Draws the memory stacked by role, with the peak and its op."""
     unit, name = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
     points = list(_over_time(plan))
     points.append((max(plan.step_seconds, points[-1][0]), points[-1][1]))
@@ -115,7 +115,8 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
         textcoords="offset points",
         ha="left" if left else "right",
         va="bottom",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},  # over the line of a budget
+        # over the line that marks a budget
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         zorder=5,
         fontsize=8,
         family="monospace",
@@ -134,8 +135,10 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
 
 
 def _over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
-    """Samples with the seconds from which they hold: when compute comes to their lines. Turns of a loop after the
-    second look like the second; of turns that the timeline merges, the largest counts."""
+    """Yields the samples with the time from which they hold, which is when compute reaches their ops. Iterations of a
+    loop after the second look like the second; for iterations that the timeline merges, the largest sample counts.
+
+    """
     spans = {(e.line, e.turn): (e.start, e.start + e.seconds) for e in plan.events if e.queue == COMPUTE}
     more = [e for e in plan.events if e.name.endswith(_MORE)]
     now, repeated = 0.0, list[Sample]()

@@ -1,7 +1,8 @@
-"""Plans a program before any device is touched: peak memory and its line, bytes on every wire, a timeline.
+"""Plans a program before any device is touched: peak memory and the op that causes it, bytes per channel, and a
+timeline.
 
-It is data, worked out from the program and a device's rates (fzero/plan/device_lookup.py). It must not know how a
-program came about, nor run it.
+A plan is plain data, computed from the program and a device's rates (fzero/plan/device_lookup.py). This file must not
+know how a program was made, nor run it.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from fzero.tree import dtype_name
 
 
 class At(NamedTuple):
-    """A line of a program: its number, as `Program.walk` counts, and its text, as it runs."""
+    """An op of a program: its index, as `Program.walk` counts, and its text, as it runs."""
 
     index: int
     text: str
 
 
 class Channel(NamedTuple):
-    """A queue of transfers in one step of a rank: bytes it moves, how many transfers, seconds they take, seconds that
-    compute waits for them.
+    """A queue of transfers in one step of a rank: the bytes that it moves, the number of transfers, the seconds that
+    they take, and the seconds that compute waits for them.
 
-    `host` is one too, where an asynchronous device has functions that the host computes: bytes they read and write
-    there, how many they are.
+    `host` is a channel too, if the host computes subgraphs for an asynchronous device: the bytes that they read and
+    write there, and their number.
     """
 
     bytes: int
@@ -62,12 +63,12 @@ class Channel(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s while it is busy, as assumed, with the latencies."""
+        """Bytes/s while the channel is busy, as assumed, latencies included."""
         return self.bytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
 class WaitTime(NamedTuple):
-    """Seconds a step that compute waits at a line, for a transfer of a channel."""
+    """The seconds per step that compute waits at an op for a transfer of a channel."""
 
     line: At
     channel: str
@@ -78,11 +79,12 @@ class StagePlan(NamedTuple):
     """The predicted cost of one stage of a pipeline, on each of its ranks.
 
     Attributes:
-        num_blocks: that it has.
-        compute_seconds: in which functions run.
-        bubble: the share of the step in which it waits for other stages, or is done before the last of them.
-        peak_bytes, host_peak_bytes, persistent_bytes: as of `Plan`.
-        sent_bytes: what it hands to other stages in a step.
+        num_blocks: number of blocks of the stage.
+        compute_seconds: time in which subgraphs run.
+        bubble: the fraction of the step in which the stage waits for other stages, or has finished before the last of
+            them.
+        peak_bytes, host_peak_bytes, persistent_bytes: as in `Plan`.
+        sent_bytes: bytes that it sends to other stages in a step.
     """
 
     num_blocks: int
@@ -97,7 +99,7 @@ class StagePlan(NamedTuple):
 
 
 class PlanDecision(NamedTuple):
-    """Something that a step leaves open: how it was decided for this program, and why."""
+    """A choice that a step leaves open: what was decided for this program, and why."""
 
     what: str
     chosen: str
@@ -109,36 +111,37 @@ class Plan:
     """The predicted cost of one step of a program on a rank. Made by `fz.lower(...).plan` and `train.plan`.
 
     Attributes:
-        name, mesh: of the program.
-        device: whose rates were used, with its rank's share of the host.
-        backend: that the functions were assumed to be built with.
-        step_seconds: of the whole step; it is `compute_seconds`, in which functions run, and `exposed_seconds`, in
-            which they wait for transfers.
+        name, mesh: those of the program.
+        device: the device whose rates were used, with its rank's share of the host.
+        backend: the backend that the subgraphs were assumed to be built with.
+        step_seconds: time of the complete step. It is the sum of `compute_seconds`, in which subgraphs run, and
+            `exposed_seconds`, in which they wait for transfers.
         channels: by name: `gather:data`, `reduce:data`, `to_host`, `to_device`, `disk`, `host`.
-        waits: every line that waits, in order.
-        peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what
-            it is for, `breakdown`.
+        waits: every op that waits, in order.
+        peak_bytes: the most device memory alive at once, including the state, with the op where it occurs
+            (`peak_line`) and what it is used for (`breakdown`).
         persistent_bytes: the state on the device between steps.
-        host_peak_bytes, host_persistent_bytes: likewise of the host's memory; 0 where that is the device's, which then
-            counts it. `host_breakdown`: what that peak is for.
-        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`padded`).
+        host_peak_bytes, host_persistent_bytes: likewise for the host's memory; 0 if that is the device's memory,
+            which then counts it. `host_breakdown`: what the host's peak is used for.
+        disk_bytes: the scratch files: tensors on disk, each in full sectors (`padded`).
         peer_replica_bytes: the host memory in which `fz.run` keeps the state that another rank sends (`redundant`),
-            two copies; part of no peak.
-        pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
-        model_flops: products of one step of this rank's part of the batch, recomputation left out.
-        mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for
-            `model_flops` at its peak, in the dtype that most products run in. None if the device's peak is not known.
+            two copies; not part of any peak.
+        pool_bytes: the arena with the buffers of transfers, allocated all the time; part of the peak.
+        model_flops: FLOPs of the products of one step for this rank's part of the batch, without recomputation.
+        mfu: model FLOPs utilization (PaLM, Chowdhery et al. 2022): the fraction of the step that the device would
+            need for `model_flops` at its peak, in the dtype that most products run in. None if the device's peak is
+            not known.
         roofline_fraction: like `mfu`, but relative to the rate that the device attains instead of its peak.
-        memory: a sample a line that runs, in order; of a loop, two turns.
+        memory: a sample for each op that runs, in order; two iterations of each loop.
         events: the timeline.
-        lines: the text of every line.
-        decisions: what the step left open, how it was decided, and why.
-        stages: of a `pipeline`, each of its stages; else (). All else is of the stage that this rank has, but for
-            `step_seconds`, which is of all.
-        bubble: the mean of theirs.
+        lines: the text of every op.
+        decisions: the choices that the step left open, how they were decided, and why.
+        stages: of a `pipeline`, the plan of each stage; otherwise (). All other attributes belong to the stage of
+            this rank, except `step_seconds`, which is that of all stages.
+        bubble: the mean of the stages' bubbles.
         stage_events: the timeline of each stage.
-        process: what a rank's process takes beside, part by part, and whether a calibration has measured it; of a
-            device the context and buffers of NCCL, assumed.
+        process: what a rank's process needs in addition, part by part, and whether a calibration has measured it. For
+            a device, the context and the buffers of NCCL are assumed.
 
     Example:
         >>> import torch, fzero as fz
@@ -202,8 +205,9 @@ class Plan:
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of the process beside the peak, in the memory that the peak is of: a container's limit, or a card's
-        whole, must hold both."""
+        """Bytes of the process in addition to the peak, in the memory that the peak refers to. A container's limit,
+        or the memory of a card, must hold both.
+        """
         return here(self.device, [*self.process])
 
     @property
@@ -212,7 +216,7 @@ class Plan:
 
     @property
     def busy(self) -> dict[str, float]:
-        """The share of the step that each queue is busy, `compute` and the channels, the busiest first."""
+        """The fraction of the step for which each queue (`compute` and the channels) is busy, the busiest first."""
         seconds = {COMPUTE: self.compute_seconds, **{name: c.busy_seconds for name, c in self.channels.items()}}
         return {
             name: s / self.step_seconds if self.step_seconds else 0.0
@@ -221,24 +225,26 @@ class Plan:
 
     @property
     def bound_by(self) -> str:
-        """The queue that bounds the step: the busiest. Its share in `busy` is what the step reaches of its ceiling, in
-        which all else hides behind it. On a CPU, where transfers between ranks and functions take turns, no step
-        reaches that."""
+        """The queue that bounds the step: the busiest one. Its fraction in `busy` is how close the step comes to its
+        ceiling, at which everything else is hidden behind this queue. On a CPU, where transfers between ranks and
+        subgraphs take turns, no step reaches the ceiling.
+        """
         return next(iter(self.busy))
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Totals, channels, waits and memory as JSON text, also written to `path`; the timeline is what `save_trace` is
-        for."""
+        """Returns totals, channels, waits and memory as JSON text, and also writes it to `path` if given. The
+        timeline is not included: see `save_trace`.
+        """
         from fzero.plan.render import as_json
 
         return _written(as_json(self), path)
 
     def save_trace(self, path: str | Path, measured: Sequence[Event] | None = None) -> None:
-        """Writes the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing, with the memory over it.
+        """Writes the timeline, with the memory over it, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Args:
-            path: of the JSON file.
-            measured: what `train.profile` returned, shown beside the prediction as a process of its own.
+            path: path of the JSON file.
+            measured: the result of `train.profile`, shown next to the prediction as a separate process.
         """
         from fzero.plan.render import trace
 
@@ -247,17 +253,17 @@ class Plan:
     def save_picture(
         self, path: str | Path, budget: str | int | None = None, measured: Sequence[Event] | None = None
     ) -> None:
-        """Draws what each queue does over the seconds of a step, with what compute waits for, and under it the memory,
+        """Draws what each queue does over the time of a step and what compute waits for, and below it the memory,
         stacked by role, with its peak.
 
         Args:
             path: ends in .png or .svg.
             budget: drawn as a line: bytes, or text as `fits` takes it.
-            measured: what `train.profile` returned, drawn under the prediction.
+            measured: the result of `train.profile`, drawn below the prediction.
 
         Raises:
-            FzeroTypeError: what is no path.
-            FzeroValueError: another ending, a directory that is not there, or no matplotlib.
+            FzeroTypeError: if `path` is not a path.
+            FzeroValueError: for another ending, a directory that does not exist, or if matplotlib is missing.
         """
         if problems := path_like("path", path):
             raise FzeroTypeError("plan", "draws to a file", problems, 'save_picture("step.png")')
@@ -274,18 +280,18 @@ def plan(
     decisions: Sequence[PlanDecision] = (),
     stages: Sequence[Program] = (),
 ) -> Plan:
-    """Predicts the cost of a finished program on each rank in one step. No device is touched.
+    """Predicts the cost of one step of a finished program on each rank. No device is touched.
 
     Args:
         program: lowered and ordered.
         device: rates to plan with, or the name of a known device ("h100", …) or calibration file; by default this
             machine's.
-        backend: that its functions will be built with: it decides what a call holds in between.
-        decisions: that made it this program.
-        stages: the programs of all stages of a pipeline, of which `program` is one.
+        backend: the backend that the subgraphs will be built with. It determines the temporaries of a call.
+        decisions: the decisions that led to this program.
+        stages: the programs of all stages of a pipeline, one of which is `program`.
 
     Raises:
-        FzeroValueError: an unknown device or backend.
+        FzeroValueError: for an unknown device or backend.
     """
     check_backend_name("plan", backend)
     found = on_mesh(
@@ -309,7 +315,7 @@ def plan(
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
     peak = max(memory, key=lambda sample: (sample.total, sample.turn))
-    # a pool is there all along
+    # among equal totals, the sample that uses more of the arena, which is allocated all the time
     host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))
     flops, dtype = model_flops(program), compute_dtype(program)
     stated = found.peak_flops.get(dtype_name(dtype))
@@ -356,7 +362,7 @@ def plan(
 
 def _stage(program: Program, timeline: Timeline, step_seconds: float, device: Device, backend: str) -> StagePlan:
     hands = [line for line in program.lines if line.op == "hand_start"]
-    # from the end of its own work, it waits for other stages
+    # after its own work, the stage waits for the others
     waits = step_seconds - timeline.step_seconds
     waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("hand:", "take:")))
     peak, host, _ = peak_bytes(program, device, backend)
@@ -372,14 +378,16 @@ def _stage(program: Program, timeline: Timeline, step_seconds: float, device: De
 
 
 def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int, int]:
-    """Peak bytes on the device and on the host, and bytes on disk, as of `plan`, alone."""
+    """Returns only the peak bytes on the device and on the host and the bytes on disk, as `plan` computes them."""
     memory = _memory(program, device, backend)
     return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
 
 
 def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> tuple[float, dict[str, float]]:
-    """Seconds of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then
-    ...", as long as compute before the first update and that queue from there on. `programs`: of all stages."""
+    """Returns the time of the step, and a lower bound for each queue: the time for which the queue is busy, and,
+    under "then ...", the time of compute before the first update plus that of the queue from there on. `programs`:
+    those of all stages.
+    """
     found = _timelines(programs, device, backend)
     least: dict[str, float] = {}
     for timeline in found:
@@ -395,7 +403,9 @@ def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> 
 
 
 def exposed_seconds(programs: Sequence[Program], device: Device, backend: str) -> dict[str, float]:
-    """Seconds of a step that compute waits for each channel, in the first program. `programs`: of all stages."""
+    """Returns the seconds per step that compute waits for each channel, in the first program. `programs`: those of
+    all stages.
+    """
     timeline, found = _timelines(programs, device, backend)[0], dict[str, float]()
     for number, waiting in timeline.exposed.items():
         queue = timeline.waited[number]
@@ -415,16 +425,16 @@ def _timelines(programs: Sequence[Program], device: Device, backend: str) -> lis
 @keyword_aliases("fz.fits", whole="include_process")
 @plain_numbers
 def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> bool:
-    """Whether a plan's peak, of a pipeline that of every stage, stays within a budget of memory.
+    """Returns whether a plan's peak stays within a memory budget. For a pipeline, the peak of every stage must.
 
     Args:
-        plan: of a step.
-        budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
+        plan: plan of a step.
+        budget: bytes per rank, or text: "80GB" (10^9), "24GiB" (2^30).
         include_process: whether the budget must also hold the process itself (`Plan.process_bytes`), as the memory of
-            a whole device or container does.
+            an entire device or container must.
 
     Raises:
-        FzeroValueError: text that is not a size.
+        FzeroValueError: for text that is not a size.
 
     Example:
         >>> import torch, fzero as fz
@@ -441,7 +451,7 @@ def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> boo
 
 
 def compute_dtype(program: Program) -> torch.dtype:
-    """The dtype that most products run in."""
+    """Returns the dtype that most products run in."""
     flops: dict[torch.dtype, float] = {torch.float32: 0.0}
     for line, times in program.walk():
         if line.op == "call":

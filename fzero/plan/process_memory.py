@@ -1,8 +1,8 @@
-"""Counts the memory of a process besides its program: the interpreter and libraries, the context of a device.
+"""Counts the memory of a process besides its program: the interpreter and libraries, and the context of a device.
 
-A plan counts what a program allocates. A container's limit, or a card, must hold the rest too. The interpreter with its
-libraries is measured once, when a machine is calibrated, or where `fzero plan --hf` makes the plan; the rest is
-assumed, and says so.
+A plan counts what a program allocates. A container's limit, or the memory of a card, must hold the rest too. The
+interpreter with its libraries is measured once: when a machine is calibrated, or where `fzero plan --hf` makes the
+plan. The rest is assumed, and marked as such.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import NamedTuple
 from fzero.plan.device import Device
 
 INTERPRETER = 450 << 20
-"""Assumed of a machine that is not calibrated: Python, torch and its compiler, fzero."""
+"""Assumed for a machine that is not calibrated: Python, torch and its compiler, fzero."""
 CONTEXT = 600 << 20
-"""Assumed: a CUDA context, kernels that are loaded into it, workspaces of cuBLAS."""
+"""Assumed: a CUDA context, the kernels that are loaded into it, and the workspaces of cuBLAS."""
 NCCL = 500 << 20
-"""Assumed: buffers of NCCL's process groups, where there are several ranks."""
+"""Assumed: buffers of NCCL's process groups, if there are several ranks."""
 CUDA_LIBRARIES = 2 << 30
 """Assumed: host memory of a process that loads CUDA, cuDNN and NCCL."""
 COMPILED, KEPT = 100 << 20, 0.1
-"""Assumed of a CPU: compiled code, and the share of the peak that its allocator keeps. Steps of four small Llamas
-(planned peaks of 143 to 1,406 MiB) took 94 to 236 MiB beyond their peak and the interpreter."""
+"""Assumed for a CPU: compiled code, and the fraction of the peak that its allocator keeps. Steps of four small Llamas
+(planned peaks of 143 to 1,406 MiB) took 94 to 236 MiB beyond their peak and the interpreter.
+"""
 
 
 class ProcessPart(NamedTuple):
-    """Bytes of one rank's process besides the program, on its device or host: their kind, and whether they were
-    measured here."""
+    """Bytes of one rank's process besides the program, on its device or its host: what they are, and whether they
+    were measured here.
+    """
 
     where: str
     what: str
@@ -38,7 +40,7 @@ class ProcessPart(NamedTuple):
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Returns the bytes of this process that are resident in memory now."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -53,15 +55,15 @@ def parts(
     measured: bool = True,
     what: str = "interpreter, torch, transformers",
 ) -> list[ProcessPart]:
-    """The parts of a process besides a program.
+    """Returns the parts of a process besides a program.
 
     Args:
-        device: that it runs on.
-        peak: bytes that the program takes of it.
+        device: the device that it runs on.
+        peak: bytes of the device that the program takes.
         interpreter: bytes that are resident before there is a state.
         several: whether there are several ranks.
-        measured: whether these were measured.
-        what: they are.
+        measured: whether `interpreter` was measured.
+        what: what `interpreter` consists of.
     """
     libraries = ProcessPart("host", what, interpreter, measured)
     if not device.asynchronous:
@@ -73,23 +75,25 @@ def parts(
 
 
 def beside(device: Device, peak: int, several: bool) -> list[ProcessPart]:
-    """The parts of a process besides a program, as far as a calibration has measured them."""
+    """Returns the parts of a process besides a program, measured as far as a calibration has measured them."""
     interpreter, known = device.process_bytes or INTERPRETER, device.process_bytes > 0
     return parts(device, peak, interpreter, several, known, "interpreter and libraries")
 
 
 def here(device: Device, found: list[ProcessPart]) -> int:
-    """Bytes of these parts in the memory that the program's peak is of."""
+    """Returns the bytes of these parts in the memory that the program's peak refers to."""
     return sum(x.nbytes for x in found if x.where == ("device" if device.asynchronous else "host"))
 
 
 def left(device: Device, whole: int, several: bool, interpreter: int) -> int:
-    """Bytes that are left to a program of a card or a container of so many, beside the process."""
+    """Returns the bytes that a card or container with `whole` bytes leaves to a program, after the process itself."""
     if not device.asynchronous:
         return max(1 << 20, int((whole - interpreter - COMPILED) / (1 + KEPT)))
     return max(1 << 20, whole - CONTEXT - NCCL * several)
 
 
 def room(device: Device, several: bool, interpreter: int) -> int:
-    """Bytes of a device that are left to a program by default: the device's memory without what the process takes."""
+    """Returns the bytes of a device that are left to a program by default: the device's memory without what the
+    process takes.
+    """
     return left(device, device.memory_bytes, several, interpreter)

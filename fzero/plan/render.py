@@ -1,4 +1,4 @@
-"""Renders a plan as text, as JSON and as a trace. It must not compute anything that a plan does not hold."""
+"""Renders a plan as text, as JSON and as a trace. This file must not compute anything that a plan does not contain."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _LONGEST_WAITS = 5
 
 
 class TextTable(NamedTuple):
-    """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all
-    columns are text, in lines."""
+    """Cells with a title above them. The first and the last column are text, those in between are numbers. With
+    `prose`, all columns are text, wrapped into lines.
+    """
 
     title: str
     columns: Sequence[str]
@@ -34,12 +35,12 @@ class TextTable(NamedTuple):
 
 
 def table(plan: Plan) -> str:
-    """As plain text: totals, what the peak consists of, channels, the longest waits."""
+    """Returns the plan as plain text: totals, what the peak consists of, channels, and the longest waits."""
     return plain(tables(plan))
 
 
 def tables(plan: Plan) -> list[TextTable]:
-    """The contents of `table`."""
+    """Returns the contents of `table`."""
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
@@ -100,7 +101,7 @@ def tables(plan: Plan) -> list[TextTable]:
 
 
 def _largest_part(plan: Plan) -> str:
-    """The largest part of the process, in the memory that the peak is of, and whether it was measured."""
+    """Returns the largest part of the process, in the memory that the peak refers to, and whether it was measured."""
     where = "device" if plan.device.asynchronous else "host"
     largest = max((x for x in plan.process if x.where == where), key=lambda x: x.nbytes)
     return f"{largest.what}, {'by calibration' if largest.measured else 'assumed'}"
@@ -116,7 +117,7 @@ def _utilisation(plan: Plan) -> str:
 
 
 def assumed(plan: Plan) -> TextTable:
-    """The rates that the plan goes by, of the queues that it has."""
+    """Returns the rates that the plan assumes for the queues that it has."""
     device, host = plan.device, plan.device.host
     products = (
         f"{flops / 1e12:.4g} TFLOP/s in {dtype}"
@@ -154,7 +155,7 @@ def _moved(channel: Channel) -> tuple[str, ...]:
 
 
 def plain(tables: Iterable[TextTable]) -> str:
-    """As text without colours."""
+    """Returns tables as text without colors."""
     from rich.console import Console
 
     text = io.StringIO()
@@ -163,7 +164,7 @@ def plain(tables: Iterable[TextTable]) -> str:
 
 
 def draw(tables: Iterable[TextTable], console: Console) -> None:
-    """Onto a console, as wide as it is if that is narrow."""
+    """Prints tables to a console, in its width if that is narrow."""
     from rich import table as rich
     from rich.text import Text
 
@@ -182,12 +183,12 @@ def draw(tables: Iterable[TextTable], console: Console) -> None:
                     column, justify="left" if i == 0 or last else "right", ratio=1 if last else None, no_wrap=True
                 )
         for row in rows:
-            out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
+            out.add_row(*(Text(cell) for cell in row))  # no markup: ops contain brackets
         console.print(out)
 
 
 def html(tables: Iterable[TextTable]) -> str:
-    """As HTML, for notebooks."""
+    """Returns tables as HTML, for notebooks."""
     out = list[str]()
     for title, columns, rows, prose in tables:
         last = len(columns) - 1
@@ -202,7 +203,9 @@ def html(tables: Iterable[TextTable]) -> str:
 
 
 def brief(text: str, width: int = 84) -> str:
-    """A statement in one line of a table: of many results the first, of many arguments as many as there is room for."""
+    """Shortens a statement to fit one cell of a table: of many results it shows the first, of many arguments as many
+    as fit.
+    """
     out, equals, code = text.partition(" = ")
     if equals and "(" not in out and len(text) > width and "," in out.rstrip(","):
         text = f"{out.split(',')[0]}, … = {code}"
@@ -218,12 +221,15 @@ _RENAMED = {
     "host_resting_bytes": "host_persistent_bytes",
     "ward_bytes": "peer_replica_bytes",
 }
-"""Deprecated keys of the JSON, and the new ones. JSON cannot warn, so both are there until the old ones are removed."""
+"""Deprecated keys of the JSON, and the new ones. JSON cannot warn, so both are included until the old ones are
+removed.
+"""
 
 
 def as_json(plan: Plan) -> str:
-    """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of
-    `memory_columns`."""
+    """Returns every field except the timeline as JSON. `memory` has one row per sample: line, turn, then bytes in the
+    order of `memory_columns`.
+    """
     data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in ("events", "lines", "stage_events")}
     data |= {
         "device": plan.device.name,
@@ -253,7 +259,9 @@ def as_json(plan: Plan) -> str:
 
 
 def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
-    """Chrome-trace JSON: the prediction, and beside it what was measured, each a process with a thread a queue."""
+    """Returns Chrome-trace JSON: the prediction and, if given, the measurement, each as a process with one thread per
+    queue.
+    """
     memory = {(s.line, s.turn): s for s in plan.memory}
     events = _process(1, f"predicted: {plan.device.name}, mesh {plan.mesh}", plan.events, plan.lines)
     for event in plan.events:
@@ -274,7 +282,7 @@ def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
 
 
 def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Trace times are in microseconds."""
+    """Returns the trace events of a process. Trace times are in microseconds."""
     threads = {queue: i for i, queue in enumerate(dict.fromkeys([COMPUTE, *sorted({e.queue for e in events})]))}
     out: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     for queue, tid in threads.items():

@@ -1,19 +1,22 @@
-"""Simulates the queues of one rank: the start and the end of every line of a program.
+"""Simulates the queues of one rank: when every op of a program starts and ends.
 
-[Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of
-its own: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.
-Gathers and reductions over one axis share its link: one runs after the other, in the order of their starts, as if each
-had it to itself. On an asynchronous device, and to and from a disk, a start queues its transfer in a channel when
-compute reaches it. The transfer begins once the channel is free, and a wait holds compute until it is done. On a device
-that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
+[Note: queues] Subgraphs run one after the other in the queue `compute`. Transfers run in *channels*, each a separate
+queue: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.
+Gathers and reductions over one axis share its link: one runs after the other, in the order of their starts, each at
+the full rate of the link. On an asynchronous device, and for transfers to and from a disk, a start queues its
+transfer in a channel when compute reaches it. The transfer begins once the channel is free, and a wait blocks compute
+until it is done. On a device that is not asynchronous, a transfer takes its time where it is waited for. Time that
+compute spends waiting is *exposed*.
 
-[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. Issuing takes no
-time, and three things hold it: a function on the host (the queue `host`), a wait for `disk`, and a wait for `to_host`
-unless the device alone waits. Later lines begin no sooner than the thread is free again; earlier work of the device
-goes on meanwhile. If the device runs out of work, the time is exposed time of the queue that holds the thread.
+[Note: the host's thread] On an asynchronous device one thread of the host issues the work of the device. Issuing
+takes no time, and three things block the thread: a subgraph on the host (the queue `host`), a wait for `disk`, and a
+wait for `to_host` unless only the device waits. Later ops begin no sooner than the thread is free again; work that
+was issued earlier continues on the device meanwhile. If the device runs out of work, the time counts as exposed time
+of the queue that blocks the thread.
 
-[Note: stages in time] The stages of a pipeline are simulated together. What one hands another moves, on any device,
-once both have started and the direction between the two is free: each direction of two stages is a link of its own.
+[Note: stages in time] The stages of a pipeline are simulated together. A message between two stages moves, on any
+device, once both sides have started and the direction between the two is free: each direction between two stages is a
+separate link.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from fzero.ir.program import Line, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
 
 COMPUTE = "compute"
-_ALIKE = 1e-9  # of a turn's seconds: turns that differ by less are one another's repetition
+_ALIKE = 1e-9  # fraction of an iteration's time: iterations that differ by less count as equal
 
 
 class Event(NamedTuple):
-    """Something that took `seconds` in a queue. `line` counts as `Program.walk` does, `turn` is that of the loop around
-    it."""
+    """Something that took `seconds` in a queue. `line` is the index of the op as `Program.walk` counts; `turn` is the
+    iteration of the enclosing loop.
+    """
 
     queue: str
     name: str
@@ -45,16 +49,17 @@ class Event(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The result of a simulation; seconds and counts are of the whole step."""
+    """The result of a simulation. Seconds and counts are those of the complete step."""
 
     events: list[Event] = field(default_factory=list)
     step_seconds: float = 0.0
     compute_seconds: float = 0.0
-    num_transfers: dict[str, int] = field(default_factory=dict)  # by channel, as the next; of `host`, functions
+    # by channel, like the next attribute; for `host`, the number of subgraphs
+    num_transfers: dict[str, int] = field(default_factory=dict)
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    exposed: dict[int, float] = field(default_factory=dict)  # by the line that waits
-    waited: dict[int, str] = field(default_factory=dict)  # the channel that a line waits for
-    # by channel, and of compute: how long it was busy before the first update
+    exposed: dict[int, float] = field(default_factory=dict)  # by the op that waits
+    waited: dict[int, str] = field(default_factory=dict)  # the channel that an op waits for
+    # by channel, and for compute: how long it was busy before the first update
     before_update: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -65,13 +70,14 @@ class Timeline:
 def simulate(
     programs: Sequence[Program], seconds: Callable[[Line, Program], float], asynchronous: bool
 ) -> list[Timeline]:
-    """The queues of one step, for each program.
+    """Simulates the queues of one step, for each program.
 
     Args:
-        programs: of all stages of a pipeline, which were verified to meet; or one. Ordered.
-        seconds: of one execution of a line of a program; of a start, of its transfer.
-        asynchronous: whether transfers progress while the device computes; a thread of the host launches the device's
-            work.
+        programs: the programs of all stages of a pipeline, whose sends and receives were verified to match; or one
+            program. Ordered.
+        seconds: returns the time of one execution of an op of a program; for a start, that of its transfer.
+        asynchronous: whether transfers progress while the device computes, and a thread of the host launches the
+            device's work.
     """
     meeting = _Rendezvous() if len(programs) > 1 else None
     stages = [
@@ -92,12 +98,12 @@ def simulate(
 
 @dataclass
 class _Rendezvous:
-    """The hands and takes of all stages, by direction and number.
+    """The sends and receives of all stages, by direction and number.
 
     Attributes:
         begun: when the first side started.
         done: when the transfer is done, once both sides have started.
-        free: by direction, when it has moved all that it was given.
+        free: by direction, when it has moved everything that was started.
     """
 
     begun: dict[tuple[int, int, int], float] = field(default_factory=dict)
@@ -121,20 +127,20 @@ class _Simulation:
         stage: int,
     ):
         self.program, self.asynchronous, self.meeting, self.stage = program, asynchronous, meeting, stage
-        self.meets: dict[str, tuple[int, int, int]] = {}  # by handle, of transfers between stages
+        self.meets: dict[str, tuple[int, int, int]] = {}  # by handle, for transfers between stages
         self.seconds = [seconds(line) for line, _ in program.walk()]
         self.line_channel = [channel(line) for line, _ in program.walk()]
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
-        # channels whose waits hold the host's thread
+        # channels whose waits block the host's thread
         self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
         self.size = [sum(1 for _ in line.with_body()) for line, _ in program.walk()]
         self.found = Timeline()
-        self.clock = 0.0  # when compute has done all it was given
+        self.clock = 0.0  # when compute has finished all the work that it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
-        # its holders since compute last had nothing to do, each with its queue
+        # what blocked the thread since compute was last idle, each with its queue
         self.held: list[tuple[Event, str]] = []
-        self.free: dict[str, float] = {}  # when a link has done all it was given
-        # a handle's channel, and when its transfer is done, or how long it will take
+        self.free: dict[str, float] = {}  # when a link has finished all the transfers that it was given
+        # by handle: its channel, and when its transfer is done, or how long it will take
         self.moving: dict[str, tuple[str, float]] = {}
 
     def finish(self) -> Timeline:
@@ -143,21 +149,21 @@ class _Simulation:
         return self.found
 
     def numbered(self) -> Iterator[tuple[Line, int]]:
-        """The lines of the program, without those of loops, with their numbers."""
+        """Yields the ops of the program, without those inside loops, with their indices."""
         number = 0
         for line in self.program.lines:
             yield line, number
             number += self.size[number]
 
     def can_run(self, line: Line) -> bool:
-        """Whether a line waits for nothing that another stage has not started."""
+        """Returns whether an op does not wait for something that another stage has not started yet."""
         key = self.meets.get(line.args[0]) if line.args and OPS[line.op].waits else None
         return key is None or self.meeting is None or key in self.meeting.done
 
     def one(self, line: Line, number: int, turn: int) -> None:
         if line.op == "loop":
             self._loop(line, number)
-        elif line.count:  # else the plan counts it as not carried out
+        elif line.count:  # otherwise the plan assumes that it does not run
             self._line(line, number, turn)
 
     def _lines(self, lines: Sequence[Line], number: int, turn: int) -> None:
@@ -190,7 +196,7 @@ class _Simulation:
         if not self._overlaps(queue):
             self.moving[handle] = queue, seconds
             return
-        link = queue.partition(":")[2] or queue  # of an axis that of all its transfers
+        link = queue.partition(":")[2] or queue  # all transfers over an axis share its link
         begins = max(self.clock, self.thread, self.free.get(link, 0.0))
         self.free[link] = begins + seconds
         self.moving[handle] = queue, begins + seconds
@@ -241,7 +247,7 @@ class _Simulation:
         self._compute(f"wait {name}", seconds, number, turn)
 
     def _hold(self, queue: str, name: str, seconds: float, number: int, turn: int) -> None:
-        """Something that the host's thread does before it goes on."""
+        """Simulates something that blocks the host's thread."""
         if seconds > 0:
             event = Event(HOST, name if queue == HOST else f"wait {name}", self.thread, seconds, number, turn)
             self.found.events.append(event)
@@ -249,7 +255,7 @@ class _Simulation:
             self.thread += seconds
 
     def _catch_up(self, turn: int) -> None:
-        """Compute has nothing to do until the thread is free."""
+        """Exposes the time that compute is idle until the thread is free."""
         for event, queue in self.held:
             if (ends := event.start + event.seconds) > self.clock:
                 self.found.waited[event.line] = queue
@@ -257,7 +263,9 @@ class _Simulation:
         self.held.clear()
 
     def _loop(self, loop: Line, number: int) -> None:
-        """Turns until one finds the links as the one before left them: from there on each takes as long as that one."""
+        """Simulates iterations of a loop until one finds the links in the same state as the one before: from then on
+        each iteration takes as long as that one.
+        """
         count, found = loop.count, self.found
         after: dict[str, float] = {}
         for turn in range(count):
@@ -276,7 +284,8 @@ class _Simulation:
                 return
 
     def _ahead(self, begin: float) -> dict[str, float]:
-        """Seconds for which each link will still be busy when compute is not, and the host's thread; less than nothing
-        of a thread that was held in this turn."""
+        """Returns the seconds for which each link, and the host's thread, will still be busy when compute is not. The
+        value of a thread that was blocked in this iteration may be negative.
+        """
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found

@@ -1,21 +1,21 @@
-"""Predicts the kernels of a compiled function, and their reads and writes, from the recorded graph.
+"""Predicts the kernels of a compiled subgraph, and what they read and write, from the recorded graph.
 
-[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. These
-are operands and results of products (matrix products, convolutions, attention), values that are scattered,
-concatenated, reduced or returned, and pointwise values that are too expensive to recompute. Everything else is computed
-inside the kernels that read it, again in each. Operations between the same products that read the same values are one
-kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node that makes it.
-An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its
-code has them.
+[Note: kernels] A recorded graph names every intermediate value; a compiled subgraph writes few of them to memory.
+These are operands and results of products (matrix products, convolutions, attention), values that are scattered,
+concatenated, reduced or returned, and pointwise values that are too expensive to recompute. Everything else is
+computed inside the kernels that read it, once per kernel. Operations between the same products that read the same
+values form one kernel. A *buffer* is memory that is written once and may be viewed many times; it is named by the
+node that makes it. Run eagerly, a subgraph writes every value that is not a view, with one kernel each. The rules are
+those of PyTorch's Inductor, as its code has them.
 
-[Note: triton] Inductor compiles a GPU's functions to kernels in Triton. There, as eagerly, a function copies a result
-into the buffer that it is given for it. What is pointwise is computed in the copying kernel; results of products and of
-scatters lie beside the buffer until then. On a CPU they are made in it (runtime/build/cpp_kernels.py). Kernels that
-read a concatenation of a few parts compute it. A pointwise value of many operations on several buffers is written. A
-value may overwrite a buffer that it reads only if the buffer's other readers are done, or are values of its kernel that
-it is made of.
+[Note: triton] Inductor compiles the subgraphs of a GPU to Triton kernels. There, as in eager mode, a subgraph copies
+a result into the buffer that it is given for it. A pointwise result is computed in the copying kernel; results of
+products and scatters are in separate memory until then. On a CPU, results are computed in the given buffer
+(runtime/build/cpp_kernels.py). Kernels that read a concatenation of a few tensors compute it themselves. A pointwise
+value of many operations on several buffers is written to memory. A value may overwrite a buffer that it reads only if
+the buffer's other readers have finished, or are values of its own kernel that it is computed from.
 
-It must not know how fast a device is.
+This file must not know how fast a device is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WRITES = {
     aten.topk,
 }
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
-# read nothing
+# operations that read nothing
 _FILLS = {
     aten.new_zeros,
     aten.new_ones,
@@ -61,8 +61,9 @@ _FILLS = {
     aten.full_like,
     aten.empty_like,
 }
-# what is computed with one of these is kept on a CPU if it is read twice; in the others such a value is kept inside, in
-# float32, and then it is not
+# On a CPU, a value that is computed with one of the operations in _HEAVY is written to memory if it is read twice.
+# The operations in _HEAVY_INSIDE keep such a value inside the kernel, in float32; their results are not written for
+# this reason.
 _HEAVY = {
     aten.exp,
     aten.log,
@@ -74,29 +75,29 @@ _HEAVY = {
     aten._log_softmax_backward_data,
 }
 _HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
-# Inductor's operations for one of ATen's that it takes apart
+# the number of Inductor's operations for an ATen operation that it decomposes
 _OPERATIONS: dict[object, int] = {aten.gelu: 14, aten.gelu_backward: 25, aten.silu: 6, aten.silu_backward: 12}
-_PER_PART = 6  # operations that choose a part of what is concatenated, for each
-_MOST_PARTS = 8  # of what a kernel of a GPU concatenates (Inductor's MAX_COMPLEX_POINTWISE_CAT)
-_MOST_OPERATIONS = 30  # of a value on a GPU before it is kept (its realize_opcount_threshold)
-_MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
-_MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
+_PER_PART = 6  # operations that select a part of a concatenation, per part
+_MOST_PARTS = 8  # parts of a concatenation that a GPU kernel computes at most (Inductor's MAX_COMPLEX_POINTWISE_CAT)
+_MOST_OPERATIONS = 30  # operations of a value on a GPU before it is written (Inductor's realize_opcount_threshold)
+_MOST_READS = 4  # reads of a value that is read twice before it is written (Inductor's realize_reads_threshold)
+_MOST_READS_ONCE = 8  # reads of any value before it is written (Inductor's realize_acc_reads_threshold)
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """Values computed together.
+    """Values that are computed together.
 
     Attributes:
-        reads, writes: the buffers, with the bytes it touches of each.
-        product: the node of a product, else None.
-        in_place: for buffers it writes, those that it reads element by element and of the same size: it may overwrite
-            them.
-        allocated: buffers that the operation itself allocates, not the compiler.
-        vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that
-            never leave this kernel.
-        transcendentals: functions of elements that it computes; see trace/flops.py.
-        inside: bytes that it takes while it runs, on a GPU.
+        reads, writes: the buffers, with the number of bytes that the kernel touches in each.
+        product: the node of a product, or None.
+        in_place: for each buffer that it writes, the buffers of the same size that it reads element by element, and
+            so may overwrite.
+        allocated: buffers that the operation itself allocates, rather than the compiler.
+        vanishing: bytes of values that never leave this kernel. The compiler counts them when it chooses an order,
+            although they are not allocated in the end.
+        transcendentals: number of elements that it computes transcendental functions of; see trace/flops.py.
+        inside: bytes that it allocates while it runs, on a GPU.
     """
 
     reads: Mapping[fx.Node, int]
@@ -115,14 +116,14 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """A function's kernels, each after what it needs, otherwise in the order of the graph.
+    """The kernels of a subgraph, each after the kernels that it needs, otherwise in the order of the graph.
 
     Attributes:
-        after: for each kernel the numbers of those that come before it.
+        after: for each kernel, the indices of the kernels that must come before it.
         sizes: bytes of every buffer.
         buffers: the buffer that every value lies in.
-        inputs, outputs: the buffers that a function is given and that it returns.
-        on_cpu: whether its kernels are compiled for a CPU.
+        inputs, outputs: the buffers that the subgraph is given and those that it returns.
+        on_cpu: whether the kernels are compiled for a CPU.
     """
 
     kernels: tuple[Kernel, ...]
@@ -135,24 +136,27 @@ class Kernels:
 
 
 def compiler(mesh: AbstractMesh, backend: str) -> str:
-    """Who makes the kernels of functions on a mesh's devices: "eager", "inductor" for a CPU, or "triton"."""
+    """Returns what makes the kernels of subgraphs on a mesh's devices: "eager", "inductor" for a CPU, or "triton"."""
     return "triton" if backend == "inductor" and mesh.device_type == "cuda" else backend
 
 
 def given_to(compiler: str, graph: Recorded, into: Sequence[int]) -> Recorded:
-    """A function's graph as a `compiler` gets it. Except on a CPU it copies results into the buffers that it is given
-    for them; `into` has these results, as in `Function.into`."""
+    """Returns a subgraph's graph as a `compiler` gets it. Except on a CPU, it copies results into the buffers that
+    are given for them. `into` lists these results, as in `Function.into`.
+    """
     return graph if compiler == "inductor" else into_buffers(graph, into)
 
 
 def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:
-    """The kernels that a function runs by a `compiler`: see [Note: kernels], and [Note: triton] for its buffers."""
+    """Returns the kernels that a subgraph runs when it is built by `backend`: see [Note: kernels], and [Note: triton]
+    for its buffers.
+    """
     return _Analysis(graph, backend).run()
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Bytes that a value reads of a buffer, and whether element by element."""
+    """The bytes of a buffer that a value reads, and whether it reads them element by element."""
 
     nbytes: int
     aligned: bool
@@ -172,7 +176,7 @@ class _Analysis:
             if self.buffer[n] is n
         }
         self.outputs = frozenset(self.buffer[n] for n in graph.outputs)
-        # what is computed: buffers that operations make, and operations that write to one there is
+        # the values that are computed: buffers that operations make, and operations that write to an existing buffer
         self.made = [
             n
             for n in self.nodes
@@ -180,10 +184,11 @@ class _Analysis:
             and isinstance(n.meta.get("val"), torch.Tensor)
             and (self.buffer[n] is n or writes(n))
         ]
-        # values of too many operations, in another order than that of the kernel that makes and reads them
+        # values of too many operations whose elements are in another order than in the kernel that computes and reads
+        # them
         self.turned = set[fx.Node]()
         self.written = self._written()  # adds to `turned`
-        self.makers: dict[fx.Node, set[fx.Node]] = {}  # operations that compute a written value, in its kernel
+        self.makers: dict[fx.Node, set[fx.Node]] = {}  # the operations that compute a written value, in its kernel
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node, reads in self.reads.items():
@@ -202,7 +207,9 @@ class _Analysis:
         )
 
     def _written(self) -> set[fx.Node]:
-        """Values that are written to memory. Among what one operation returns, the smaller ones are reductions."""
+        """Returns the values that are written to memory. If one operation returns several values, the smaller ones
+        are reductions.
+        """
         if self.eager:
             return set(self.made)
         readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -215,8 +222,8 @@ class _Analysis:
                 largest[maker_of(node)] = max(largest[maker_of(node)], self.sizes[node])
         written = {n for n in self.made if n in self.outputs or writes(n)}
         num_reads: dict[fx.Node, int] = {}
-        operations: dict[fx.Node, int] = {}  # that compute a value from memory
-        again: set[fx.Node] = set()  # written for products alone: other readers compute them again
+        operations: dict[fx.Node, int] = {}  # number of operations that compute a value from memory
+        again: set[fx.Node] = set()  # written only for products: other readers compute them again
         heavy: set[fx.Node] = set()
         for node in self.made:
             maker, kind = maker_of(node), packet(maker_of(node))
@@ -245,18 +252,18 @@ class _Analysis:
         return written
 
     def _inlined(self, maker: fx.Node) -> bool:
-        """Whether an operation is a concatenation that the kernels that read it compute."""
+        """Returns whether an operation is a concatenation that the kernels which read it compute themselves."""
         parts = maker.args[0] if packet(maker) in (aten.cat, aten.stack) else ()
         return self.on_gpu and 0 < len(parts) <= _MOST_PARTS  # type: ignore[arg-type]
 
     def _operations(self, maker: fx.Node) -> int:
-        """The number of Inductor's operations for one of ATen's, constants included."""
+        """Returns the number of Inductor's operations for an ATen operation, including constants."""
         if self._inlined(maker):
             return _PER_PART * len(maker.all_input_nodes)
         return _OPERATIONS.get(packet(maker), 1 + sum(isinstance(a, int | float) for a in maker.args))
 
     def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
-        """The buffers in memory that a written value is computed from."""
+        """Returns the buffers in memory that a written value is computed from."""
         found: dict[fx.Node, _Read] = {}
         todo = [(maker_of(node), packet(maker_of(node)) not in _WRITES)]
         seen: set[tuple[fx.Node, bool]] = set()
@@ -281,7 +288,7 @@ class _Analysis:
         return found
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Written values by kernel, each group where its first value stands."""
+        """Returns the written values grouped by kernel, each group at the position of its first value."""
         order = [n for n in self.made if n in self.written]
         parent = {n: n for n in order}
 
@@ -291,21 +298,21 @@ class _Analysis:
                 node = parent[node]
             return node
 
-        depth: dict[fx.Node, int] = {}  # products that lie before a value
+        depth: dict[fx.Node, int] = {}  # number of products before a value
         together: dict[object, fx.Node] = {}
         for node in order:
             maker = maker_of(node)
             product = packet(maker) in PRODUCTS
             alone = product or packet(maker) in _WRITES
             depth[node] = max((depth.get(b, 0) for b in self.reads[node]), default=0) + product
-            # the results of one operation, but not sums over columns beside what is computed by row
+            # group the results of one operation, but not sums over columns with values that are computed by row
             ndim = node.meta["val"].dim() if not product and not self.eager else None
             parent[root(node)] = root(together.setdefault((maker, ndim), node))
             if alone or self.eager:
                 continue
             largest = max((r.nbytes for r in self.reads[node].values()), default=0)
             for base, read in self.reads[node].items():
-                # not what is transposed in between
+                # not if the value is transposed in between
                 fits = read.aligned or numel(base) != numel(node) or base in self.turned
                 if base in parent and depth[base] == depth[node] and packet(maker_of(base)) not in PRODUCTS | _WRITES:
                     if not fits:
@@ -338,7 +345,7 @@ class _Analysis:
                 in_place[node] = self._overwritten(node, inside)
         maker = maker_of(group[0])
         product = maker if packet(maker) in PRODUCTS else None
-        allocated = written if product is not None and group[0] is not product else ()  # several results
+        allocated = written if product is not None and group[0] is not product else ()  # a product with several results
         functions = sum(transcendentals(m) for m in {m for node in group for m in self.makers[node]})
         return Kernel(
             reads,
@@ -352,8 +359,10 @@ class _Analysis:
         )
 
     def _overwritten(self, node: fx.Node, inside: set[fx.Node]) -> frozenset[fx.Node]:
-        """The buffers that a value may overwrite: of its size, and read element by element. On a GPU these include the
-        ones read by values that it is made of and that never leave the kernel; no other value may read them."""
+        """Returns the buffers that a value may overwrite: buffers of its size that it reads element by element. On a
+        GPU these include the buffers read by values that it is computed from and that never leave the kernel; no
+        other value may read them.
+        """
         own, found, left = {node}, set[fx.Node](), [node]
         while left:
             for base, read in self.reads[left.pop()].items():
@@ -368,7 +377,7 @@ class _Analysis:
         return frozenset(found)
 
     def _made_of(self, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-        """The values in the kernel of a value that it is made of."""
+        """Returns the values in a value's kernel that it is computed from."""
         found, left = set[fx.Node](), [node]
         while left:
             before = inside.intersection(self.reads[left.pop()]) - found
@@ -382,13 +391,13 @@ class _Analysis:
         return buffers_of(maker.target, *(a.meta.get("val") if isinstance(a, fx.Node) else a for a in maker.args))
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether a value is read in its own kernel alone: it never leaves the processor."""
+        """Returns whether a value is read only in its own kernel, so that it is never written to memory."""
         if self.eager or node in self.outputs or node in self.turned or packet(maker_of(node)) in PRODUCTS | _WRITES:
             return False
         return self.readers[node] <= inside
 
     def _before(self, made: list[Kernel]) -> tuple[frozenset[int], ...]:
-        """For each kernel, the kernels that write its inputs or read the memory it overwrites."""
+        """Returns, for each kernel, the kernels that write its inputs or read the memory that it overwrites."""
         if self.eager:
             return tuple(frozenset([i - 1] if i else []) for i in range(len(made)))
         writers: dict[fx.Node, list[int]] = defaultdict(list)

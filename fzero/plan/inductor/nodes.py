@@ -14,8 +14,9 @@ from fzero.trace.storages import writes
 
 
 def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes with each operation right before the first that reads it, as Inductor moves them (its
-    reorder_for_locality)."""
+    """Returns the nodes with each operation moved directly before the first node that reads it, as Inductor moves
+    them (its reorder_for_locality).
+    """
     after: dict[fx.Node | None, fx.Node | None] = {}
     before: dict[fx.Node | None, fx.Node | None] = {}
     for a, b in zip((None, *nodes), (*nodes, None), strict=True):
@@ -42,7 +43,7 @@ def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def in_order(before: Sequence[frozenset[int]]) -> list[int]:
-    """Numbers in order, each after those before it. Of a circle the first stays first."""
+    """Returns the indices in order, each after those that must come before it. In a cycle, the first stays first."""
     done: dict[int, None] = {}
     entered: set[int] = set()
     for start in range(len(before)):
@@ -58,14 +59,16 @@ def in_order(before: Sequence[frozenset[int]]) -> list[int]:
 
 
 def maker_of(node: fx.Node) -> fx.Node:
-    """The operation that makes a value: its node, or the one with several results that it is taken from."""
+    """Returns the operation that makes a value: its own node, or the operation with several results that it is one
+    of.
+    """
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
     assert isinstance(source, fx.Node)
     return source
 
 
 def nbytes(value: object) -> int:
-    """Bytes of the memory that a tensor spans, or that all of several take."""
+    """Returns the bytes of the memory that a tensor spans, or the sum for several tensors."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.dtype.itemsize
     return sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else 0

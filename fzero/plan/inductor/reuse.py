@@ -1,8 +1,8 @@
-"""Predicts a compiler's memory layout inside a function: the order of its kernels, and which buffers reuse memory.
+"""Predicts a compiler's memory layout inside a subgraph: the order of its kernels, and which buffers reuse memory.
 
-Both repeat choices of torch's Inductor (torch/_inductor/memory.py, codegen/wrapper.py). It takes the order with the
-lowest peak, of a few. A pointwise result overwrites an operand after its last use. A new buffer reuses a freed one of
-the same size and dtype, if holding it does not raise the peak.
+Both repeat choices of PyTorch's Inductor (torch/_inductor/memory.py, codegen/wrapper.py). Of a few orders it takes
+the one with the lowest peak. A pointwise result overwrites an operand after its last use. A new buffer reuses a freed
+one of the same size and dtype, if keeping that one until then does not raise the peak.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.fx as fx
 
 from fzero.plan.inductor.fusion import Kernels
 
-MOST_KERNELS = 256  # of a function whose kernels are put in another order: the time grows with the square
+MOST_KERNELS = 256  # the most kernels of a subgraph that is reordered: the time grows with the square
 
 Lives = dict[fx.Node, tuple[int, int]]
-"""Lives of the buffers that a function makes: the steps of its first and its last kernel."""
+"""Live ranges of the buffers that a subgraph makes: the steps of the first and the last kernel that use each."""
 
 
 def lives(found: Kernels, order: Sequence[int]) -> Lives:
@@ -32,7 +32,7 @@ def lives(found: Kernels, order: Sequence[int]) -> Lives:
 
 
 def alive(found: Kernels, lived: Lives) -> list[int]:
-    """Bytes alive at each step, outputs included and inputs not."""
+    """Returns the bytes alive at each step, including outputs and excluding inputs."""
     change = [0] * (len(found.kernels) + 1)
     for buffer, (first, last) in lived.items():
         change[first] += found.sizes[buffer]
@@ -43,12 +43,12 @@ def alive(found: Kernels, lived: Lives) -> list[int]:
 
 
 def _estimate(found: Kernels, order: Sequence[int], lived: Lives) -> list[int]:
-    """Bytes alive at each step as the compiler sees it when it chooses."""
+    """Returns the bytes alive at each step as the compiler estimates them when it chooses an order."""
     return [n + found.kernels[i].vanishing for n, i in zip(alive(found, lived), order, strict=True)]
 
 
 def best_order(found: Kernels) -> list[int]:
-    """The order with the lowest peak among those that Inductor tries."""
+    """Returns the order with the lowest peak among those that Inductor tries."""
     orders = [list(range(len(found.kernels)))]
     if len(orders[0]) <= MOST_KERNELS:
         orders += [_least_first(found), _earliest_first(found), _depth_first(found)]
@@ -56,8 +56,9 @@ def best_order(found: Kernels) -> list[int]:
 
 
 def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node], Lives]:
-    """For each buffer the first that lay in its memory, and the lives of those, from their first kernel to the last of
-    any that took their place."""
+    """Returns, for each buffer, the first buffer that lay in its memory; and the live ranges of these, from their
+    first kernel to the last kernel of any buffer that reuses their memory.
+    """
     lived, spans = lives(found, order), _spans(found, order)
     before = _predecessors(found, order, lived, spans)
     out: Lives = {}
@@ -69,7 +70,9 @@ def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node]
 
 
 def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
-    """For each step the first and last of those that are one call: on a CPU all kernels between two products."""
+    """Returns, for each step, the first and last step of the same call: on a CPU, all kernels between two products
+    form one call.
+    """
     out: list[tuple[int, int]] = []
     for step, i in enumerate(order):
         follows = (
@@ -88,15 +91,15 @@ def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
 def _predecessors(
     found: Kernels, order: Sequence[int], lived: Lives, spans: Sequence[tuple[int, int]]
 ) -> Mapping[fx.Node, fx.Node]:
-    """For each buffer that lies where another lay, which one."""
+    """Returns, for each buffer that reuses the memory of another, that other buffer."""
     held = _estimate(found, order, lived)
     highest = max(held, default=0)
-    # the compiler does not trust memory that others allocate
+    # the compiler does not reuse memory that operations themselves allocate
     aligned = {b for k in found.kernels for b in k.writes if b not in k.allocated}
     before: dict[fx.Node, fx.Node] = {}
-    # by size and dtype: buffers let go of, and after which step
+    # by size and dtype: freed buffers, and the step after which each is free
     free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(list)
-    waiting: list[fx.Node] = []  # let go of when this call is over
+    waiting: list[fx.Node] = []  # freed when this call is over
     dying: dict[int, list[fx.Node]] = defaultdict(list)
     for buffer, (_, last) in lived.items():
         if buffer not in found.outputs:
@@ -111,7 +114,7 @@ def _predecessors(
                 (b for b in left if b in kernel.in_place.get(buffer, ()) and _key(found, b) == _key(found, buffer)),
                 None,
             )
-            if taken is not None and not overwritten:  # a second operand of a kernel is hardly ever found free
+            if taken is not None and not overwritten:  # a second operand of a kernel is hardly ever free
                 overwritten = True
                 left.remove(taken)
                 before[buffer] = taken
@@ -151,12 +154,13 @@ def _made(found: Kernels, i: int) -> int:
 
 
 def _least_first(found: Kernels) -> list[int]:
-    """Among the kernels that do not raise the peak so far the one that leaves the least, else the one that takes the
-    least."""
+    """Orders the kernels by memory: among the kernels that do not raise the peak so far, the one that leaves the
+    least memory allocated comes next; if there is none, the one that allocates the least.
+    """
     takes, followers = [_made(found, i) + k.vanishing for i, k in enumerate(found.kernels)], _successors(found)
     touched = [{b for b in (*k.reads, *k.writes) if b not in found.inputs} for k in found.kernels]
     readers = Counter(b for buffers in touched for b in buffers)
-    readers.update(b for b in found.outputs if b in readers)  # never let go of
+    readers.update(b for b in found.outputs if b in readers)  # never freed
     waiting = [len(before) for before in found.after]
     ready, order, now = {i for i, n in enumerate(waiting) if not n}, list[int](), 0
     peak = sum(found.sizes[b] for b in found.outputs - found.inputs)
@@ -180,7 +184,7 @@ def _least_first(found: Kernels) -> list[int]:
 
 
 def _earliest_first(found: Kernels) -> list[int]:
-    """The kernel whose predecessors ran the earliest."""
+    """Orders the kernels so that the one whose predecessors ran earliest comes next."""
     followers, waiting = _successors(found), [len(before) for before in found.after]
     place: dict[int, int] = {}
     ready = [(list[int](), i) for i, n in enumerate(waiting) if not n]
@@ -196,7 +200,9 @@ def _earliest_first(found: Kernels) -> list[int]:
 
 
 def _depth_first(found: Kernels) -> list[int]:
-    """The kernels that touch the least first, each right after the kernels it needs."""
+    """Orders the kernels by the bytes that they touch, the least first, each directly after the kernels that it
+    needs.
+    """
     touched = [
         _made(found, i) + sum(found.sizes[b] for b in k.reads if b not in found.inputs)
         for i, k in enumerate(found.kernels)

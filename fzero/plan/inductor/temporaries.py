@@ -1,5 +1,6 @@
-"""Predicts the peak memory inside a call: buffers alive between a function's inputs and its outputs, kernel by
-kernel."""
+"""Predicts the peak memory inside a call: the buffers that are alive between a subgraph's inputs and its outputs,
+kernel by kernel.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +23,19 @@ _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
 
 
 def temporaries(function: Function, backend: str = "inductor", device: torch.device | None = None) -> int:
-    """Most bytes alive at once inside a call beyond its inputs and outputs, worked out once per function and backend.
+    """Returns the most bytes that are alive at once inside a call, beyond its inputs and outputs. Computed once per
+    subgraph and backend.
 
-    Outputs count from the kernel that makes them, so earlier temporaries may use their place. Outputs with a buffer of
-    their own (`function.into`) count all along.
+    Outputs count from the kernel that makes them, so earlier temporaries may use their memory. Outputs that are
+    written to a given buffer (`function.into`) count from the beginning.
 
     Args:
-        function: a function of a program.
-        backend: "inductor" and "triton": values that kernels are fused over need no memory, kernels run in the order
-            with the lowest peak, and memory is used again; "eager": every operation's result needs memory, in the order
-            of the graph.
-        device: that functions of the device's run on, as `on_device` has them there: a CPU is this machine's.
+        function: a subgraph of a program.
+        backend: "inductor" and "triton": values that are fused into a kernel need no memory, kernels run in the order
+            with the lowest peak, and memory is reused; "eager": the result of every operation needs memory, in the
+            order of the graph.
+        device: the device that subgraphs of the device run on, with the decompositions of `on_device`. A CPU is this
+            machine's.
     """
     known = _peaks.setdefault((backend, device), weakref.WeakKeyDictionary())
     if function not in known:
@@ -50,7 +53,7 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
 def temporaries_on(
     mesh: AbstractMesh, backend: str = "inductor", device: torch.device | None = None
 ) -> Callable[[Function], int]:
-    """`temporaries` of functions that a mesh's devices compute."""
+    """Returns `temporaries` for the subgraphs that a mesh's devices compute."""
     return functools.partial(temporaries, backend=compiler(mesh, backend), device=device)
 
 
@@ -60,8 +63,10 @@ def _eager(found: Kernels, on_gpu: bool) -> int:
 
 
 def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
-    """Temporaries of a compiled function, which makes a result in the buffer given for it if it allocates the result's
-    memory, and for that result alone; else it copies the result there (runtime/build/cpp_kernels.py)."""
+    """Returns the temporaries of a compiled subgraph. It computes a result in the buffer that is given for it if the
+    compiler allocates the result's memory, and only for that result; otherwise it copies the result there
+    (runtime/build/cpp_kernels.py).
+    """
     order = best_order(found)
     first, lived = shared(found, order)
     places = [found.buffers[node] for node in outputs]
@@ -77,6 +82,6 @@ def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -
 
 
 def _beyond(found: Kernels, lived: Lives, returned: set[fx.Node] | frozenset[fx.Node], inside: Sequence[int]) -> int:
-    """The peak of values that are alive, with what is inside each step, beyond the returned ones."""
+    """Returns the peak of the bytes alive plus those inside each step, beyond the returned values."""
     peak = max(map(operator.add, alive(found, lived), inside), default=0)
     return max(0, peak - sum(found.sizes[b] for b in returned - found.inputs))
