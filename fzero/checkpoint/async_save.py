@@ -1,8 +1,8 @@
-"""Writes a checkpoint behind the training: from a copy in host memory, by a thread, while steps go on.
+"""Asynchronous saves: a background thread writes a checkpoint from a copy in host memory, while training continues.
 
-A step writes its state in place, so what is saved is copied first; that is all that a caller waits for. The thread does
-what a save does, and the ranks tell each other of success or failure through the store, never by a collective: those
-belong to the steps. One save is under way at a time.
+A step updates its state in place, so the tensors to save are copied first. This copy is all that the caller waits
+for. The thread then does what a synchronous save does. The ranks tell each other of success or failure through the
+store and never by a collective, because collectives belong to the steps. At most one save runs at a time.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from fzero.errors import CheckpointError
 from fzero.sharding.layout import leaf_of, place
 
 _ALIGNMENT = 64  # bytes
-_LOOK = 1.0  # seconds between two looks at whether the ranks that are waited for are still there
-_TIMEOUT = 600.0  # seconds that ranks wait for each other where no mesh says how long
+_LOOK = 1.0  # seconds between two checks whether the ranks that are waited for are still there
+_TIMEOUT = 600.0  # seconds that ranks wait for each other if there is no mesh whose timeout applies
 
 _log = logging.getLogger("fzero")
-one_at_a_time = threading.RLock()  # held from waiting for a save until the next one is under way
+one_at_a_time = threading.RLock()  # held from waiting for the running save until the next one has started
 _last: AsyncSave | None = None
-_memory: torch.Tensor | None = None  # what copies lie in; kept from save to save, for its pages cost more than a copy
+# The memory for the copies. It is kept from save to save, because allocating its pages costs more than a copy.
+_memory: torch.Tensor | None = None
 
 
 class AsyncSave:
-    """A save that runs in a thread. Made by `save(..., wait=False)`.
+    """A save that runs in a background thread, as returned by `save(..., wait=False)`.
 
-    A save that fails is logged at once, by the logger `fzero`; its error is raised by `wait`, and, if a rank has not
-    called that, by the next save on every rank. `close_mesh()`, the end of the process, and whoever looks for a
-    checkpoint or reads one wait for it. A process that was forked meanwhile cannot tell what came of it.
+    If a save fails, its error is logged immediately, by the logger `fzero`. The error is raised by `wait` and, if
+    some rank has not called `wait`, by the next save on every rank. `close_mesh()`, the end of the process, and every
+    function that looks for a checkpoint or reads one wait for the save first. A process that was forked while the save
+    was running cannot tell how it ended.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -61,7 +63,7 @@ class AsyncSave:
         self._error: BaseException | None = None
         self._heard = False
         self._process = os.getpid()
-        self._ended = threading.Event()  # `Thread.join`, once interrupted, takes a thread for ended
+        self._ended = threading.Event()  # `Thread.join`, once interrupted, reports that the thread has ended
 
         def act() -> None:
             try:
@@ -72,7 +74,7 @@ class AsyncSave:
             finally:
                 self._ended.set()
 
-        self._thread = threading.Thread(target=act, name=f"fzero-save-{step}")  # not a daemon: a process waits for it
+        self._thread = threading.Thread(target=act, name=f"fzero-save-{step}")  # no daemon: awaited at exit
 
     def __repr__(self) -> str:
         if self._process != os.getpid():
@@ -82,7 +84,7 @@ class AsyncSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to its end on this rank, well or not.
+        """Whether the save has ended on this rank, successfully or not.
 
         Raises:
             CheckpointError: in a process that was forked from the one that saves.
@@ -91,11 +93,11 @@ class AsyncSave:
         return self._ended.is_set()
 
     def wait(self) -> Place:
-        """The checkpoint, when it is complete and on stable storage.
+        """Waits until the checkpoint is complete and on stable storage, and returns it.
 
         Raises:
-            CheckpointError: on every rank, if anything failed on any; as for `save`. In a process that was forked from
-                the one that saves.
+            CheckpointError: on every rank if anything failed on any rank, as for `save`; and in a process that was
+                forked from the one that saves.
         """
         self._check_process()
         self._await()
@@ -106,8 +108,8 @@ class AsyncSave:
         return self._result
 
     def _await(self) -> None:
-        """Waits for the end, and hears Ctrl-C: a signal that comes right before a lock is waited for interrupts the
-        next wait alone."""
+        """Waits for the end in short intervals, so that Ctrl-C is noticed: a signal that arrives right before a wait
+        for a lock only interrupts the next wait."""
         while not self._ended.wait(_LOOK):
             pass
 
@@ -134,14 +136,14 @@ def start(
     what: str,
     undo: Callable[[], object],
 ) -> AsyncSave:
-    """Starts a save behind the training.
+    """Starts an asynchronous save.
 
     Args:
-        ranks: that save together, by collectives.
+        ranks: the ranks that save together, with their collective exchange.
         step: of the state.
-        tensors: what this rank reads for it, by name. They are copied before this returns.
-        save: the rest of a save, as one of the given ranks, from those copies.
-        what, undo: of its errors.
+        tensors: the tensors that this rank reads for the save, by name. They are copied before this returns.
+        save: does the rest of the save from those copies, on the ranks that it is given.
+        what, undo: the message for errors, and what to call after one.
 
     Communication: one exchange of a few bytes.
     """
@@ -167,20 +169,23 @@ def start(
 
 
 def finish() -> None:
-    """Waits for the save under way.
+    """Waits for the running save, if there is one.
 
     Raises:
-        CheckpointError: it failed, and nobody has asked on this rank; maybe on others.
+        CheckpointError: the save failed, and `wait` has not been called on this rank. On other ranks it may have
+            been, so some ranks may raise and others not.
     """
     if _last is not None and not _last._heard:
         _last.wait()
 
 
 def settle() -> None:
-    """Waits for the save under way, whatever comes of it: its `keep` deletes checkpoints, and what is looked for may be
-    its own."""
+    """Waits for the running save, whether it succeeds or fails.
+
+    Its `keep` deletes checkpoints, and the checkpoint that the caller looks for may be the one being saved.
+    """
     if (saving := _last) is not None:
-        saving._await()  # what failed has been logged
+        saving._await()  # a failure has been logged already
 
 
 def _finish_and_let_go() -> None:
@@ -190,7 +195,7 @@ def _finish_and_let_go() -> None:
 
 
 def _forked() -> None:
-    """In a process just forked, which has none of the threads."""
+    """Resets the module in a process that has just been forked, which has none of the threads."""
     global _last, one_at_a_time
     _last, one_at_a_time = None, threading.RLock()
 
@@ -200,15 +205,15 @@ os.register_at_fork(after_in_child=_forked)
 
 @torch.no_grad()
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory, placed as what they are of. Tied tensors are copied once."""
+    """Copies tensors to host memory. A copy has the placement of its original, and tied tensors are copied once."""
     global _memory
     distinct = {id(x): x for x in tensors.values()}
     sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
     device = next((x.device for x in distinct.values() if x.is_cuda), torch.device("cpu"))
     pinned = device.type == "cuda"
     if _memory is None or _memory.numel() < sum(sizes) or _memory.is_pinned() < pinned:
-        _memory = None  # gone before there is another
-        with torch.inference_mode(False):  # whoever saves next writes to it
+        _memory = None  # released before the next allocation, so that the two never exist together
+        with torch.inference_mode(False):  # the next save writes to it, possibly outside inference mode
             _memory = host_bytes(sum(sizes), device, "checkpoint.save")
     copies: dict[int, torch.Tensor] = {}
     for (key, x), begin in zip(distinct.items(), itertools.accumulate(sizes, initial=0), strict=False):
@@ -222,12 +227,13 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Apart:
-    """A context, in which ranks exchange values through the store, signed ([Note: the open store] in
-    comm/control_messages.py), apart from their turns.
+    """A context in which ranks exchange values through the store, independently of their sequence of collectives.
+
+    The values are signed ([Note: the open store] in comm/control_messages.py).
 
     Args:
-        name: of this save, of its own over all lives of the store.
-        secret: of these ranks.
+        name: of this save, unique over the whole life of the store and its restarts.
+        secret: the key that these ranks share.
     """
 
     def __init__(self, ranks: Ranks, name: str, secret: bytes):
@@ -242,7 +248,7 @@ class _Apart:
         return Ranks(self._rank, len(self._ranks), self._exchange)
 
     def __exit__(self, *_: object) -> None:
-        """After the last exchange rank 0, whose process may keep the store, goes when all have read it."""
+        """Waits, on rank 0, whose process may keep the store, until all ranks have read the last exchange."""
         if self._failed:
             return
         with contextlib.suppress(CheckpointError), self._store_is_there():
@@ -258,13 +264,13 @@ class _Apart:
         with self._store_is_there():
             self._notes.write(number, mine)
             self._await(number)
-            if number:  # all have read what they exchanged before
+            if number:  # by now all ranks have read the exchange before this one
                 self._notes.clear(number - 1)
             return [*self._notes.read(number, self._ranks, form).values()]
 
     def _refused(self, lines: list[str]) -> CheckpointError:
-        """The error of notes that are not of this save's ranks."""
-        self._notes.write("refused", None)  # the others may have read it before
+        """Returns the error for messages that were not sent by the ranks of this save."""
+        self._notes.write("refused", None)  # tells the other ranks, which may have read the genuine message before
         return CheckpointError("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS)
 
     @contextlib.contextmanager
@@ -281,10 +287,10 @@ class _Apart:
             raise CheckpointError("checkpoint.save", what, fix=fix) from error
 
     def _await(self, what: int | str) -> None:
-        """Returns when all ranks have written it.
+        """Waits until all ranks have written the message.
 
         Raises:
-            CheckpointError: a rank has left or died, or timed out, without writing.
+            CheckpointError: a rank left, died or timed out without writing it.
         """
         timeout = _TIMEOUT if self._turns is None else self._turns.timeout
         began = looked = time.monotonic()

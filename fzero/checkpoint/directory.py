@@ -1,12 +1,12 @@
-"""Finds the checkpoints under a root, and the newest of them.
+"""Finds the checkpoints below a root directory, and the newest one.
 
     root/latest                          the name of the newest complete checkpoint
     root/step-00000100/index.json
     root/step-00000100/rank-00000-of-00002.safetensors ...
-    root/.tmp-step-00000200/             being written, or left by a save that was killed: never looked at
+    root/.tmp-step-00000200/             being written, or left by a save that was killed: never read
 
-On a filesystem a `step-` directory is complete from the moment it has that name, in a store from the moment it has its
-index (storage.py). This file knows names, not contents.
+On a filesystem, a `step-` directory is complete from the moment it has that name; in an object store, from the
+moment it has its index (storage.py). This file deals with names, not with contents.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ def step_number(name: str) -> int | None:
 
 
 def latest(path: str | os.PathLike[str]) -> Place:
-    """The directory of the newest complete checkpoint under a root. A save under way in this process is waited for.
+    """Returns the directory of the newest complete checkpoint below a root. Waits for a running save of this process
+    first.
+
+    Without a file `latest`, it is the checkpoint of the highest step, provided that all checkpoints belong to one
+    run. If `latest` names a checkpoint that was deleted while others exist, it is the newest of these, with a warning.
 
     Raises:
-        CheckpointError: there is none, or `latest` is damaged. Without `latest` the highest step is taken if all
-            checkpoints are of one run; of several runs that is an error. Where it names one that was deleted while
-            others are there, the newest of these is taken, with a warning.
+        CheckpointError: there is no complete checkpoint; `latest` is damaged; or there is no `latest` and the
+            checkpoints belong to several runs.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -65,11 +68,11 @@ def latest(path: str | os.PathLike[str]) -> Place:
         if match and name and (found := _complete(root, name)):
             return found
         name, complete = now = name, complete_steps(root)
-        if name is None and complete:  # the first save was killed right after, or someone copied a step here
+        if name is None and complete:  # the first save was killed right after publishing, or someone copied a step here
             return _highest(root, complete)
         if match and int(match[1]) in complete:
             return complete[int(match[1])]
-        if now == seen:  # not between two renames of a save of another process
+        if now == seen:  # seen twice, so this is not just the moment between two renames by another process
             if match and complete and _is_gone(root / match[0]):
                 found = complete[max(complete)]
                 text = "fzero.checkpoint: %s names %s, which somebody has deleted, such as another job that saves there"
@@ -90,14 +93,14 @@ def latest(path: str | os.PathLike[str]) -> Place:
 
 
 def find(path: str | os.PathLike[str]) -> Place | None:
-    """The directory of the newest complete checkpoint under a root, the same on every rank; None if nothing has been
-    saved there yet.
+    """Returns the directory of the newest complete checkpoint below a root, the same on every rank, or None if nothing
+    has been saved there yet.
 
-    For scripts that are started again by the command that started them. Every rank calls it; rank 0 looks, when a save
-    under way has come to its end.
+    This is for scripts that are restarted by the same command that started them. Every rank calls it; rank 0 looks,
+    after a running save has ended.
 
     Raises:
-        CheckpointError: on every rank: something was saved there that is not complete any more.
+        CheckpointError: on every rank: something was saved there that is no longer complete.
 
     Communication: one exchange of a small object.
 
@@ -118,7 +121,7 @@ def find(path: str | os.PathLike[str]) -> Place | None:
         begun = any(storage.has(root / name) for name in (LATEST, INDEX))
         if begun or any(storage.is_published(root / n) for n in steps):
             return str(locate(root))
-        if steps:  # `latest` may have been deleted, or these saves have not come to their end
+        if steps:  # `latest` may have been deleted, or these saves did not finish
             text = "fzero.checkpoint: %s has no file %s and no complete checkpoint: a run begins anew. It has %s"
             logger.warning(text, root, LATEST, _contents(root))
         return None
@@ -128,9 +131,10 @@ def find(path: str | os.PathLike[str]) -> Place | None:
 
 
 def complete_steps(root: Place) -> dict[int, Place]:
-    """Every complete checkpoint under a root, by step.
+    """Returns every complete checkpoint below a root, by step.
 
-    A directory set aside by a save of the same step that was killed before its own took the name counts as that step.
+    If a save replaces a checkpoint of the same step and is killed before its own has taken the name, the old
+    directory, renamed with the suffix `SET_ASIDE`, counts as that step.
     """
     names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
     numbers = {name: number for name in names if (number := step_number(name)) is not None}
@@ -138,13 +142,14 @@ def complete_steps(root: Place) -> dict[int, Place]:
 
 
 def pointed(root: Place) -> Place | None:
-    """The complete checkpoint that `latest` names. A save under way in this process is not waited for."""
+    """Returns the complete checkpoint that `latest` names. Does not wait for a running save of this process."""
     name = _pointer(root)
     return _complete(root, name) if name and _STEP.fullmatch(name) else None
 
 
 def _highest(root: Place, complete: Mapping[int, Place]) -> Place:
-    """The checkpoint of the highest step. Raises if the checkpoints are of several runs or models."""
+    """Returns the checkpoint of the highest step. Raises an error if the checkpoints belong to several runs or
+    models."""
     seen = {place: _identity(place) for _, place in sorted(complete.items())}
     runs = {run for run, _ in seen.values()} - {None}
     models = {leaves for _, leaves in seen.values()} - {None}
@@ -159,29 +164,31 @@ def _highest(root: Place, complete: Mapping[int, Place]) -> Place:
 
 
 def _identity(place: Place) -> tuple[str | None, str | None]:
-    """The run of a checkpoint, and its leaves with their shapes and dtypes as text; None if that is not known."""
+    """Returns the run of a checkpoint, and its tensors with their shapes and dtypes as text. Each is None if it is not
+    known."""
     try:
         content = parsed(storage_of(place).whole(place / INDEX, LONGEST_INDEX))
         leaves = sorted((name, leaf["shape"], leaf["dtype"]) for name, leaf in content["leaves"].items())
         return content.get("run"), repr(leaves)
     except (OSError, Malformed, KeyError, TypeError, AttributeError):
-        return None, None  # whoever reads this checkpoint says what is wrong with it
+        return None, None  # a reader of this checkpoint reports what is wrong with it
 
 
 def _is_gone(directory: Place) -> bool:
-    """Whether a checkpoint has been deleted, and not only damaged."""
+    """Whether a checkpoint has been deleted, rather than damaged."""
     storage = storage_of(directory)
     return not (storage.is_directory(directory) and storage.is_published(directory))
 
 
 def _complete(root: Place, name: str) -> Place | None:
-    """The complete checkpoint of this name."""
+    """Returns the complete checkpoint of this name, possibly renamed with the suffix `SET_ASIDE`, or None."""
     found = (root / (name + suffix) for suffix in ("", SET_ASIDE))
     return next((place for place in found if storage_of(root).has(place / INDEX)), None)
 
 
 def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
-    """The step directory that `path` is, or the one of that name under it; without a name the latest."""
+    """Returns `path` if it is a step directory; otherwise the checkpoint `name` below it, or the latest one if no name
+    is given."""
     directory = as_path(path)
     settle()
     named = step_number(directory.name) is not None
@@ -194,7 +201,7 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
 
 
 def _pointer(root: Place) -> str | None:
-    """The name in `latest`, None without that file."""
+    """Returns the name in the file `latest`, or None if there is no such file."""
     try:
         if (real := storage_of(root).link(root, LATEST)) is not None:
             raise OSError(f"a link out of its directory, to {real}")

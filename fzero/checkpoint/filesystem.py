@@ -1,5 +1,5 @@
-"""Stores checkpoints in directories of a filesystem: one has another name while it is written, and a rename publishes
-it."""
+"""Stores checkpoints in directories of a filesystem. A directory has a temporary name while it is written, and a rename
+publishes it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PRIVATE = 0o700  # permissions of a directory
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written."""
+    """Calls `os.write` until all data is written."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def sync(directory: Path) -> None:
-    """Makes the names in a directory durable."""
+    """Makes the names in a directory durable (fsync)."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -49,7 +49,7 @@ class _File(Reader):
 
 
 class Files(Storage):
-    """Directories and files, of which a rename publishes a directory."""
+    """Storage in directories and files. A directory is published by a rename."""
 
     span = 1 << 20
 
@@ -128,13 +128,13 @@ class Files(Storage):
         for one in spare:
             os.unlink(temporary / one)
         sync(temporary)
-        pointer = _pointer(root, draft)  # written before the rename: a full disk must not come between the two
+        pointer = _pointer(root, draft)  # written before the rename: a full disk must not prevent it afterwards
         pointer.unlink(missing_ok=True)
         self.write(pointer, f"{name}\n".encode())
         pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
         old = target.with_name(name + SET_ASIDE)
         if target.exists():
-            os.rename(target, old)  # from here to the next rename, readers find this step under its other name
+            os.rename(target, old)  # until the next rename, readers find this step under its other name
         os.rename(temporary, target)
         sync(root)
         os.replace(pointer, root / LATEST)
@@ -154,19 +154,20 @@ class Files(Storage):
 
 
 def _mode(directory: Path) -> int:
-    """Permissions of a new file, of which the umask takes some: in a directory that is one user's, of that user."""
+    """Returns the permissions of a new file, before the umask: only the user's own in a directory that only that user
+    can access."""
     return 0o666 if directory.stat().st_mode & 0o077 else 0o600
 
 
 def _pointer(root: Path, draft: Draft) -> Path:
-    """The file that becomes `latest`."""
+    """Returns the temporary file that is renamed to `latest`."""
     return root / f"{TEMPORARY}{LATEST}{Path(draft.directory).suffix}"
 
 
 def _written(path: Path) -> float:
-    """When a file, or a directory or a file in it, was last written to, in seconds of the epoch."""
+    """Returns when a file, or a directory or a file in it, was last written, in seconds since the epoch."""
     times = [time.time()]
-    with contextlib.suppress(FileNotFoundError):  # it is published at this moment
+    with contextlib.suppress(FileNotFoundError):  # it is being published at this moment
         times = [p.lstat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ()))]
     return max(times)
 

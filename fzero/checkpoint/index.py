@@ -1,7 +1,8 @@
-"""Reads and writes index.json: the leaves of a checkpoint and their files, sealed with a sha256 of itself.
+"""Reads and writes index.json, which lists the tensors of a checkpoint and their files, protected by a sha256 of
+itself.
 
-Nothing read from an index is trusted: it names files by plain names inside its own directory, and all of it is checked
-before any of it is used.
+Nothing read from an index is trusted. Files must be plain names inside the checkpoint's own directory, and the whole
+index is validated before any of it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FORMAT = "fzero-checkpoint"
 _EXAMPLES = 3
 _SHOWN = 100  # lines of an error about leaves that differ
 VERSION = 2
-"""Newest version of an index that this package reads. One of leaves that are not cut along dims is written as 1."""
+"""The newest index version that this package reads. If no tensor is sharded along dimensions, the index is written as
+version 1."""
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -46,7 +48,7 @@ _DTYPES = {dtype_name(d): d for d in CODES}
 
 @dataclass(frozen=True)
 class StoredPart:
-    """These elements of a leaf: tensor `key` of `file`, whose bytes begin at `offset`."""
+    """Some elements of a tensor: they are stored as the tensor `key` of `file`, whose bytes begin at `offset`."""
 
     file: str
     key: str
@@ -56,7 +58,8 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class File:
-    """A data file: its size, its sha256, and 8 hex digits of crc32 for every `CHUNK` bytes; None: it has none."""
+    """A data file: its size, its sha256, and 8 hex digits of crc32 for every `CHUNK` bytes, or None if it has no
+    checksums."""
 
     bytes: int
     sha256: str
@@ -67,8 +70,8 @@ class File:
 class Index:
     """The contents of a checkpoint.
 
-    `leaves` has the whole shape and dtype of every leaf by dotted name, tied ones included; `aliases` maps the later
-    names of a tied leaf to the first, under which it is stored.
+    `leaves` has the full shape and dtype of every tensor by dotted name, including tied tensors. `aliases` maps the
+    later names of a tied tensor to its first name, under which it is stored.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -90,12 +93,12 @@ class Index:
     files: Mapping[str, File] = field(repr=False)
     parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
-    spread: Spread | None = field(default=None, repr=False, compare=False)  # where files are that are not among `files`
+    spread: Spread | None = field(default=None, repr=False, compare=False)  # reads files of other ranks
     run: str | None = None  # the name of the run, the same for all of its checkpoints; None up to fzero 0.2
 
     @property
     def owner(self) -> str:
-        """Who speaks of it in an error."""
+        """The name that errors begin with."""
         return "checkpoint" if self.spread is None else self.spread.owner
 
     def __str__(self) -> str:
@@ -103,22 +106,24 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves, each tied leaf counted once."""
+        """The number of bytes of all tensors, with each tied tensor counted once."""
         return sum(math.prod(self.leaves[n][0]) * self.leaves[n][1].itemsize for n in self.parts)
 
 
 def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> Index:
-    """The contents of a checkpoint, from its index alone: no data is read.
+    """Returns the contents of a checkpoint from its index alone; no data is read.
 
     Args:
-        path: one step's directory, or the root of several: then its latest; or such contents, which are returned.
-        mesh: whose ranks call this together, to read one checkpoint: the latest is what the first of them finds.
+        path: the directory of one step, or the root of several, of which the latest is used. An `Index` is returned
+            as it is.
+        mesh: a mesh whose ranks all call this to read one checkpoint. The latest is then the one that the first rank
+            finds.
 
-    Communication: on a mesh of several processes two exchanges of a small object, else none.
+    Communication: on a mesh of several processes, two exchanges of a small object; otherwise none.
 
     Raises:
-        CheckpointError: no checkpoint there, or an index that is missing, damaged, of a newer version, or names files
-            outside its directory; or ranks that see different checkpoints.
+        CheckpointError: there is no checkpoint; its index is missing, damaged, of a newer version, or names files
+            outside its directory; or the ranks see different checkpoints.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -133,7 +138,8 @@ def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> 
 
 
 def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
-    """`describe` by ranks that are to read the same checkpoint, or the index that each of them has of it."""
+    """Does `describe` on ranks that must read the same checkpoint, or checks that the index which each of them has is
+    the same."""
     found: list[Index] = []
 
     def look(name: str | None = None) -> tuple[str, str]:
@@ -144,7 +150,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
         look()
         return found[0]
     first: str | None = None
-    if not isinstance(path, Index):  # `latest` is written by a save that may run meanwhile: one rank reads it
+    if not isinstance(path, Index):  # a save in progress may rewrite `latest`, so only one rank reads it
         what = f"cannot read {path}"
         first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None, form=str)[0]
     seen = together(
@@ -164,7 +170,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
 
 
 def read_index(directory: Place) -> Index:
-    """The index in a checkpoint's own directory."""
+    """Returns the index in a checkpoint's own directory."""
     storage = storage_of(directory)
     if (real := storage.link(directory, INDEX)) is not None:
         raise _error(directory, [f"{INDEX}: a link out of its directory, to {real}"])
@@ -206,8 +212,10 @@ def read_index(directory: Place) -> Index:
 
 
 def is_gone(index: Index) -> bool:
-    """Whether a checkpoint was deleted, or replaced by another of its step, since its index was read. One without a
-    digest never lay in a file (elastic/memory_checkpoint.py)."""
+    """Whether a checkpoint was deleted, or replaced by another one of its step, since its index was read.
+
+    False for an index without a digest, which never was in a file (elastic/memory_checkpoint.py).
+    """
     if not index.sha256:
         return False
     try:
@@ -217,14 +225,14 @@ def is_gone(index: Index) -> bool:
 
 
 def structure(path: str | os.PathLike[str] | Index) -> Any:
-    """The saved tree with tensors on the meta device, of whole shapes, for leaves; a tied leaf is one tensor.
+    """Returns the saved pytree, with tensors of the full shapes on the meta device. A tied parameter is one tensor.
 
     Args:
         path: as for `describe`, or what it returned.
 
     Raises:
-        CheckpointError: as for `describe`; or a NamedTuple or dataclass of the tree that this program has not imported,
-            or whose fields are others now.
+        CheckpointError: as for `describe`; or the pytree has a NamedTuple or dataclass that this program has not
+            imported, or whose fields have changed.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -249,7 +257,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
 
 
 def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
-    """Every way in which the leaves of a checkpoint are not those expected, a line each."""
+    """Returns one message for each difference between the tensors of a checkpoint and the expected ones."""
     where = "the checkpoint" if index.spread is None else "the state"
     out = [
         f"{name}: missing in {where}, expected {form(*expected[name])}" for name in expected if name not in index.leaves
@@ -275,15 +283,15 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
 
 
 def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
-    """Compares a checkpoint's leaves with those of the state they are wanted for.
+    """Checks that the tensors of a checkpoint match those of the state that they are to be loaded into.
 
     Args:
-        index: of `describe`.
-        expected: whole shape and dtype by dotted name (`fz.tree.names`), tied names included.
-        cast: dtypes may differ.
+        index: what `describe` returned.
+        expected: the full shape and dtype by dotted name (`fz.tree.names`), including tied names.
+        cast: whether dtypes may differ.
 
     Raises:
-        CheckpointError: one error that lists every leaf that is missing, unexpected, or of another shape or dtype.
+        CheckpointError: one error that lists every tensor that is missing, unexpected, or of another shape or dtype.
 
     Example:
         >>> index = Index(Path("ckpt/step-00000001"), 1, {"params.w": ((2, 3), torch.float32)}, {}, None, {}, {}, {})
@@ -302,7 +310,8 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
 
 
 def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
-    """The checkpoints in the directory of one that does not fit which do fit, the highest step first."""
+    """Returns the checkpoints in the same root directory as one that does not match which do match, the highest step
+    first."""
     if index.spread is not None or step_number(index.directory.name) is None:
         return []
     found = list[Place]()
@@ -314,8 +323,8 @@ def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
 
 
 def _grouped(problems: list[str], index: Index) -> list[str]:
-    """Differences with those of one part of a state, such as the momenta of an optimizer, in a line each. Those of
-    parameters stay."""
+    """Combines the differences of one part of a state, such as the momenta of an optimizer, into one line each.
+    Differences of parameters stay separate."""
     named = [p.partition(": ")[::2] for p in problems]
     params = {n.removeprefix("params.") for n in (*index.leaves, *(n for n, _ in named)) if n.startswith("params.")}
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -336,7 +345,7 @@ def _grouped(problems: list[str], index: Index) -> list[str]:
 
 
 def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place] = ()) -> CheckpointError:
-    """The error of leaves that differ. `fits`: checkpoints in the same directory that fit."""
+    """Returns the error for tensors that differ. `fits` are checkpoints in the same root directory that match."""
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
     if fits:
         others = f" ({', '.join(place.name for place in fits[1:3])} too)" if fits[1:] else ""
@@ -353,7 +362,7 @@ def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place
 
 
 def dump(content: dict[str, Any]) -> bytes:
-    """The text of an index: sealed, one line per leaf and file so that it can be searched."""
+    """Returns the text of an index with its digest. It has one line per tensor and file, so that it can be searched."""
     cut = any("along" in part for leaf in content["leaves"].values() for part in leaf["parts"])
     content = {"format": FORMAT, "version": 2 if cut else 1, "sha256": "", "chunk": CHUNK, **content}
     content["sha256"] = _digest(content)
@@ -381,7 +390,7 @@ def to_json(
     files: Mapping[str, File],
     run: str | None = None,
 ) -> dict[str, Any]:
-    """The contents of an index, for `dump`."""
+    """Returns the contents of an index as JSON values, for `dump`."""
     stored = {
         name: {
             "shape": list(leaves[name][0]),
@@ -402,7 +411,8 @@ def to_json(
 
 
 def _part_json(p: StoredPart) -> dict[str, Any]:
-    """Elements `start` to `stop` of the flattened leaf, or, where it is cut along dims, of its part `place`."""
+    """Returns a part as JSON: the elements `start` to `stop` of the flattened tensor or, if it is sharded along
+    dimensions, of its shard number `place`."""
     cut = {"along": [[*a] for a in p.boxes.along], "place": p.boxes.place} if p.boxes.along else {}
     return {
         "file": p.file, "key": p.key, **cut, "start": p.boxes.start, "stop": p.boxes.stop, "offset": p.offset
@@ -415,10 +425,10 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def parse(directory: Place, content: Mapping[str, Any]) -> Index:
-    """The index that a JSON object says, unchecked but for its form.
+    """Builds an index from a JSON object. Only its form is checked.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is of another form.
+        KeyError, TypeError, ValueError, AttributeError: the object has another form.
     """
     stored = content["leaves"]
     shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
@@ -455,7 +465,8 @@ def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> StoredPart:
 
 
 def _inconsistent(index: Index) -> list[str]:
-    """Everything an index could say that would make a reader read what is not there, or not its own."""
+    """Returns everything in an index that would make a reader read data that does not exist or belongs to something
+    else."""
     out = []
     for name, file in index.files.items():
         if not _FILE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Stores checkpoints as objects of a store that fsspec knows: they are not renamed, and the index, written last,
+"""Stores checkpoints as objects in a store that fsspec supports. Objects are not renamed; the index, written last,
 publishes the others."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fzero.checkpoint.storage_paths import INDEX, LATEST, LONGEST_INDEX, STEP, P
 from fzero.errors import CheckpointError, StorageError
 
 _PART = 16 << 20  # bytes of an object that are sent at a time
-_PARTS = 9000  # stores take 10000 of one object
+_PARTS = 9000  # parts of one object; stores accept 10000
 _THREADS = 8
 _REFUSED = re.compile(
     r"credential|denied|forbidden|unauthorized|(expired|invalid|security|access)[ _-]?token|token (has |is )?expired",
     re.I,
 )
-"""Texts of the errors of a client that has no credentials, or not the right ones."""
+"""Matches the error texts of a client that has no credentials, or the wrong ones."""
 
 _PACKAGES = {
     "s3": "s3fs",
@@ -43,7 +43,7 @@ _PACKAGES = {
 class _Object(Reader):
     def __init__(self, objects: Objects, url: Url):
         self._objects, self._url = objects, url
-        self._end: int | None = None  # known when less came than was asked for
+        self._end: int | None = None  # the size; known once a read has returned fewer bytes than requested
 
     def read_into(self, out: memoryview, offset: int) -> int:
         if self._end is not None and offset >= self._end:
@@ -59,7 +59,7 @@ class _Object(Reader):
 
 
 class Objects(Storage):
-    """Objects of a store that fsspec knows."""
+    """Storage in the objects of a store that fsspec supports."""
 
     span = 16 << 20
 
@@ -117,9 +117,9 @@ class Objects(Storage):
                 stream.close()
         except BaseException:
             with contextlib.suppress(Exception):
-                stream.discard()  # what was sent already of an upload in parts
+                stream.discard()  # the parts of a multipart upload that were already sent
             with contextlib.suppress(Exception):
-                stream.closed = True  # or it is finished when it is collected
+                stream.closed = True  # otherwise garbage collection would finish the upload
             raise
 
     def write(self, file: Url, data: bytes) -> None:
@@ -135,7 +135,7 @@ class Objects(Storage):
         with tempfile.NamedTemporaryFile(prefix="fzero-", suffix="-" + file.name) as made:
             made.write(self.read(file, min(nbytes, size)))
             made.flush()
-            os.truncate(made.name, size)  # a hole for what is not read
+            os.truncate(made.name, size)  # the rest is a hole in a sparse file, because it is not read
             yield Path(made.name)
 
     def begin(self, root: Url, name: str, private: bool = False) -> Draft:
@@ -160,7 +160,7 @@ class Objects(Storage):
         try:
             self.write(target / INDEX, index)
             here = [target / n for n in files]
-            with ThreadPool(_THREADS) as pool:  # from now on nobody takes them for those of a save that was killed
+            with ThreadPool(_THREADS) as pool:  # now that the index exists, no other save deletes them as abandoned
                 there = pool.map(self.has, here)
             if not all(there):
                 what = f"objects of this save to {root} were deleted while it was under way"
@@ -171,10 +171,10 @@ class Objects(Storage):
             with contextlib.suppress(Exception):
                 if before is not None:
                     self.write(target / INDEX, before)
-                elif self.whole(target / INDEX, LONGEST_INDEX) == index:  # not another's
+                elif self.whole(target / INDEX, LONGEST_INDEX) == index:  # not that of another save
                     self._delete([target / INDEX])
             raise
-        with contextlib.suppress(CheckpointError):  # they are in nobody's way
+        with contextlib.suppress(CheckpointError):  # leftover objects do no harm
             self._delete([target / n for n in (*spare, *_files_of(before))])
         return []
 
@@ -183,11 +183,12 @@ class Objects(Storage):
         with contextlib.suppress(Exception):
             with contextlib.suppress(FileNotFoundError):
                 if draft.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
-                    return  # the store did not say that it had written it
+                    return  # the index was written although the store reported an error
             self._delete([home / n for n in self.names(home) if draft.mark in n])
 
     def _written(self, file: Url) -> float:
-        """When an object was written, in seconds of the epoch; now if its store does not say."""
+        """Returns when an object was written, in seconds since the epoch; the current time if its store does not
+        tell."""
         try:
             with self._asked("read", file):
                 return self._fs.modified(self._path(file)).timestamp()
@@ -211,8 +212,11 @@ class Objects(Storage):
 
     @contextlib.contextmanager
     def _asked(self, to: str, url: Url, new: bool = False) -> Iterator[None]:
-        """Names the errors of a store: those of the operating system, and those that its client has classes of its own
-        for. Others are no store's. `new`: that something is not there means its bucket."""
+        """Turns the errors of a store into a `StorageError` that says what was attempted: errors of the operating
+        system, and classes that the store's client defines. Other errors are not the store's and pass through.
+
+        With `new`, a missing file means that its bucket does not exist.
+        """
         try:
             yield
         except CheckpointError:
@@ -234,7 +238,7 @@ class Objects(Storage):
 
 
 def _files_of(index: bytes | None) -> list[str]:
-    """The names of the files of a checkpoint, of which this is the index; none of a damaged one."""
+    """Returns the names of the files of a checkpoint with this index; none if the index is damaged."""
     try:
         return [n for n in parsed(index or b"", dict[str, Any]).get("files", ()) if "/" not in n and n != INDEX]
     except (Malformed, TypeError):
@@ -247,10 +251,11 @@ def _said(error: Exception) -> str:
 
 
 def objects_of(url: Url) -> Objects:
-    """The store of a URL.
+    """Returns the object store of a URL.
 
     Raises:
-        CheckpointError: no fsspec, nothing for this protocol, or options that it does not take.
+        CheckpointError: fsspec is not installed, it has no package for this protocol, or the protocol does not
+            accept the configured options.
     """
     scheme, _, rest = str(url).partition("://")
     return _objects(os.getpid(), f"{scheme}://{rest.partition('/')[0]}")
@@ -258,7 +263,11 @@ def objects_of(url: Url) -> Objects:
 
 @functools.cache
 def _objects(process: int, root: str) -> Objects:
-    """The store of a scheme and bucket; `process`: a filesystem of another has none of its threads."""
+    """Returns the object store of a scheme and bucket.
+
+    `process` is part of the cache key because a filesystem made in another process has none of its threads in this
+    one.
+    """
     scheme, what = root.partition("://")[0], f"{root} needs a package that is not installed"
     package = _PACKAGES.get(scheme)
     try:

@@ -1,4 +1,5 @@
-"""Reads data spread over the ranks: each rank asks for the bytes it needs and answers the other ranks."""
+"""Reads data that other ranks hold: each rank requests the bytes that it needs, and answers the requests of the
+others."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fzero.mesh import Mesh
 
 
 class Piece(NamedTuple):
-    """Bytes of a file that go into `out`, uint8[n]."""
+    """A range of bytes of a file that is to be read into `out`, uint8[n]."""
 
     offset: int
     out: torch.Tensor
@@ -21,19 +22,22 @@ class Piece(NamedTuple):
 
 
 Asked = tuple[str, int, int]
-"""A file, where in it, and how many bytes."""
+"""A request: a file, an offset in it, and a number of bytes."""
 
 
 class Spread:
-    """The bytes of an index that lie with ranks rather than in its directory.
+    """Reads the bytes of an index that are held by ranks rather than stored in its directory.
 
     Args:
-        mesh: whose ranks read together.
-        owner, what: of errors: who reads, and what it reads.
-        holder: the rank from which this one has the bytes of a file; its own are taken as they are.
-        take: fills uint8[n] with the bytes of a file of this rank's from an offset on. What it raises on the way is
-            everybody's error: what cannot be had is a line for `problems`, and the others get whatever is there.
-        done: called when all ranks have what they asked for, with the leaves that anybody has asked for.
+        mesh: the mesh whose ranks read together.
+        owner, what: for errors: the function that reads, and what it reads.
+        holder: returns the rank from which this rank gets the bytes of a file. If it is this rank, they are read
+            directly.
+        take: fills uint8[n] with the bytes of one of this rank's files from an offset on. If the bytes cannot be
+            read, it returns a message, which is added to the problems, and the other ranks receive whatever is in the
+            buffer. An exception that it raises becomes an error on all ranks.
+        done: called when all ranks have the bytes that they requested, with the names of all tensors that any rank
+            has requested.
     """
 
     def __init__(
@@ -50,10 +54,10 @@ class Spread:
         self._ranks = world() if mesh.size > 1 else ALONE
 
     def fetch(self, jobs: Mapping[str, Sequence[Piece]]) -> list[str]:
-        """Fills the pieces of each file; returns what is wrong with those that this rank gave or took. Every rank calls
-        it.
+        """Fills the pieces of each file, and returns the problems with those that this rank sent or read itself. Every
+        rank calls it.
 
-        Communication: an exchange of what each asks of which, and then these bytes, once.
+        Communication: an exchange of what each rank requests from which other rank, and then these bytes, once.
         """
         problems: dict[str, None] = {}
         asks: dict[int, list[Asked]] = {}
@@ -90,7 +94,7 @@ class Spread:
 
 
 class _Pieces:
-    """A stream of pieces of these lengths, one behind the other."""
+    """A stream of consecutive pieces with these lengths."""
 
     def __init__(self, lengths: Sequence[int], act: Callable[[int, int, torch.Tensor], object]):
         self._lengths, self._act = lengths, act

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: the byte ranges that a rank needs, and nothing else, checked as they come."""
+"""Reads a checkpoint: only the byte ranges that a rank needs, with their checksums verified as they are read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fzero.sharding.shard_regions import Boxes, claimed
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
-_GROUP = 1 << 30  # bytes of leaves read at a time; bounds the copies that cast=True makes
-_WINDOW = 1 << 26  # bytes of a leaf on disk that are in memory at a time
+_GROUP = 1 << 30  # bytes of tensors read at a time; bounds the copies that cast=True makes
+_WINDOW = 1 << 26  # bytes that are in memory at a time of a tensor stored on disk
 _REPAIR = "restore another step, or copy this one again from where it was saved"
 
 
@@ -40,32 +40,34 @@ def read(
     cast: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors of the leaves wanted, bit for bit as saved, whatever the mesh and layouts they were saved
-    from.
+    """Reads this rank's shards of the wanted tensors, bit for bit as saved, from a checkpoint of any mesh and layout.
 
     Args:
-        path: one step's directory, or the root of several: then its latest, as the first rank finds it; or what
-            `describe` returned.
-        wanted: by dotted name (`fz.tree.names`), how each leaf is to rest. Names in the checkpoint that are not wanted
-            are not read: `check` compares whole states. Names with the same `Leaf` (path included) are one tied tensor.
-        mesh: each tensor has the resting shape of its leaf on this rank, zero-padded, and is placed on it: on
-            `mesh.device` for the tier "device", in host memory for any other.
-        cast: convert stored dtypes to those wanted, where they differ.
-        into: by path of the leaf, the tensors to fill and return in place of new ones; those of leaves on disk must be
-            among them.
+        path: the directory of one step, or the root of several, of which the latest is read, as the first rank finds
+            it; or what `describe` returned.
+        wanted: by dotted name (`fz.tree.names`), the layout that each tensor is to have. Names in the checkpoint
+            that are not wanted are not read; `check` compares complete states. Names with the same `Leaf` (path
+            included) are one tied tensor.
+        mesh: each tensor has the stored shape of its shard on this rank, zero-padded, and is placed on this mesh: on
+            `mesh.device` for the tier "device", in host memory for any other tier.
+        cast: whether to convert stored dtypes that differ from the wanted ones.
+        into: by path of the leaf, tensors to fill and return instead of new ones. Those of tensors stored on disk
+            must be among them.
 
-    Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read one
-        checkpoint, and raise if one does; every rank calls it. Each rank reads the bytes of its own ranges, to the next
-        MiB.
+    Every rank calls it.
 
-    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one leaf of the stored dtype;
-        with leaves on disk buffers of 96 MiB besides.
+    Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read
+    the same checkpoint and all of them raise if one does. Each rank reads the bytes of its own ranges, rounded to whole
+    MiB.
+
+    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one tensor of the stored
+    dtype; if tensors are stored on disk, additional buffers of 96 MiB.
 
     Raises:
-        CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are
-            missing, truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at
-            once. A checkpoint that was deleted or replaced meanwhile. Ranks that would read different checkpoints, with
-            the directory and the step of each, before anything is read.
+        CheckpointError: as for `describe`; tensors that are missing or of another shape or dtype; files that are
+            missing, truncated or damaged in the bytes that were read, with the tensors that these belong to. All
+            problems are in one error. Also a checkpoint that was deleted or replaced while it was read; and ranks that
+            would read different checkpoints, with the directory and the step of each, before anything is read.
 
     Example:
         >>> import tempfile, typing
@@ -83,12 +85,12 @@ def read(
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
-    """Reads a whole checkpoint and compares every file with its sha256 and checksums; returns its index.
+    """Reads an entire checkpoint, compares every file with its sha256 and checksums, and returns its index.
 
-    Runs in one process. Memory: 8 buffers of 1 MiB, of a store's objects of 32 MiB.
+    Runs in one process. Memory: 8 buffers of 1 MiB, or of 32 MiB for an object store.
 
     Raises:
-        CheckpointError: lists every file that is missing, truncated or damaged, and the leaves that are hit.
+        CheckpointError: lists every file that is missing, truncated or damaged, and the affected tensors.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -108,7 +110,7 @@ def verify(path: str | os.PathLike[str]) -> Index:
 
 
 def missing(index: Index, files: Iterable[str]) -> list[str]:
-    """A line for each of these files that is not there in its full length."""
+    """Returns one message for each of these files that does not exist with its full length."""
     problems = []
     for name in files:
         try:
@@ -128,10 +130,10 @@ def missing(index: Index, files: Iterable[str]) -> list[str]:
 
 
 def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
-    """The bytes of a whole leaf in order, as uint8 tensors each of which is overwritten by the next.
+    """Yields the bytes of a full tensor in order, as uint8 tensors. Each is overwritten by the next.
 
     Raises:
-        CheckpointError: a damaged chunk.
+        CheckpointError: a chunk is damaged.
     """
     name = index.aliases.get(name, name)
     shape, dtype = index.leaves[name]
@@ -203,7 +205,7 @@ def _read(
             "call restore of the step, which makes places",
         )
     out: dict[str, torch.Tensor] = {}
-    # whoever fails between transfers leaves the others in one
+    # A rank that fails between transfers would leave the other ranks waiting in one.
     guard = contextlib.nullcontext() if index.spread is None else agreement.unbroken(mesh)
     with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
@@ -245,8 +247,8 @@ def _reader(index: Index) -> str:
 
 
 class _Reading:
-    """Fills memory and disk from the files of a checkpoint, several pieces at a time, and remembers what is wrong with
-    them."""
+    """Fills memory and disk from the files of a checkpoint, several pieces at a time, and collects the problems
+    found."""
 
     def __init__(self, index: Index, pool: ThreadPoolExecutor):
         self._index, self._pool = index, pool
@@ -254,8 +256,10 @@ class _Reading:
         self._bad: dict[tuple[str, int], dict[str, None]] = {}
 
     def run(self, jobs: Mapping[str, list[Piece]], nbytes: int = _BATCH) -> None:
-        """Reads the pieces of each file, at most `nbytes` by one thread at a time; of an index that is spread over the
-        ranks all of them call it."""
+        """Reads the pieces of each file. A thread reads at most `nbytes` at a time.
+
+        If the data is spread over the ranks, all ranks must call it.
+        """
         if (spread := self._index.spread) is not None:
             here = self._index.files
             self._problems += spread.fetch({file: pieces for file, pieces in jobs.items() if file not in here})
@@ -270,11 +274,11 @@ class _Reading:
                 self._bad.setdefault((file, chunk), {})[leaf] = None
 
     def to_disk(self, name: str, held: Boxes, out: torch.Tensor) -> None:
-        """These elements of a leaf, and zeros behind them, as the value of a tensor on disk."""
+        """Writes these elements of a tensor, followed by zeros, as the value of a tensor stored on disk."""
         dtype = self._index.leaves[name][1]
         size = _WINDOW // max(dtype.itemsize, out.dtype.itemsize)
         with disk.write_pieces(out) as write:
-            for start in range(0, out.numel(), size):  # with padding: as often on every rank
+            for start in range(0, out.numel(), size):  # with padding: equally many iterations on every rank
                 wanted, jobs = held.within(start, start + size), defaultdict[str, list[Piece]](list)
                 part = torch.empty(wanted.numel, dtype=dtype, device="cpu")
                 _cut(self._index, name, wanted, safetensors_format.as_bytes(part), jobs)
@@ -283,7 +287,8 @@ class _Reading:
             write(torch.zeros(out.numel() - held.numel, dtype=out.dtype, device="cpu"))
 
     def faults(self, all_leaves: bool = False) -> list[str]:
-        """A line for each chunk, with the leaves that were read there, or all that are."""
+        """Returns one message for each problem and damaged chunk, with the tensors that were read there, or all tensors
+        stored there if `all_leaves`."""
         return self._problems + [
             _bad_chunk(self._index, file, chunk, None if all_leaves else list(leaves))
             for (file, chunk), leaves in sorted(self._bad.items())
@@ -291,11 +296,13 @@ class _Reading:
 
 
 def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[str, list[Piece]]) -> None:
-    """Adds the pieces that make up these elements of a leaf, `out` being their bytes; of those that lie in several
-    parts from the first.
+    """Adds the pieces that make up these elements of a tensor. `out` is the memory for their bytes.
+
+    Elements that several parts contain are read from the first of these parts.
 
     Raises:
-        CheckpointError: some of them are nowhere, as on a host whose memory has but its own ranks' part.
+        CheckpointError: some of the elements are in no part, as on a host whose memory only has the shards of its
+            own ranks.
     """
     itemsize, left = index.leaves[name][1].itemsize, [(0, wanted.numel)] if wanted.numel else []
     for part in index.parts[name]:
@@ -312,7 +319,7 @@ def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[s
 
 
 def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
-    """Pieces of one file in its order, cut so that several threads can share a large file."""
+    """Yields the pieces of one file in file order, split so that several threads can share a large file."""
     batch, total = [], 0
     for piece in sorted(pieces, key=lambda p: p.offset):
         for at in range(0, piece.out.numel(), nbytes):
@@ -327,7 +334,8 @@ def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
 
 
 def _fill(index: Index, file: str, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
-    """Reads pieces of one file; returns the damaged chunks with the leaf that each hits, and what else went wrong."""
+    """Reads pieces of one file. Returns the damaged chunks, each with the tensor that was read there, and any other
+    problem."""
     try:
         with safetensors_format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
             return [
@@ -364,7 +372,7 @@ def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = N
 
 
 def _held(index: Index, file: str, start: int, stop: int) -> str:
-    """The leaves that lie in a range of bytes."""
+    """Returns a message that names the tensors in a range of bytes."""
     hit = [
         name
         for name, parts in index.parts.items()
@@ -394,7 +402,7 @@ def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
 
 
 def damaged(index: Index, problems: list[str]) -> CheckpointError:
-    """The error of files that are not as the index says."""
+    """Returns the error for files that do not match the index."""
     if is_gone(index):
         what = f"the checkpoint {index.directory} was deleted or replaced while it was read"
         fix = "read again, from the root; let keep= of the run that saves keep more than what others read"

@@ -1,9 +1,10 @@
-"""Writes safetensors files, and reads ranges of them, in bounded memory with checksums on the way.
+"""Writes safetensors files and reads ranges of them, in bounded memory, computing and verifying checksums on the way.
 
-A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. Everything
-moves through one staging buffer of `BLOCK` bytes, from and to any device, so no tensor is ever copied whole on the
-host: the `safetensors` library writes tensors that are whole in memory, and has no checksums. What it can do it does:
-weight_files.py reads other people's files by it. This file knows neither checkpoints nor ranks.
+A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. All
+data goes through one staging buffer of `BLOCK` bytes, from and to any device, so the host never holds a copy of a
+complete tensor. The `safetensors` library, in contrast, writes tensors that are completely in memory, and has no
+checksums. It is used for what it can do: weight_files.py reads the headers of other people's files with it. This file
+knows nothing of checkpoints or ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place
 
 CHUNK = 1 << 20
-"""Bytes under one crc32: what a restore that reads only a range must read and check around it."""
+"""The number of bytes under one crc32. A restore that reads only a range reads and checks the full chunks around it."""
 
 BLOCK = 16 * CHUNK
-"""Bytes of the staging buffer: one read or write."""
+"""The size of the staging buffer in bytes, which is also the size of one read or write."""
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -34,18 +35,18 @@ CODES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
-"""The dtypes that can be stored, under the format's names for them."""
+"""The dtypes that can be stored, with the names that the format uses for them."""
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class FormatError(ValueError):
-    """A file that is not what its index announces. Its text is one line without the file's name."""
+    """A file does not match its index or header. The message is one line without the file's name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file; `offset` is where its bytes begin, counted from the start of the file."""
+    """One tensor of a file. `offset` is where its bytes begin, counted from the start of the file."""
 
     name: str
     dtype: torch.dtype
@@ -62,7 +63,8 @@ class Entry:
 
 
 class ElementRun(NamedTuple):
-    """Elements `start` to `stop` of a flattened tensor: those of the flattened tensor `key` from element `at` on."""
+    """The elements `start` to `stop` of a flattened tensor, which are those of the flattened stored tensor `key` from
+    element `at` on."""
 
     start: int
     stop: int
@@ -72,7 +74,7 @@ class ElementRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """Describes a file just written: its size, digests, and where each tensor lies."""
+    """A file that has been written: its size, its digests, and the offset of each tensor."""
 
     bytes: int
     sha256: str
@@ -81,7 +83,7 @@ class Written:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8[nbytes], not copied."""
+    """Returns the memory of a contiguous tensor as uint8[nbytes], without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -91,16 +93,16 @@ def write(
     blocks: Callable[[Entry], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Writes a new safetensors file, to stable storage.
+    """Writes a new safetensors file to stable storage.
 
     Args:
         path: must not exist.
-        entries: the tensors; their offsets are ignored. They are laid out with the widest dtypes first, so that every
-            tensor is aligned to its own dtype.
-        blocks: the bytes of an entry, as uint8 tensors on any device, in order.
-        metadata: the header's `__metadata__`, besides `{"format": "pt"}`.
+        entries: the tensors; their offsets are ignored. They are laid out with the widest dtypes first, so that
+            every tensor is aligned to its own dtype.
+        blocks: returns the bytes of an entry in order, as uint8 tensors on any device.
+        metadata: what the header's `__metadata__` has in addition to `{"format": "pt"}`.
 
-    Memory: one buffer of `BLOCK` bytes, or of the file if that is smaller.
+    Memory: one buffer of `BLOCK` bytes, or of the size of the file if that is smaller.
     """
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
     head, offsets = header(entries, metadata or {})
@@ -118,9 +120,10 @@ def write(
 
 @dataclass
 class Ranges:
-    """Byte ranges of one file, read in whole chunks whose crc32 is checked; `bad` collects the chunks that fail.
+    """Reads byte ranges of one file in full chunks whose crc32 is checked. `bad` collects the chunks that fail the
+    check.
 
-    `crc32` is the concatenation of 8 hex digits a chunk, or None for a file without checksums. Not thread-safe.
+    `crc32` is the concatenation of 8 hex digits per chunk, or None for a file without checksums. Not thread-safe.
     """
 
     path: Place
@@ -139,7 +142,7 @@ class Ranges:
         self._reader.close()
 
     def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """The range in order, as views of the buffer: each is overwritten by the next."""
+        """Yields the range in order, as views of the buffer. Each is overwritten by the next."""
         stop = offset + nbytes
         while offset < stop:
             if not self._start <= offset < self._stop:
@@ -149,11 +152,12 @@ class Ranges:
             offset = here
 
     def blocks(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """`views` as uint8 tensors."""
+        """Returns the same as `views`, as uint8 tensors."""
         return (torch.frombuffer(view, dtype=torch.uint8) for view in self.views(offset, nbytes))
 
     def read_into(self, out: torch.Tensor, offset: int) -> list[int]:
-        """Fills `out`, uint8[n] on any device, from `offset` on; returns the damaged chunks among those it touched."""
+        """Fills `out`, uint8[n] on any device, from `offset` on. Returns the damaged chunks among those that it has
+        read."""
         done = 0
         for block in self.blocks(offset, out.numel()):
             out[done : done + block.numel()].copy_(block)
@@ -177,21 +181,22 @@ class Ranges:
 
 
 class _Sink:
-    """A file being written: bytes gather in the buffer; a full buffer is hashed and written at the same time."""
+    """A file that is being written. Bytes are collected in the buffer; a full buffer is hashed and written in
+    parallel."""
 
     def __init__(self, put: Callable[[memoryview], object], size: int):
         self.written, self.sha256, self.crc32 = 0, hashlib.sha256(), list[str]()
         self._put, self._fill = put, 0
         self._buffer = bytearray(min(BLOCK, size))
         self._tensor = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._pool = ThreadPool(2)  # an executor takes no work once the main thread has ended (async_save.py)
+        self._pool = ThreadPool(2)  # an executor accepts no work after the main thread has ended (async_save.py)
 
     def __enter__(self) -> _Sink:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.close()
-        self._pool.join()  # what it writes to is closed next
+        self._pool.join()  # the caller closes the output next
 
     def add(self, data: torch.Tensor) -> None:
         at = 0
@@ -205,7 +210,8 @@ class _Sink:
                 self.flush()
 
     def flush(self) -> None:
-        """Writes what the buffer holds. Every flush but the last is of `BLOCK` bytes, so chunks never straddle two."""
+        """Writes the contents of the buffer. Every flush except the last has `BLOCK` bytes, so no chunk straddles
+        two."""
         data = memoryview(self._buffer)[: self._fill]
         digest = self._pool.apply_async(self.sha256.update, (data,))
         write = self._pool.apply_async(self._put, (data,))
@@ -220,7 +226,7 @@ def _crc(data: Any) -> str:
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The bytes of a file before its first tensor, for tensors in this order, and where each tensor begins."""
+    """Returns the bytes of a file before its first tensor, for tensors in this order, and the offset of each tensor."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at, starts = 0, {}
     for entry in entries:

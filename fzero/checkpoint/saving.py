@@ -1,11 +1,13 @@
-"""Writes a checkpoint: every rank its own file, then one act that makes all of it valid at once.
+"""Writes a checkpoint: every rank writes its own file, then one atomic operation makes all of them valid.
 
-    every rank   plan: what is stored, and who writes which part         (pure; equal on all ranks, compared by digest)
-    rank 0       clears what killed saves left, makes a draft            (storage.py)
+    every rank   plan: what is stored, and which rank writes which part  (pure; equal on all ranks, compared by
+        digest)
+    rank 0       removes what killed saves have left, begins a draft     (storage.py)
     every rank   `write_rank_file`: its parts, with checksums
-    rank 0       `commit`: the index, publishing it, and the deletion of older checkpoints
+    rank 0       `commit`: writes the index, publishes it, and deletes older checkpoints
 
-After each of these the ranks exchange success or failure, so none waits for one that failed. Nothing is gathered.
+After each of these phases the ranks exchange success or failure, so that no rank waits for one that has failed. No
+tensor is gathered.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _warned: set[str] = set()  # roots under which older checkpoints could not be de
 
 @dataclass(frozen=True)
 class _Saved:
-    """What this process remembers of a checkpoint that it saved."""
+    """What this process remembers of a checkpoint that it has saved."""
 
     run: str
     step: int
@@ -62,8 +64,10 @@ _saved: dict[str, _Saved] = {}  # by root, the last checkpoint
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The plan of a save: `parts[name]` are the ranks that write the leaf, and what of it each writes. Alike on all
-    ranks but for `tensors`."""
+    """The plan of a save. `parts[name]` lists the ranks that write the tensor, each with the elements that it writes.
+
+    The plan is the same on all ranks, except for `tensors`.
+    """
 
     step: int
     size: int
@@ -88,7 +92,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Job:
-    """A save that has begun: every rank has the same plan, and there is room for its files."""
+    """A save that has begun: every rank has the same plan, and the draft for its files exists."""
 
     ranks: Ranks
     root: Place
@@ -103,7 +107,7 @@ class Job:
         return f"cannot save step {self.plan.step} to {self.root}"
 
     def undo(self) -> None:
-        """Leaves nothing of the new checkpoint."""
+        """Removes everything of the new checkpoint."""
         _undo(self.ranks, self.root, self.draft)
 
 
@@ -151,43 +155,45 @@ def save(
     wait: bool = True,
     private: bool = False,
 ) -> Place | AsyncSave:
-    """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
+    """Saves a state as `path/step-XXXXXXXX`, replacing an older checkpoint of the same step.
 
-    Every rank calls it. It returns when the checkpoint is complete and on stable storage; until then the previous one
-    is the latest, whatever is killed when. It can be restored on any mesh. A tied leaf is stored once.
+    Every rank calls it. It returns when the checkpoint is complete and on stable storage. Until then the previous
+    checkpoint is the latest one, whichever process is killed at whatever moment. The checkpoint can be restored on any
+    mesh. A tied parameter is stored once.
 
     Args:
-        path: the root directory, on a filesystem that all ranks share; made if it is not there. Or a place in an object
-            store, such as s3://bucket/run, through fsspec (the extra `fsspec`). One save at a time.
+        path: the root directory, on a filesystem that all ranks share; it is made if it does not exist. Or a location
+            in an object store, such as s3://bucket/run, through fsspec (the extra `fsspec`). Only one save at a time.
         state: a State of a plain Step or of a CompiledStep: a pytree of tensors, numbers and strings with a field
-            `step`. Tensors without a layout are taken to be whole and equal on all ranks.
+            `step`. Tensors without a layout are taken to be replicated, that is, unsharded and equal on all ranks.
         keep: delete, after success, all but this many checkpoints, counting this one and those of earlier steps.
             Checkpoints of later steps are never touched.
-        meta: anything JSON can hold, e.g. the run's configuration; rank 0's is stored.
-        check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a
-            checkpoint that one of them wrote. It reads those leaves once, where they are, except for leaves on disk,
-            which are not compared.
-        wait: False to go on while it is written: what this rank writes is copied to host memory, and a thread does the
-            rest. An `AsyncSave` comes back, whose `wait()` returns the path; a save under way is waited for by the next
-            one. Not for states with leaves on disk, which such a copy would bring into memory.
-        private: True for files that this user alone can read (0600, in directories of 0700), whatever the umask;
-            otherwise files have the permissions that the umask leaves. Directories that are there stay as they are. Not
-            for an object store, where its own policies say who may read.
+        meta: anything that JSON can hold, e.g. the run's configuration; rank 0's is stored.
+        check_replicas: compare tensors that several ranks hold, by digests. Ranks that have diverged then cause an
+            error, instead of a checkpoint with the values of one of them. The comparison reads these tensors once, on
+            the device where they are; tensors stored on disk are not compared.
+        wait: False to continue while the checkpoint is written: the data that this rank writes is copied to host
+            memory, and a thread does the rest. An `AsyncSave` is returned, whose `wait()` returns the path. The next
+            save waits for the running one. Not for states with tensors stored on disk, which the copy would bring into
+            memory.
+        private: True for files that only this user can read (0600, in directories of 0700), whatever the umask;
+            otherwise files have the permissions that the umask leaves. Existing directories are not changed. Not for an
+            object store, whose own policies determine who may read.
 
     Communication: a few bytes through the store; five exchanges of small objects; each rank writes the shards it holds,
-        one of the replicas of a shard and of a whole leaf, spread over the ranks by size. With `wait=False` two of the
-        exchanges before it returns, the others through the store.
+        and of the replicas of a shard or of an unsharded tensor one rank writes, spread over the ranks by size. With
+        `wait=False`, two of the exchanges take place before it returns, and the others go through the store.
 
-    Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk; with an object store about
-        80 MiB, or five 9000ths of this rank's file if that is more. With `wait=False` also what this rank reads of its
-        state, kept for the next save until `close_mesh()`; in pinned memory if it comes from a GPU.
+    Memory: one buffer of at most 16 MiB on the host, and two if tensors are stored on disk; with an object store about
+        80 MiB, or five 9000ths of this rank's file if that is more. With `wait=False`, also the tensors that this rank
+        reads of its state, kept for the next save until `close_mesh()`; in pinned memory if they come from a GPU.
 
     Raises:
-        CheckpointError: on every rank, if anything failed on any; names each failing rank. The previous checkpoint is
-            then still valid and the latest, and nothing is left of the new one. Replicas that differ, by leaf and rank.
-            Likewise what the save before it failed with, if a rank has not called `wait()` of it. That older ones
-            cannot be deleted is a warning.
-        DivergenceError: ranks that did not call it within the mesh's timeout, by name.
+        CheckpointError: on every rank, if anything failed on any rank; names each failing rank. The previous checkpoint
+            is then still valid and the latest, and nothing is left of the new one. Also for replicas that differ, by
+            tensor and rank; and with the error of the previous asynchronous save, if a rank has not called its
+            `wait()`. If older checkpoints cannot be deleted, this is only a warning.
+        DivergenceError: ranks did not call it within the mesh's timeout; they are named.
 
     Example:
         >>> import tempfile, typing
@@ -222,9 +228,9 @@ def begin(
     wait: bool = True,
     private: bool = False,
 ) -> Job:
-    """Waits for the save under way, plans the next on all ranks, and makes room for its files.
+    """Waits for the running save, makes the plan of the next one on all ranks, and begins the draft for its files.
 
-    Arguments and errors as for `save`. Called with `behind.one_at_a_time` held.
+    Arguments and errors are those of `save`. To be called with `async_save.one_at_a_time` held.
     """
     root: Place | None = None
     plan: SavePlan | None = None
@@ -233,11 +239,11 @@ def begin(
     def act() -> tuple[str, tuple[str, str] | None]:
         nonlocal root, plan, draft
         root = as_path(path)
-        async_save.finish()  # it may raise on some ranks alone: those where nobody has asked
+        async_save.finish()  # it may raise only on some ranks: those that have not called `wait`
         check_whole(state, "checkpoint.save")
         plan = make_plan(state, ranks.rank, ranks.size)
         _check_arguments(keep, meta, wait, plan, not_private(root, private))
-        storage = storage_of(root)  # every rank has what it takes
+        storage = storage_of(root)  # checks on every rank that it has the necessary packages
         if ranks.rank == 0:
             if storage.has(root / INDEX):
                 fix = f"give the directory that it is in: {root.parent}"
@@ -261,7 +267,7 @@ def begin(
 
 
 def carry_out(job: Job) -> Place:
-    """Compares replicas, writes and commits what has begun."""
+    """Compares replicas, then writes and commits a save that has begun."""
     ranks, plan = job.ranks, job.plan
     if job.check_replicas and ranks.size > 1:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -289,7 +295,7 @@ def _undo(ranks: Ranks, root: Place | None, draft: Draft | None) -> None:
 
 
 def _read(job: Job) -> dict[str, torch.Tensor]:
-    """The tensors that a rank reads: the ones it writes parts of, and the ones that are compared."""
+    """Returns the tensors that this rank reads: those that it writes parts of, and those that are compared."""
     plan, rank = job.plan, job.ranks.rank
     names = {name for name, parts in plan.parts.items() if any(r == rank for r, _ in parts)}
     if job.check_replicas and job.ranks.size > 1:
@@ -298,16 +304,16 @@ def _read(job: Job) -> dict[str, torch.Tensor]:
 
 
 def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = None) -> SavePlan:
-    """Who writes which elements of which leaf; the same on every rank.
+    """Returns the plan of which rank writes which elements of which tensor; the same on every rank.
 
-    A shard that one rank holds is written by that rank. Whole leaves and shards with replicas go, largest first, to
-    whichever of their holders has the fewest bytes yet (the lowest of these ranks).
+    A shard that only one rank holds is written by that rank. Replicated tensors and shards with replicas are
+    assigned, largest first, to whichever of their holders has the fewest bytes so far (the lowest such rank).
 
     Args:
-        among: the ranks that write; what none of them holds is not written. By default all.
+        among: the ranks that write. Elements that none of them holds are not written. By default, all ranks.
 
     Raises:
-        CheckpointError: a state that cannot be stored, listing every reason.
+        CheckpointError: the state cannot be stored; the error lists every reason.
     """
     tree, tensors, problems = skeleton.encode(lasting(state))
     step = _step(state, problems)
@@ -372,12 +378,12 @@ def file_name(rank: int, size: int) -> str:
 
 
 def written_by(plan: SavePlan, rank: int) -> dict[str, Boxes]:
-    """The parts that a rank writes, of each leaf at most one."""
+    """Returns the parts that a rank writes: at most one per tensor."""
     return {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
 
 def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
-    """Writes this rank's parts, and a note of what was written for `commit`."""
+    """Writes this rank's parts, and a JSON file for `commit` that says what was written."""
     mine = written_by(plan, rank)
 
     def entry(name: str) -> safetensors_format.Entry:
@@ -388,7 +394,7 @@ def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
         )
 
     def blocks(entry: safetensors_format.Entry) -> Iterator[torch.Tensor]:
-        tensor, left = plan.tensors[entry.name], entry.nbytes  # less the padding, which is at the end
+        tensor, left = plan.tensors[entry.name], entry.nbytes  # without the padding, which is at the end
         on_disk = extent_of(tensor) is not None
         for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
             data = safetensors_format.as_bytes(piece)[:left]
@@ -405,7 +411,7 @@ def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
 def commit(
     root: Place, draft: Draft, plan: SavePlan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
 ) -> Place:
-    """Makes the files that all ranks have written the latest checkpoint."""
+    """Publishes the files that all ranks have written as the latest checkpoint."""
     storage, target = storage_of(root), root / step_name(plan.step)
     notes = [_read_note(draft, rank, plan.size) for rank in range(plan.size)]
     names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
@@ -433,11 +439,11 @@ def commit(
 
 
 def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
-    """The name of the run that a new checkpoint belongs to, and a warning if `latest` belongs to another run.
+    """Returns the name of the run that a new checkpoint belongs to, and a warning if `latest` belongs to another run.
 
-    A save continues the run of the latest checkpoint if it has the same leaves and a step that is not earlier. That
-    includes a run that was started again, from whatever source it got its state. Any other save is a new run, which
-    takes over the directory.
+    A save continues the run of the latest checkpoint if it has the same tensors and a step that is not earlier. This
+    includes a run that was restarted, wherever it got its state from. Any other save starts a new run, which takes over
+    the directory.
     """
     own = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
     before = _before(root)
@@ -455,7 +461,8 @@ def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
 
 
 def _before(root: Place) -> _Saved | Index | None:
-    """The latest checkpoint before a save. Its index, which can be large, is not read if this process wrote it."""
+    """Returns the latest checkpoint before a save. If this process wrote it, its index, which can be large, is not
+    read."""
     known = _saved.get(_absolute(root))
     try:
         place = pointed(root)
@@ -471,7 +478,7 @@ def _absolute(root: Place) -> str:
 
 
 def _not_deleted(root: str, why: str) -> None:
-    """Warns once of each root: nothing is wrong with what was saved."""
+    """Warns once per root that older checkpoints could not be deleted. The new checkpoint is not affected."""
     if root not in _warned:
         _warned.add(root)
         text = "fzero.checkpoint.save: older checkpoints under %s could not be deleted: %s"
@@ -509,7 +516,7 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
 
 
 def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[int]]:
-    """For every shard, the ranks that hold it."""
+    """Returns, for every shard, the ranks that hold it."""
     out: list[list[int]] = [[] for _ in range(mesh.axis_size(axes))]
     for rank in range(mesh.size):
         there = Mesh(mesh.axes, rank, torch.device("cpu"))
@@ -519,7 +526,7 @@ def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[
 
 
 def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
-    """A line if checkpoints of a path cannot be of this user alone, as is asked."""
+    """Returns a message if `private` is invalid, or if checkpoints at this path cannot be made private to this user."""
     if not (problems := flag("private", private)) and private and isinstance(as_path(path), Url):
         problems = ["private=True: objects of a store have no permissions of files; its policies say who may read"]
     return problems

@@ -1,11 +1,12 @@
-"""Stores the files of checkpoints: in directories of a filesystem, or as objects of a store behind a URL.
+"""Defines the storage of checkpoint files: directories of a filesystem, or objects in a store behind a URL.
 
     path               a directory has another name while it is written; a rename publishes it
-    scheme://bucket/…  through fsspec. Objects are not renamed, and are there whole or not at all: those of a save have
-                       names that none had before, and the index, written last, publishes them
+    scheme://bucket/…  through fsspec. Objects are not renamed, and each is there completely or not at all. The
+    objects
+                       of a save have names that no object had before; the index, written last, publishes them
 
-Whether a checkpoint is complete, and which is the latest, is decided by asking for an object; a listing, which may lag
-behind, only says which there are to ask for. This file knows names, not contents.
+Whether a checkpoint is complete, and which one is the latest, is decided by requesting an object. A listing, which
+may lag behind, only tells which objects to request. This file deals with names, not with contents.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from fzero._utils.bounded_json import MOST, Malformed
 from fzero.checkpoint.storage_paths import Place
 
 ABANDONED = 3600.0
-"""Seconds after which a draft to which nobody has written is taken to be left by a save that was killed."""
+"""The number of seconds without a write after which a draft is assumed to be left by a save that was killed."""
 
 
 class Draft(NamedTuple):
-    """A checkpoint in progress: the place of its files, and a suffix that makes their names unique."""
+    """A checkpoint that is being written: the directory of its files, and a suffix that makes their names unique."""
 
     directory: Place
     mark: str
 
     def name(self, plain: str) -> str:
-        """The name of a file of it: rank-00000.json is rank-00000.5c1ab3f0.json, say."""
+        """Returns the name of a file of this draft. For example, rank-00000.json becomes rank-00000.5c1ab3f0.json."""
         stem, _, suffix = plain.partition(".")
         return f"{stem}{self.mark}.{suffix}"
 
@@ -40,10 +41,11 @@ class Reader(ABC):
 
     @abstractmethod
     def read_into(self, out: memoryview, offset: int) -> int:
-        """Bytes read, from this offset on; 0 at the end, and perhaps fewer than wanted."""
+        """Reads from this offset on and returns the number of bytes: 0 at the end of the file, and possibly fewer than
+        `out` takes."""
 
     def fill(self, out: memoryview, offset: int) -> int:
-        """Bytes read, from this offset on; fewer than wanted only where the file ends."""
+        """Reads from this offset on and returns the number of bytes, fewer than `out` takes only if the file ends."""
         got = 0
         while got < len(out) and (n := self.read_into(out[got:], offset + got)):
             got += n
@@ -60,82 +62,88 @@ class Reader(ABC):
 
 
 class Storage(ABC):
-    """Files, and what checkpoints need of them. What is not there is a FileNotFoundError."""
+    """The operations on files that checkpoints need. For a file that does not exist they raise FileNotFoundError."""
 
     span: int
-    """Bytes that are read at a time where a whole file is read."""
+    """The number of bytes per read when an entire file is read."""
 
     @abstractmethod
     def names(self, directory: Any) -> list[str]:
-        """The names of what lies in a directory; none where nothing is. A store may list what was just deleted, and not
-        yet what was just written."""
+        """Returns the names in a directory, or none if it does not exist.
+
+        An object store may still list what was just deleted, and not yet list what was just written.
+        """
 
     @abstractmethod
     def size(self, file: Any) -> int:
-        """Bytes of a file."""
+        """Returns the size of a file in bytes."""
 
     @abstractmethod
     def read(self, file: Any, nbytes: int) -> bytes:
-        """The first bytes of a file, or all if there are no more."""
+        """Returns the first `nbytes` bytes of a file, or all if there are fewer."""
 
     @abstractmethod
     def is_directory(self, place: Any) -> bool: ...
 
     @abstractmethod
     def is_published(self, directory: Any) -> bool:
-        """Whether what has the name of a checkpoint is, or was, one: not a save that did not come to its end."""
+        """Whether something with the name of a checkpoint is or was a checkpoint, and not a save that did not
+        finish."""
 
     @abstractmethod
     def reader(self, file: Any) -> Reader: ...
 
     @abstractmethod
     def writer(self, file: Any, nbytes: int) -> AbstractContextManager[Callable[[memoryview], object]]:
-        """Writes a new file of this many bytes, piece by piece. It is on stable storage when the context ends well."""
+        """Writes a new file of this many bytes, piece by piece. The file is on stable storage when the context ends
+        without an error."""
 
     @abstractmethod
     def write(self, file: Any, data: bytes) -> None:
-        """Writes a file as a whole."""
+        """Writes an entire file at once."""
 
     @abstractmethod
     def link(self, directory: Any, name: str) -> str | None:
-        """The place to which a name leads that does not lead to a file of this directory."""
+        """Returns where a name leads if it does not lead to a file of this directory, else None."""
 
     @abstractmethod
     def stand_in(self, file: Any, nbytes: int) -> AbstractContextManager[Path]:
-        """A local file of the same size and the same first bytes."""
+        """Provides a local file with the same size and the same first bytes."""
 
     @abstractmethod
     def begin(self, root: Any, name: str, private: bool = False) -> Draft:
-        """Makes room for a checkpoint of this name, after finishing or removing what saves that were killed left:
-        drafts to which nobody has written for an hour. One process calls it. `private`: its files are for this user
-        alone.
+        """Prepares a checkpoint of this name, after finishing or removing what killed saves have left behind.
+
+        Drafts that have not been written to for an hour are considered abandoned. One process calls it. `private`:
+        only this user can access the files.
         """
 
     @abstractmethod
     def publish(
         self, root: Any, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
     ) -> list[Place]:
-        """Makes a draft the checkpoint of this name, and the latest, at once. Returns what may be retired.
+        """Makes a draft the checkpoint of this name and the latest one, atomically. Returns the checkpoints that may be
+        deleted now.
 
         Args:
-            index: written last.
-            spare: files of the draft that the checkpoint does without.
-            files: those that it has.
+            index: the contents of the index, which is written last.
+            spare: files of the draft that the checkpoint does not need.
+            files: files that the checkpoint has.
         """
 
     @abstractmethod
     def undo(self, root: Any, draft: Draft) -> None:
-        """Leaves nothing of a draft that was not published. Does not fail."""
+        """Removes a draft that was not published. Does not raise."""
 
     @abstractmethod
     def retire(self, root: Any, directory: Any) -> None:
-        """Deletes a checkpoint: one half deleted is never taken for a complete one."""
+        """Deletes a checkpoint in such a way that a partly deleted one is never taken for a complete one."""
 
     def whole(self, file: Any, most: int = MOST) -> bytes:
-        """A whole file.
+        """Returns the contents of an entire file.
 
         Raises:
-            Malformed: it has more than so many bytes.
+            Malformed: the file has more than `most` bytes.
         """
         data = self.read(file, most + 1)
         if len(data) > most:
@@ -151,10 +159,11 @@ class Storage(ABC):
 
 
 def storage_of(place: Place) -> Storage:
-    """The storage of the files of a place.
+    """Returns the storage for the files of a path or URL.
 
     Raises:
-        CheckpointError: of a URL: no fsspec, nothing for this protocol, or options that it does not take.
+        CheckpointError: for a URL: fsspec is not installed, it has no package for this protocol, or the protocol
+            does not accept the configured options.
     """
     if isinstance(place, Path):
         from fzero.checkpoint.filesystem import FILES

@@ -1,4 +1,4 @@
-"""Names the places of checkpoints, a path or the URL of objects in a store, and the files in them."""
+"""Represents the location of a checkpoint, a path or the URL of objects in a store, and names the files in it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fzero._utils.arguments import shown
 from fzero.errors import CheckpointError
 
 INDEX = "index.json"
-LONGEST_INDEX = 2 << 30  # bytes: some ten million parts of leaves
+LONGEST_INDEX = 2 << 30  # bytes: about ten million parts of tensors
 LATEST = "latest"
 TEMPORARY = ".tmp-"
 STEP = "step-"
 
 SET_ASIDE = ".replaced"
-"""Suffix of a checkpoint that is being replaced by another of the same step: there for two renames."""
+"""The suffix of a checkpoint that is being replaced by another one of the same step. It exists between two renames."""
 
 GIVE = "give the path that fz.checkpoint.save was given"
 
@@ -27,9 +27,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 
 
 class Url(os.PathLike[str]):
-    """The place of objects in a store, e.g. s3://bucket/run/step-00000003: what `save` returns for one of a URL.
+    """The location of objects in a store, e.g. s3://bucket/run/step-00000003. `save` returns one if it was given a URL.
 
-    Its text, `str(url)`, is what other libraries take.
+    Its text, `str(url)`, is the form that other libraries accept.
 
     Example:
         >>> url = Url("s3://bucket/run") / "step-00000003"
@@ -77,7 +77,8 @@ Place: TypeAlias = Path | Url
 
 
 def as_path(path: Any) -> Place:
-    """The place that a path or a URL names; raises if it is neither. file:// is the path behind it."""
+    """Returns the `Path` or `Url` that an argument names, and raises an error if it names neither. A file:// URL
+    becomes a path."""
     try:
         if path == "":
             raise CheckpointError("checkpoint", "'' names nothing", fix=GIVE)
@@ -109,7 +110,7 @@ def as_path(path: Any) -> Place:
 
 
 def local(path: Any, owner: str, what: str) -> Path:
-    """The path of a directory here, for what is not written to, or read from, a URL."""
+    """Returns the path of a local directory, for functions that neither write to nor read from a URL."""
     place = as_path(path)
     if isinstance(place, Url):
         raise CheckpointError(owner, f"{place}: {what}", fix="give a local directory, and copy from or to there")

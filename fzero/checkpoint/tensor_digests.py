@@ -1,8 +1,8 @@
-"""Compares replicas: tensors that several ranks hold in common must be equal on all of them, bit for bit. Digests
-travel, never values.
+"""Compares replicas: tensors that several ranks hold must be equal on all of them, bit for bit. Only digests are
+communicated.
 
-A leaf sharded over some axes has a replica on every rank with the same place along those; a whole leaf on every rank of
-the mesh.
+A tensor that is sharded over some axes has a replica on every rank with the same coordinates along those axes; a
+tensor that is not sharded has one on every rank of the mesh.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fzero.mesh import Mesh
 from fzero.sharding.layout import leaf_of
 
 _COLUMNS = 4093
-"""Words of 8 bytes in a row, of which a tensor's rows are added up: a prime, so that no usual width of a leaf is a
-multiple of it."""
+"""The number of 8-byte words in a row. The rows of a tensor are added up with weights. A prime, so that no usual width
+of a tensor is a multiple of it."""
 _ROWS = 32
-"""Rows that are read at once: 1 MiB."""
+"""The number of rows that are read at once: 1 MiB."""
 _SHIFT = 29
-"""By how many bits a word is folded onto itself. No multiple of the bits of a number, so that all of a word's signs
-changing is no change that cancels."""
+"""The number of bits by which a word is shifted before it is combined with itself. It is no multiple of the size of an
+element, so that flipping the signs of all elements of a word does not cancel out."""
 
 Held = Mapping[str, tuple["torch.Tensor | str", tuple[str, ...]]]
 """By name: what this rank holds, a tensor or a text, and the axes over which it is sharded."""
 
 
 def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str, tuple[str, ...]]]:
-    """The tensors of a state that are in memory and that another rank has too. One without a layout is taken to be
-    whole."""
+    """Returns the tensors of a state that are in memory and that other ranks hold too. A tensor without a layout is
+    taken to be replicated on all ranks."""
     out: dict[str, tuple[torch.Tensor | str, tuple[str, ...]]] = {}
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.is_meta:
@@ -49,8 +49,10 @@ def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str,
 
 
 def digested(held: Held) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The digest of each, and its dtype and shape, in place of what it is of. What a rank raises here the others must
-    hear of, before they exchange."""
+    """Replaces each value by its digest, dtype and shape.
+
+    If this raises on one rank, the others must be told before they exchange digests.
+    """
     return {
         name: (f"{digest(x)} {tree.describe(x) if isinstance(x, torch.Tensor) else 'another'}", axes)
         for name, (x, axes) in held.items()
@@ -63,15 +65,17 @@ def differing(
     size: int,
     exchange: Callable[[Any, Any], list[Any]],
 ) -> list[str]:
-    """A line for each name of which two ranks hold different values: the same lines on every rank.
+    """Returns a message for each name whose value differs between two ranks: the same messages on every rank.
 
     Args:
-        digests: as `digested` makes them. The same names on every rank, or those that a rank lacks are among the lines.
+        digests: what `digested` returned. The names should be the same on every rank; those that a rank lacks are
+            reported as well.
         sizes: of the axes of the mesh.
-        size: number of ranks.
-        exchange: returns every rank's value, in order of rank, as the form that it is given has it (bounded_json.py).
+        size: the number of ranks.
+        exchange: returns every rank's value in order of rank, checked against the form that it is given
+            (bounded_json.py).
 
-    Communication: one exchange of about a hundred bytes; if anything differs another of 50 bytes a name.
+    Communication: one exchange of about a hundred bytes; if anything differs, another one of 50 bytes per name.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name, (_, axes) in digests.items():
@@ -98,17 +102,19 @@ def differing(
 
 
 def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
-    """Raises on every rank if two of them hold other values of what all of them hold, or all that share a place along
-    the axes it is sharded over.
+    """Raises an error on every rank if values that must be the same differ between ranks.
 
-    `held` says what that is; it is called once, on a mesh of one device too, and what it raises the other ranks hear
-    of.
+    Those are the values that all ranks hold, or that all ranks with the same coordinates along the sharded axes
+    hold.
 
-    Communication: about a hundred bytes through the store; if anything differs 30 bytes more a name. Memory and time:
-        see `differing`.
+    `held` returns them. It is called once, also on a mesh of one device. If it raises on one rank, the other ranks
+    are told.
+
+    Communication: about a hundred bytes through the store; if anything differs, 30 more bytes per name. Memory and
+    time: see `digest`.
 
     Raises:
-        DivergenceError: naming what differs, and on which ranks.
+        DivergenceError: naming the values that differ, and the ranks.
     """
     if mesh.size == 1:
         held()
@@ -126,7 +132,8 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
 
 
 def _unlike(tables: Sequence[Mapping[str, tuple[str, str]]], name: str, ranks: Sequence[int], holder: int) -> str:
-    """The difference between the values of some ranks and of one: in values, or in dtype and shape."""
+    """Describes the difference between the values of some ranks and that of one rank: in values, or in dtype and
+    shape."""
     kinds = [table[name][1].partition(" ")[2] if name in table else "no such leaf" for table in tables]
     if all(kinds[rank] == kinds[holder] for rank in ranks):
         return f"not the same on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} as on rank {holder}"
@@ -135,13 +142,14 @@ def _unlike(tables: Sequence[Mapping[str, tuple[str, str]]], name: str, ranks: S
 
 @torch.no_grad()
 def digest(x: torch.Tensor | str) -> str:
-    """16 hexadecimal digits of a tensor's shape, dtype and bits, or of a text.
+    """Returns 16 hexadecimal digits for a tensor's shape, dtype and bits, or for a text.
 
-    Tensors that differ in one element have different sums. So do tensors that differ in many, also in signs or in order
-    alone, but for a chance of about 2**-30: each row has a random weight, and a word's high bits count in its low ones.
+    Tensors that differ in one element have different digests. So do tensors that differ in many elements, including
+    only in signs or in order, except with a probability of about 2**-30: each row has a random weight, and the high
+    bits of a word also affect its low bits.
 
-    Memory: 8 MiB, also for a tensor that is not contiguous, and 1/4000 of the tensor. Time: 2.5 GB/s a core, a tenth of
-        that for one that is not contiguous.
+    Memory: 8 MiB, also for a tensor that is not contiguous, plus 1/4000 of the tensor. Time: 2.5 GB/s per core; a
+    tenth of that for a tensor that is not contiguous.
     """
     if isinstance(x, str):
         return _sha(x.encode())
@@ -165,11 +173,12 @@ def digest(x: torch.Tensor | str) -> str:
 
 @torch.no_grad()
 def word_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words of 8 bytes, modulo 2**64, where the tensor is: int64[]. Zeros behind it add nothing.
+    """Returns the sum of a tensor's 8-byte words modulo 2**64, on the tensor's device: int64[]. Trailing zeros do not
+    change it.
 
-    It sees one flipped bit, and any change but one in 2**64 of those that are left to chance; not elements that have
-    changed places. Memory: 1 MiB; a copy of a tensor that is not contiguous. Time: 10 GB/s a core, six times as fast as
-    `digest`.
+    It detects every single flipped bit, and any other random change except with a probability of 2**-64. It does not
+    reliably detect elements that have changed places. Memory: 1 MiB; for a tensor that is not contiguous, a copy. Time:
+    10 GB/s per core, six times as fast as `digest`.
     """
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
@@ -185,7 +194,8 @@ def word_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The bytes of a range of a tensor's elements, where they lie if they lie one behind the other as words do."""
+    """Returns the bytes of a range of a tensor's elements, as a view if they are contiguous and aligned to 8-byte
+    words, else as a copy."""
     if x.is_contiguous():
         part = x.view(-1)[start:stop].view(torch.uint8)
     else:
@@ -201,7 +211,7 @@ def _sha(*parts: bytes) -> str:
 
 
 def _first_holders(axes: str, sizes: Mapping[str, int], size: int) -> list[int]:
-    """For every rank the first that holds the same of what is sharded over these axes."""
+    """Returns, for every rank, the first rank that holds the same shard of a tensor that is sharded over these axes."""
     if not axes:
         return [0] * size
     found: dict[int, int] = {}

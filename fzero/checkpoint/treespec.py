@@ -1,11 +1,12 @@
-"""Encodes the structure of a pytree as JSON: containers, leaf names and plain values, and back.
+"""Encodes the structure of a pytree (containers, names of tensors, and plain values) as JSON, and decodes it.
 
 A node is null, `{"leaf": name}`, `{"value": x}` (a bool, int or str; floats as `{"float": hex}`, which is exact),
-`{"tuple": [...]}`, `{"list": [...]}`, `{"dict": [[key, node], ...]}`, `{"ordered_dict": ...}` likewise, or
+`{"tuple": [...]}`, `{"list": [...]}`, `{"dict": [[key, node], ...]}`, `{"ordered_dict": ...}` in the same way, or
 `{"namedtuple" | "dataclass": "module:qualname", "fields": [[name, node], ...]}`.
 
-Nothing in a checkpoint is code. A class is only looked up, by plain attributes of modules that the program has already
-imported (or that are fzero's own), and used only if it is a NamedTuple or dataclass with exactly the stored fields.
+Nothing in a checkpoint is executed as code. A class is only looked up, by plain attributes of modules that the
+program has already imported (or that are fzero's own), and is used only if it is a NamedTuple or dataclass with exactly
+the stored fields.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Node = Any
 
 
 def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
-    """The skeleton of a tree, its tensors by dotted name (in the order of `fz.tree`), and what cannot be stored."""
+    """Returns the treespec of a pytree, its tensors by dotted name (in the order of `fz.tree`), and a message for
+    everything that cannot be stored."""
     leaves: dict[str, torch.Tensor] = {}
     paths: dict[str, str] = {}
     problems: list[str] = []
@@ -74,7 +76,8 @@ def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
 
 
 def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
-    """The tree of a skeleton with `leaf(name)` for its leaves, and every class that cannot be used and why."""
+    """Rebuilds the pytree of a treespec with `leaf(name)` for each tensor. Also returns a message for every class that
+    cannot be used."""
     problems: dict[str, None] = {}
 
     def visit(node: Node) -> Any:
@@ -105,7 +108,7 @@ def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
 
 
 def names(skeleton: Node) -> list[str]:
-    """The names of all leaves, in order. Raises ValueError for anything that `encode` does not write."""
+    """Returns the names of all tensors in order. Raises ValueError for anything that `encode` does not write."""
     match skeleton:
         case None:
             return []
@@ -136,7 +139,7 @@ def _is(key: Any, *types: type) -> bool:
 
 
 def _sorted(x: Mapping[Any, Any]) -> list[Any]:
-    """Keys as optree orders them: sorted, by type and then value if they do not compare."""
+    """Returns the keys in the order of optree: sorted, or by type and then value if they cannot be compared."""
     try:
         return sorted(x)
     except TypeError:
@@ -160,9 +163,10 @@ _MOVED = {
     "fzero.optim.base:EmptyState": "fzero.optim.gradient_transformation:EmptyState",
     "fzero.precision.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
 }
-"""Types of a state by the module that held them when a checkpoint was written, each with that which holds them now."""
+"""Types of a state, by the module that defined them when a checkpoint was written, with the module that defines them
+now."""
 _REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State")
-"""Slots of a state that fzero has no more. Each is read as None: nothing needs its values."""
+"""Parts of a state that fzero no longer has. Each is read as None, because nothing needs their values."""
 
 
 def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:

@@ -1,4 +1,4 @@
-"""Exports a checkpoint to Hugging Face's layout of safetensors files, in one process, a block at a time."""
+"""Exports a checkpoint to Hugging Face's layout of safetensors files, in one process, one block at a time."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """Writes the leaves under `prefix` as `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index.
+    """Writes the tensors under `prefix` as `model.safetensors`, or as `model-0000i-of-0000n.safetensors` and their
+    index.
 
-    Tensors have their whole shapes and dotted names without the prefix (`layers.3.qkv`), in the order of the tree. Of a
-    tied leaf only the first name has data, as Hugging Face's writers do it; the metadata of the index and of every file
-    maps the other names to it.
+    Tensors have their full shapes and their dotted names without the prefix (`layers.3.qkv`), in the order of the
+    pytree. For a tied tensor, only the first name has data, as in the files that Hugging Face writes; the metadata of
+    the index and of every file maps the other names to it.
 
     Args:
-        path: one step's directory, or the root of several: then its latest.
-        out: a directory; made if it is not there, else its other files (a config, a tokenizer) are left alone.
+        path: the directory of one step, or the root of several, of which the latest is exported.
+        out: a directory. It is made if it does not exist; other files in it (a config, a tokenizer) are left alone.
         prefix: a dotted name of the state; "" exports all of it.
         max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
-        dtype: floating-point leaves are converted to it.
+        dtype: floating-point tensors are converted to it.
 
     Returns:
         The files written, the index last.
@@ -55,7 +56,7 @@ def export(
     Memory: buffers of 16 MiB, whatever the size of the model.
 
     Raises:
-        CheckpointError: as for `read`; nothing under `prefix`; or `out` holds a model already.
+        CheckpointError: as for `read`; nothing is under `prefix`; or `out` already holds a model.
 
     Example:
         >>> import typing, safetensors.torch
@@ -103,7 +104,7 @@ def _write(
     tied: Mapping[str, str],
     owner: str,
 ) -> list[Path]:
-    """Writes tensors, of which `blocks` has the bytes, as one file, or as several and their index."""
+    """Writes tensors as one file, or as several and their index. `blocks` returns their bytes."""
     shards = _shards(entries, max_shard_bytes)
     files = (
         [WEIGHTS]
@@ -124,7 +125,7 @@ def _write(
             files.append(WEIGHTS_INDEX)
             text = json.dumps(content, indent=2) + "\n"
             storage_of(temporary).write(temporary / WEIGHTS_INDEX, text.encode())
-        for file in files:  # the index last: before it is there, no reader takes the files for a model
+        for file in files:  # the index last: until it exists, no reader takes the files for a model
             os.replace(temporary / file, out / file)
         sync(out)
     except (OSError, safetensors_format.FormatError) as error:
@@ -143,10 +144,10 @@ def export_tensors(
     max_shard_bytes: int,
     dtype: torch.dtype | None,
 ) -> list[Path]:
-    """As `export`, of tensors that are made up of runs of leaves: by their names the shape and the runs.
+    """Exports, like `export`, tensors that are assembled from runs of stored tensors.
 
-    Those whose runs follow each other in one leaf are best one behind the other: a leaf is read on from where it was
-    read to, or once more from its beginning.
+    `tensors` has their shapes and runs by name. Tensors whose runs follow each other in one stored tensor should be
+    adjacent: a stored tensor is read on from the last position, or otherwise again from its beginning.
     """
     index = describe(path)
     _check_arguments(index, out, "", max_shard_bytes, dtype)
@@ -174,16 +175,16 @@ def export_tensors(
 
 
 class _InOrder:
-    """Ranges of leaves, read on from where the last one ended while they follow each other."""
+    """Reads ranges of tensors. Consecutive ranges are read on from where the last one ended."""
 
     def __init__(self, index: Index):
         self._index = index
-        self._name, self._at = "", 0  # of the block that is there, and where it begins, in bytes
+        self._name, self._at = "", 0  # the tensor of the current block, and the block's offset in it in bytes
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._blocks: Iterator[torch.Tensor] = iter(())
 
     def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """The bytes of elements `start` to `stop` of a leaf."""
+        """Yields the bytes of the elements `start` to `stop` of a tensor."""
         size = self._index.leaves[name][1].itemsize
         start, stop = start * size, stop * size
         if name != self._name or start < self._at:
@@ -223,7 +224,7 @@ def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int,
 
 
 def _short(name: str, prefix: str) -> str:
-    """The name under the prefix; a prefix that is itself a leaf keeps its last part."""
+    """Returns the name without the prefix. If the prefix is itself the name of a tensor, returns its last component."""
     if name == prefix:
         return name.rpartition(".")[2]
     return name[len(prefix) + 1 :] if prefix else name
@@ -237,7 +238,7 @@ def _entry(index: Index, name: str, prefix: str, dtype: torch.dtype | None) -> s
 
 
 def _shards(entries: list[safetensors_format.Entry], limit: int) -> list[list[safetensors_format.Entry]]:
-    """Entries in order, cut into runs of at most `limit` bytes (or one larger entry)."""
+    """Splits entries, in order, into shards of at most `limit` bytes (or one larger entry)."""
     shards: list[list[safetensors_format.Entry]] = [[]]
     total = 0
     for entry in entries:

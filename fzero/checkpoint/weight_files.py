@@ -1,5 +1,5 @@
-"""Finds the tensors of other people's safetensors files, in Hugging Face's layout or a single one: where each lies, and
-which names are tied. Reads no values (weight_loading.py)."""
+"""Finds the tensors in other people's safetensors files, in Hugging Face's layout or a single file: where each is
+stored, and which names are tied. Reads no values (weight_loading.py does)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
 from fzero.errors import CheckpointError, FzeroTypeError
 
 _COPY = "copy or download the files again"
-_HEADER = 100 << 20  # bytes: the library takes no longer one
+_HEADER = 100 << 20  # bytes: the library rejects longer headers
 
 
 def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:
-    """The place of every tensor, and the names that are tied to others.
+    """Returns the file and entry of every tensor, and the names that are tied to others.
 
     Raises:
-        CheckpointError: files that are missing, truncated or malformed, all of them at once.
-        FzeroTypeError: what is no path.
+        CheckpointError: files that are missing, truncated or malformed; all of them in one error.
+        FzeroTypeError: the argument is not a path.
     """
     if problems := path_like("path", path):
         raise FzeroTypeError("load", "reads files", problems, "give the path of a directory, or of one file")
@@ -94,12 +94,13 @@ def _weight_map(file: Place) -> dict[str, str]:
 
 
 def _header(file: Place) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its metadata, checked by the library."""
+    """Returns the tensors of a file in the order of their bytes, and its metadata. The safetensors library checks
+    both."""
     storage = storage_of(file)
     at = 8 + int.from_bytes(storage.read(file, 8), "little")
     with storage.stand_in(file, min(at, _HEADER)) as here, safe_open(here, "np") as opened:
         entries = {}
-        for name in opened.offset_keys():  # of which the library has made sure that they leave no gaps
+        for name in opened.offset_keys():  # the library has checked that there are no gaps between them
             part = opened.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise ValueError(f"the dtype {part.get_dtype()!r} of {name!r} is not one of PyTorch's")

@@ -1,9 +1,10 @@
-"""Reads other people's safetensors files straight into shards: each rank the byte ranges that it holds, all ranks
-together each byte once.
+"""Reads other people's safetensors files directly into shards: each rank reads the byte ranges that it holds, and all
+ranks together read each byte once.
 
-Ranges are read exactly (such files have no checksums), through buffers of 4 MiB. Of what several ranks hold alike, a
-leaf that rests whole or the replicas of a shard, each of them reads a part of every 4 MiB and gathers the rest. What
-files there are and what lies in them is `weight_files.py`'s, where a leaf rests the caller's.
+Exact ranges are read (such files have no checksums), through buffers of 4 MiB. If several ranks hold the same data,
+because a tensor is replicated or a shard has replicas, each of them reads a part of every 4 MiB, and the parts are
+all-gathered. Which files there are and what they contain is determined by `weight_files.py`; the layout of each tensor
+is determined by the caller.
 """
 
 from __future__ import annotations
@@ -32,37 +33,38 @@ from fzero.mesh import Mesh
 from fzero.sharding.layout import Leaf
 from fzero.tree import form
 
-WINDOW = 4 << 20  # bytes, of all ranks that hold the same
+WINDOW = 4 << 20  # bytes, of all ranks together that hold the same data
 _PART = 1 << 20  # bytes that are converted at a time
-_ALIGNED = 16  # bytes: no element of any dtype lies across the border of two windows
+_ALIGNED = 16  # bytes: no element of any dtype crosses the boundary of two windows
 _THREADS = 4
 
 
 Sources = Mapping[str, Sequence[ElementRun]]
-"""By a leaf's dotted name the runs that make it up, in its order."""
+"""By the dotted name of a tensor: the runs that make it up, in order."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a directory of safetensors files: their file, place, shape and dtype, by their stored names."""
+    """The tensors of a directory of safetensors files by their stored names: each one's file, offset, shape and
+    dtype."""
 
     path: Place
     entries: Mapping[str, tuple[Place, Entry]]
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def whole(self, key: str) -> tuple[ElementRun, ...]:
-        """The runs of a leaf that is a stored tensor as it is."""
+        """Returns the runs for a tensor that is identical to a stored tensor."""
         numel = self.entries[key][1].numel
         return (ElementRun(0, numel, key, 0),) if numel else ()
 
 
 def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
-    """The tensors of a directory, or of one file; no data is read.
+    """Returns the tensors of a directory, or of one file; no data is read.
 
-    Every rank calls it, and all see the same or raise.
+    Every rank calls it. All ranks see the same tensors, or all raise.
 
     Raises:
-        CheckpointError: files that are missing, truncated or malformed, all of them at once.
+        CheckpointError: files that are missing, truncated or malformed; all of them in one error.
     """
     entries, tied = agreement.everywhere(mesh, "load", lambda: entries_of(path))
     found = Weights(as_path(path), entries, tied)
@@ -77,7 +79,8 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
 
 
 def unfit(weights: Weights, sources: Sources, wanted: Mapping[str, Leaf]) -> list[str]:
-    """A line for each leaf that cannot be made of what is stored: other shapes, dtypes that are not converted."""
+    """Returns a message for each tensor that cannot be made from the stored ones: because of other shapes, or dtypes
+    that are not converted."""
     out = []
     for name, runs in sources.items():
         leaf, keys = wanted[name], dict.fromkeys(run.key for run in runs)
@@ -96,27 +99,30 @@ def unfit(weights: Weights, sources: Sources, wanted: Mapping[str, Leaf]) -> lis
 
 
 def _converts(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype mean what they are: those of 8 bits have scales that lie elsewhere."""
+    """Whether values of a dtype can be converted by themselves. Those of 8 bits have scales that are stored
+    elsewhere."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def read_leaves(
     weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh
 ) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-    """This rank's part of each leaf as consecutive parts of up to 1 MiB in the leaf's dtype, padding included, on the
-    mesh's device where ranks have gathered them, else on the host.
+    """Yields this rank's shard of each tensor, as consecutive pieces of up to 1 MiB in the tensor's dtype, padding
+    included.
+
+    The pieces are on the mesh's device if the ranks have gathered them, otherwise on the host.
 
     Args:
-        sources: of the leaves to read.
-        wanted: how they rest, by name.
+        sources: of the tensors to read.
+        wanted: their layouts, by name.
 
-    Parts are used before the next one is asked for. Every rank goes through all leaves, also one that cannot go on and
-    drops what it gets: the others gather its parts.
+    Each piece must be used before the next one is requested. Every rank must iterate over all tensors. A rank that
+    cannot use them must drop what it gets, because the other ranks gather its parts.
 
     Memory: 12 MiB.
 
     Raises:
-        CheckpointError: at the end, with all that could not be read.
+        CheckpointError: at the end, with everything that could not be read.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     problems: list[str] = []
@@ -133,12 +139,12 @@ def read_leaves(
 
 
 def held(leaf: Leaf, mesh: Mesh) -> list[tuple[int, int]]:
-    """The ranges of the flattened whole leaf that this rank holds, in the order in which they rest."""
+    """Returns the ranges of the flattened full tensor that this rank holds, in the order in which they are stored."""
     return leaf.boxes(mesh).spans
 
 
 def _replicas(leaf: Leaf, mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which every rank holds the same of a leaf."""
+    """Returns the axes along which every rank holds the same shard of a tensor."""
     return tuple(a for a, size in mesh.axes.items() if size > 1 and a not in leaf.layout.apart)
 
 
@@ -150,7 +156,7 @@ def _place(weights: Weights, runs: Sequence[ElementRun]) -> tuple[str, int]:
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file, in a stream from `begin` on."""
+    """A range of bytes of a file that has the position `begin` in a stream."""
 
     begin: int
     file: Place
@@ -159,8 +165,10 @@ class _Piece(NamedTuple):
 
 
 class _Stream:
-    """The pieces of leaves one behind the other, read a window at a time. What fails is added to `problems`: the other
-    ranks still get their parts."""
+    """The concatenated pieces of tensors, read one window at a time.
+
+    Errors are added to `problems` instead of being raised, so that the other ranks still get their parts.
+    """
 
     def __init__(
         self,
@@ -173,7 +181,7 @@ class _Stream:
     ):
         self._mesh, self._axes, self._wanted = mesh, axes, wanted
         self._pieces: list[_Piece] = []
-        self._leaves: dict[str, list[tuple[int, int, torch.dtype]]] = {}  # of each piece: begin, bytes, dtype
+        self._leaves: dict[str, list[tuple[int, int, torch.dtype]]] = {}  # for each piece: position, bytes, dtype
         at = 0
         for name, leaf in wanted.items():
             mine = self._leaves.setdefault(name, [])
@@ -208,7 +216,7 @@ class _Stream:
                     self._readers[file] = stack.enter_context(storage_of(file).reader(file))
                 except OSError as error:
                     self._problems.append(f"{file.name}: {error}")
-            # made once: new ones would leave holes between the leaves that are made meanwhile
+            # Allocated once: allocating them again and again would leave holes between the tensors made meanwhile.
             sizes = itertools.accumulate((self._mesh.axes[a] for a in reversed(self._axes)), operator.mul)
             self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
             self._buffers = [torch.empty(self._share, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -220,7 +228,7 @@ class _Stream:
         self._stack.close()
 
     def finish(self) -> None:
-        """Goes through the windows that were not asked for, if other ranks wait for them."""
+        """Reads the remaining windows that were not requested, if other ranks wait for them."""
         while self._axes and (self._loaded + 1) * self._window < self._total:
             self._load()
 
@@ -241,7 +249,7 @@ class _Stream:
             yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
 
     def _load(self) -> None:
-        """Makes the next window the current one, and begins to read the one behind it."""
+        """Makes the next window the current one, and starts reading the one after it."""
         self._loaded += 1
         part = self._pending.result()
         following = self._loaded + 1
@@ -251,7 +259,7 @@ class _Stream:
         self._current = part
 
     def _read(self, number: int) -> torch.Tensor:
-        """This rank's share of a window."""
+        """Reads this rank's share of a window."""
         out = self._buffers[number % 2]
         low = number * self._window + self._mesh.index(self._axes) * self._share
         high = min(low + self._share, self._total)
@@ -268,7 +276,7 @@ class _Stream:
 
     def _fill(self, out: memoryview, piece: _Piece, first: int) -> str | None:
         if (reader := self._readers.get(piece.file)) is None:
-            return None  # said before
+            return None  # reported when the file was opened
         offset = piece.offset + first - piece.begin
         try:
             got = reader.fill(out, offset)
