@@ -1,8 +1,8 @@
-"""Computes in one dtype, keeps the masters and reduces in another. Acts on the functions, before the trace.
+"""Computes in one dtype, and stores masters and reduces gradients in another. Acts on the functions, before the trace.
 
-The loss function sees parameters and batch in the compute dtype; what rests, and what the optimizer sees, is in the
-dtype of the parameters. A sharded leaf is cast on its shard and gathered in the compute dtype: half the bytes. With
-float16 the loss is scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
+The loss function gets parameters and batch in the compute dtype; stored parameters, and those that the optimizer sees,
+have the dtype `params`. A sharded parameter is cast on its shard and gathered in the compute dtype: half the bytes.
+With float16 the loss is scaled, and its scale is a part of the state (fzero/optim/loss_scale.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPE_NAMES = {
     for short, long in {"fp32": "float32 float", "bf16": "bfloat16", "fp16": "float16 half"}.items()
     for name in (short, *long.split(), f"torch.{long.split()[0]}")
 }
-"""The short name of a dtype by each of its names, PyTorch's among them."""
+"""The short name of a dtype by each of its names, including PyTorch's."""
 ROUNDINGS = ("stochastic", "nearest")
 AT_MINIMUM = ("warn", "raise")
 
@@ -49,7 +49,7 @@ class MixedPrecision(Transform):
     where: Where | None = None
     watch: bool = False
     exact: Callable[[str, str], bool] | None = (
-        None  # `(path, compute)` of leaves that the step's function has as they are
+        None  # `(path, compute)` -> whether the step's function needs this parameter uncast
     )
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
@@ -61,8 +61,8 @@ class MixedPrecision(Transform):
         return self.loss_scale if "fp16" in (self.compute, self.reduce) else None
 
     def selects(self, leaf: Leaf) -> bool:
-        """Whether a leaf is cast: a floating-point one, of the parameters those that `where` accepts. One that the loss
-        function returns anew is not."""
+        """Whether a tensor is cast: it must be floating point and, if it is a parameter, accepted by `where`. A mutable
+        tensor, for which the loss function returns a new value, is not cast."""
         if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
         if leaf.role == "params" and self.exact is not None and self.exact(leaf.path, self.compute):
@@ -70,7 +70,7 @@ class MixedPrecision(Transform):
         return leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def add(self, step: Any) -> Any:
-        """The step with this record, about the leaves that its function does not have as they are."""
+        """Returns the step with this configuration, which excludes parameters that the step's function needs uncast."""
         return Transform.add(replace(self, exact=getattr(step, "exact", None) or self.exact), step)
 
     def slots(self, params: Any) -> dict[str, Any]:
@@ -79,12 +79,12 @@ class MixedPrecision(Transform):
 
     def advance(self, slots: Mapping[str, Any], results: StepResults) -> tuple[dict[str, Any], dict[str, Any]]:
         after, metrics = self.advanced(slots, results)
-        if (empty := results.empty) is not None:  # whose gradients say nothing of the scale
+        if (empty := results.empty) is not None:  # gradients of an empty batch carry no information about the scale
             after = tree.map(lambda old, new: torch.where(empty, old, new), {n: slots[n] for n in after}, after)
         return after, metrics
 
     def advanced(self, slots: Mapping[str, Any], results: StepResults) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The slots and metrics after a step whose batch is not empty."""
+        """Returns the slots and metrics after a step whose batch is not empty."""
         after, metrics = dict[str, Any](), dict[str, Any]()
         if self.scaling is not None:
             before, overflow = slots["loss_scale"], results.overflow
@@ -105,15 +105,16 @@ class MixedPrecision(Transform):
         return self.where is not None
 
     def casts(self, leaf: Leaf) -> bool:
-        """Whether a leaf is stored in another dtype than `compute`."""
+        """Whether a tensor is stored in another dtype than `compute`."""
         return self.selects(leaf) and DTYPES[self.compute] != leaf.dtype
 
     def resting_dtype(self, leaf: Leaf) -> torch.dtype:
-        """The dtype in which a parameter rests that is given as `leaf`."""
+        """The dtype in which a parameter given as `leaf` is stored."""
         return DTYPES[self.params] if self.selects(leaf) else leaf.dtype
 
     def frozen_dtype(self, leaf: Leaf) -> torch.dtype:
-        """The dtype in which a weight rests that is never updated: the one it is computed in, if that is smaller."""
+        """The dtype in which a parameter that is never updated is stored: the one it is computed in, if that is
+        smaller."""
         return min(self.resting_dtype(leaf), self.compute_dtype(leaf), key=lambda dtype: dtype.itemsize)
 
     @property
@@ -121,7 +122,7 @@ class MixedPrecision(Transform):
         return None if self.outputs is None else DTYPES[self.outputs]
 
     def check_device(self, device: torch.device) -> None:
-        """Raises naming the dtypes that a device does not compute in."""
+        """Raises if the device does not compute in one of the dtypes, and names them."""
         used = {"compute": self.compute, "params": self.params, "reduce": self.reduce}
         wrong = [f"{what}={dtype!r}" for what, dtype in used.items() if not computes_in(device, DTYPES[dtype])]
         if wrong:
@@ -166,76 +167,80 @@ def mixed_precision(
     watch: bool = False,
     start: str | None = None,
 ) -> Any:
-    """Computes in `compute`, with parameters at rest in `params`, and gradients reduced and accumulated in `reduce`.
+    """Computes in `compute`, stores parameters in `params`, and reduces and accumulates gradients in `reduce`.
 
-    The loss function is called with floating-point parameters and batch leaves cast to `compute`; gradients are cast
-    back. Masters start from the values given, never from rounded ones. What must be exact inside the function, it casts
-    itself (`logits.float()` before a cross entropy). Integer leaves are never cast.
+    The loss function is called with floating-point parameters and batch tensors cast to `compute`; gradients are cast
+    back. Masters start from the given values, never from rounded ones. If something must be exact inside the function,
+    the function must cast it (`logits.float()` before a cross entropy). Integer tensors are never cast.
 
-    With `where`, a leaf that it refuses is as without this transform: it rests, is computed with and is reduced in its
-    own dtype. Leave out quantised weights whose integer codes are stored in a floating-point dtype: to read the bits of
-    a converted leaf, by `leaf.view(torch.int16)`, is an error that names it. A block computes in the dtype of its
-    parameters: if they have one, floating-point arguments in another are cast to it at the block's entrance. So a norm
-    or a head whose leaves are refused runs in full precision, and the block after it does not.
+    With `where`, a parameter that it rejects is treated as without this transform: it is stored, computed with and
+    reduced in its own dtype. Exclude quantized weights whose integer codes are stored in a floating-point dtype:
+    reading the bits of a converted parameter, by `leaf.view(torch.int16)`, is an error that names it. A block computes
+    in the dtype of its parameters: if they all have one dtype, floating-point arguments in another dtype are cast to it
+    at the entrance of the block. So a norm or a head whose parameters are rejected runs in full precision, and the
+    block after it does not.
 
-    With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If
+    With "fp16", gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If
     one is not finite after all reductions, the step is skipped on every rank, whichever rank or micro-batch it came
-    from. Parameters, optimizer state (with the schedules' count) and step count keep their bits, and the next step
-    draws with the same key. The scale moves as `LossScale` says; it rests in `state.extras["loss_scale"]`, and
-    checkpoints have it.
+    from. Parameters, optimizer state (including the schedules' count) and step count keep their bits, and the next step
+    draws random numbers with the same key. The scale changes as `LossScale` describes; it is stored in
+    `state.extras["loss_scale"]` and in checkpoints.
 
-    With "auto" the step begins in `start`, is watched, and counts for each block how often it overflows, or more than
-    half of its gradient, zeros aside, underflows. Whenever a step is built, after a restore or for a batch of another
-    shape, blocks over their limit compute in fp32 from then on. The log and `plan.decisions` name them with the reason.
-    Blocks cast their arguments as with `where`. What rests, and where, does not change; the counts are a part of the
-    state, `state.extras["precision"]`, and checkpoints have them. `train.resolved` is the step as it is built. Code
-    outside blocks stays as it is, and must itself cast what it
-    multiplies: a moved block returns fp32.
+    With "auto", the step begins in `start`, is watched, and counts for each block how often it overflows, or how often
+    more than half of its gradient, not counting zeros, underflows. Whenever a step is built, after a restore or for a
+    batch of another shape, blocks that have reached their limit compute in fp32 from then on. The log and
+    `plan.decisions` name them with the reason. Blocks cast their arguments as with `where`. Stored tensors and their
+    tiers do not change; the counts are a part of the state, `state.extras["precision"]`, and of checkpoints.
+    `train.resolved` is the step as it is built. Code outside blocks is left unchanged, and must itself cast what it
+    multiplies: a promoted block returns fp32.
 
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
-        compute: "bf16", "fp16", "fp32" or "auto". All dtypes may have PyTorch's names too: "bfloat16".
-        params: dtype in which parameters rest. Optimizer state is float32.
-        reduce: dtype in which gradients cross the wire and are accumulated.
+        compute: "bf16", "fp16", "fp32" or "auto". For all dtypes, PyTorch's names are accepted too: "bfloat16".
+        params: the dtype in which parameters are stored. Optimizer state is float32.
+        reduce: the dtype in which gradients are communicated and accumulated.
         rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there;
-            see `optim.stochastic_round`) or "nearest", which loses updates smaller than 1/512 of a parameter. What is
-            drawn is a function of the state's key, the step, and the element's place in the whole leaf: the same on
-            every mesh and tier.
-        outputs: dtype of the floating-point values that the caller gets of his own function: the loss and `aux` in the
-            metrics, what an evaluation returns.
-            None: as the function returns them; means in float32.
-        loss_scale: "dynamic", which is the default where "fp16" is computed or reduced in; a `LossScale`; or a number,
-            a scale that never moves.
-        loss_scale_at_minimum: what an overflow does when the scale cannot be lowered any more: "warn", once, and go on
-            with the metric `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs behind the host,
-            in the next.
-        where: predicate `(path, leaf)` of the parameters it is about, by default all. `leaf` is a meta tensor.
-        watch: whether the metrics have statistics of each block. "auto" always has them.
-        start: the dtype that "auto" begins in: "bf16", "fp16", or by default bf16 where the device computes in it and
-            fp16, with a loss scale, where not.
+            see `optim.stochastic_round`) or "nearest", which loses updates smaller than 1/512 of a parameter. The
+            random numbers are a function of the state's key, the step, and the element's index in the unsharded
+            parameter: the same on every mesh and tier.
+        outputs: the dtype of floating-point values that the user's function returns to the caller: the loss and `aux`
+            in the metrics, and the results of an evaluation. None: as the function returns them; means in float32.
+        loss_scale: "dynamic", the default if "fp16" is used to compute or reduce; a `LossScale`; or a number, a
+            constant scale.
+        loss_scale_at_minimum: what happens on an overflow when the scale cannot be lowered any more: "warn" once, and
+            continue with the metric `loss_scale_at_minimum`; or "raise", in that step or, on a device that runs
+            asynchronously to the host, in the next.
+        where: predicate `(path, leaf)` that selects the parameters it applies to; by default all. `leaf` is a meta
+            tensor.
+        watch: whether the metrics contain statistics of each block. With "auto" they always do.
+        start: the dtype that "auto" begins in: "bf16", "fp16", or by default bf16 if the device computes in it,
+            otherwise fp16 with a loss scale.
 
-    Metrics: with a loss scale `loss_scale`, that of this step; `skipped`, whether it was; `loss_scale_at_minimum`.
-        `finite` says so of loss and gradients, as without it. Watched, `precision`: vectors, float32[num_blocks], whose
-        entries are the blocks of `train.blocks`, in the order of the forward, and last the code outside blocks.
-        `grad_norm` and `grad_max`: of the gradients of a block's parameters, unscaled; a parameter that several blocks
-        take is the first one's. `underflow`: the share of the elements of that gradient which are below the smallest
-        normal number of the dtype it is computed in, zeros included, of the scaled one where the loss is; `zero`: of
-        zeros. `output_max`: the largest absolute value of a block's outputs, over all ranks and micro-batches; of the
-        code outside blocks, the loss. A nan counts as inf.
-    Communication: `shard_params` gathers `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. Overflow
-        is found in the norm that is a metric anyway: nothing more is sent. Watched: 4 bytes a block, reduced by
-        themselves; where gradients are sharded, for each leaf 8 bytes with those of the norm and 4 more by themselves.
-    Memory: with `params="bf16"` there are no masters, 2 bytes a parameter rest. Otherwise the masters are part of the
-        optimizer's memory: with `shard_opt_state` and `shard_grads` they rest sharded and the whole copy in `compute`
-        (2 bytes a parameter) exists during the step only. A loss scale: 28 bytes. The counts of "auto": 8 bytes a leaf.
+    Metrics: with a loss scale, `loss_scale`: that of this step; `skipped`: whether the step was skipped;
+        `loss_scale_at_minimum`. `finite` says whether loss and gradients are finite, as without it. If watched,
+        `precision`: vectors, float32[num_blocks], whose entries are the blocks of `train.blocks`, in the order of the
+        forward, and last the code outside blocks. `grad_norm` and `grad_max`: of the gradients of a block's parameters,
+        unscaled; a parameter that several blocks read counts for the first one. `underflow`: the share of the elements
+        of that gradient that are below the smallest normal number of the dtype it is computed in, including zeros; if
+        the loss is scaled, of the scaled gradient. `zero`: the share of zeros. `output_max`: the largest absolute value
+        of a block's outputs, over all ranks and micro-batches; for the code outside blocks, the loss. A nan counts as
+        inf.
+    Communication: `shard_params` gathers in `compute`: half the bytes of fp32. Gradients are reduced in `reduce`. An
+        overflow is detected in the norm that is a metric anyway: nothing more is sent. Watched: 4 bytes per block,
+        reduced in a separate transfer; if gradients are sharded, for each parameter 8 bytes together with those of the
+        norm and 4 more in a separate transfer.
+    Memory: with `params="bf16"` there are no masters, and 2 bytes per parameter are stored. Otherwise the masters are
+        part of the optimizer's memory: with `shard_opt_state` and `shard_grads` they are stored sharded, and the
+        unsharded copy in `compute` (2 bytes per parameter) exists only during the step. A loss scale: 28 bytes. The
+        counts of "auto": 8 bytes per parameter tensor.
 
     Raises:
-        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or from which no block can move; a
-            rounding without parameters stored in bf16; a loss scale that is not above 0, or without fp16. From
-            `compile`: a dtype without support on the device, with the supported ones.
-        TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where`
-            accepts one path and not another.
-        TraceError: when the program is built, a converted leaf whose bits the function reads (`view(dtype)`).
+        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or one from which no block can be
+            promoted; a rounding without parameters stored in bf16; a loss scale that is not above 0, or without fp16.
+            From `compile`: a dtype that the device does not support, with the supported ones.
+        TransformError: a different `mixed_precision` of the same step; when the program is built, a tied parameter of
+            which `where` accepts one path and not another.
+        TraceError: when the program is built, a converted parameter whose bits the function reads (`view(dtype)`).
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -310,7 +315,7 @@ def mixed_precision(
 
 
 def _short(dtype: Any) -> Any:
-    """The short name of a dtype; what is none stays, to be refused."""
+    """The short name of a dtype; any other value is returned unchanged, and rejected later."""
     text = str(dtype) if isinstance(dtype, torch.dtype) else dtype
     return DTYPE_NAMES.get(text, text) if isinstance(text, str) else text
 

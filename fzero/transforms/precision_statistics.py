@@ -1,8 +1,8 @@
-"""Computes statistics of each block's numbers, by which precision is watched, as a part of the step.
+"""Computes statistics of each block's gradients and outputs, with which precision is monitored, as a part of the step.
 
-A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf
-belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with a number for
-each watched block, so that none of them costs a value a block.
+A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A parameter
+belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with one number
+for each watched block, so that they do not need a separate value for each block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Watched:
     """The watched blocks of a step.
 
     Attributes:
-        names: of each, as a user knows it: `layers.3`, or the function's name.
-        reads: the positions of the parameters that each takes.
-        owner: for each parameter the number of the block that it belongs to.
+        names: the name of each block, as a user knows it: `layers.3`, or the name of the function.
+        reads: for each block, the positions of the parameters that it reads.
+        owner: for each parameter, the number of the block that it belongs to.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,8 @@ class Watched:
 
 
 def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
-    """The watched blocks of the lines of a loss and its gradients. `name`: of the code outside blocks."""
+    """Returns the watched blocks among the ops of a loss and its gradients. `name` is that of the code outside
+    blocks."""
     position = {params.leaves[i].path: i for i in params.distinct}
     source = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
     dotted = tree.names(params.rebuild({i: torch.empty(0, device="meta") for i in params.distinct}))
@@ -61,17 +62,17 @@ def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
 def gradient_statistics(
     watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Statistics of the gradients of each watched block, in float32.
+    """Returns statistics of the gradients of each watched block, in float32.
 
     Args:
-        watched: n blocks.
-        grads: by position of the parameter, in float32 or float64, not scaled.
+        watched: the n watched blocks.
+        grads: by position of the parameter, its gradient in float32 or float64, unscaled.
         tiny: by position, the smallest normal number of the dtype that the gradient was computed in.
-        scale: that of the loss.
+        scale: the scale of the loss, if there is one.
 
     Returns:
-        grad_norm: float32[n], of the gradients of a block's parameters taken as one vector.
-        grad_max: float32[n], of their absolute values; inf if one is nan.
+        grad_norm: float32[n], the norm of the gradients of a block's parameters, taken as one vector.
+        grad_max: float32[n], the largest of their absolute values; inf if one is nan.
         underflow: float32[n], the share of their elements that are below `tiny` once scaled, zeros included.
         zero: float32[n], the share of zeros.
     """
@@ -96,7 +97,7 @@ def gradient_statistics(
     num = torch.tensor([float(max(n, 1)) for n in sizes], device=device)
     return {
         "grad_norm": squares.sqrt(),
-        # not every transfer keeps a nan among larger numbers
+        # not every collective propagates a nan among larger numbers
         "grad_max": torch.where(squares.isnan(), math.inf, largest),
         "underflow": few / num,
         "zero": zeros / num,
@@ -104,12 +105,13 @@ def gradient_statistics(
 
 
 def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value among the outputs of each watched block, float32[n]; of the code outside blocks that
-    is the loss. inf if one is nan.
+    """Returns the largest absolute value among the outputs of each watched block, float32[n].
+
+    For the code outside blocks it is the loss. It is inf if one is nan.
 
     Args:
-        largest: of the blocks, float32[n - 1]; None if there are none.
-        loss: of the whole batch, 0-dim.
+        largest: that of each block, float32[n - 1]; None if there are none.
+        loss: that of the whole batch, 0-dim.
     """
     value = loss.abs().to(torch.float32).reshape(1)
     value = torch.where(value.isnan(), math.inf, value)
@@ -117,14 +119,15 @@ def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Ten
 
 
 def _above(names: Sequence[str]) -> str:
-    """The path that lies above all of these leaves in their tree."""
+    """Returns the longest common path of these parameters in their tree."""
     above = [name.split(".")[:-1] for name in names]
     same = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*above, strict=False))
     return ".".join(keys[0] for keys in same)
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """The names, with a number where one comes again: the same parameters, or none that tell two calls apart."""
+    """Returns the names, with a number appended to repeated ones: calls with the same parameters, or without any that
+    distinguish them."""
     times: Counter[str] = Counter()
     out = []
     for name in names:

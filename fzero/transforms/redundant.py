@@ -1,5 +1,7 @@
-"""Sends each rank's part of the state to another host, whose memory keeps it. Acts on the program, in
-transforms/redundant_pass.py; what comes is kept by elastic/peer_replicas.py."""
+"""Sends each rank's shard of the state to another host, which keeps it in memory.
+
+Acts on the program, in transforms/redundant_pass.py; elastic/peer_replicas.py stores what a rank receives.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,24 @@ class Redundant(Transform):
         return "an evaluation changes no state"
 
     def sends(self, leaf: Leaf) -> bool:
-        """Whether it sends a leaf: one of which the ranks along the axis hold different parts."""
+        """Whether it sends a tensor: one of which the ranks along the axis hold different shards."""
         return (leaf.role in ("params", "mutable", "opt_state") or in_slot(leaf)) and self.axis in leaf.layout.axes
 
     def has_receivers(self, mesh: AbstractMesh) -> bool:
-        """Whether there are other ranks along the axis. Without them nothing is sent."""
+        """Whether there are other ranks along the axis. If not, nothing is sent."""
         return mesh.axes.get(self.axis, 1) > 1
 
     def shift(self, mesh: AbstractMesh) -> int:
-        """The distance along the axis to the rank that a rank sends to: the nearest that is on another host for every
-        rank, or the next if all ranks are on one host. An abstract mesh counts as one host.
+        """Returns the distance along the axis from a rank to the one that it sends to.
+
+        It is the smallest distance that leads to another host for every rank, or 1 if all ranks are on one host. An
+        abstract mesh counts as one host.
 
         Args:
             mesh: a mesh with receivers.
 
         Returns:
-            At least 1; 0 if no distance leaves the host of every rank.
+            At least 1; 0 if no distance leads every rank to another host.
         """
         size, num = mesh.axes[self.axis], Processes.of().num_local if isinstance(mesh, Mesh) else mesh.size
         if num >= mesh.size:
@@ -51,7 +55,7 @@ class Redundant(Transform):
         return next((k for k in range(1, size) if _leaves_hosts(mesh, self.axis, k, num)), 0)
 
     def check(self, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
-        """Raises what this mesh, or these leaves of a state, do not allow."""
+        """Raises if the mesh, or these tensors of a state, do not allow it."""
         if mesh.size == 1:
             return
         if self.axis not in mesh.axes:
@@ -84,33 +88,36 @@ def redundant(
     axis: str = "data",
     every: int = 1,
 ) -> Any:
-    """Sends each rank's part of the state, every step, to another host, so that the run goes on from memory when a host
-    is lost (`fz.run`).
+    """Sends each rank's shard of the state to another host in every step, so that the run continues from memory when a
+    host is lost (`fz.run`).
 
-    Equal to the step without it, to the bit. The state that a step starts from is sent while it computes: nothing
-    writes it before the updates, which wait for it. On one host it is sent to the next rank, otherwise so many ranks
-    further along the axis that it is on another host: ranks of a host follow each other.
+    The result is bitwise equal to that of the step without it. The state at the start of a step is sent while the step
+    computes: nothing overwrites it before the updates, which wait for the sends. On one host, it is sent to the next
+    rank; otherwise as many ranks further along the axis as needed to reach another host, assuming that the ranks of a
+    host are consecutive.
 
-    What comes is kept by `fz.run`, beside what each host keeps of its own ranks. In a script without `fz.run`, or with
-    one rank along the axis, nobody keeps it and nothing is sent.
+    `fz.run` keeps the received shards, in addition to those that each host keeps of its own ranks. In a script without
+    `fz.run`, or with one rank along the axis, nothing is kept or sent.
 
     Args:
         step: a step; without one a transform is returned.
-        axis: the mesh axis along which it is sent, over which leaves are sharded. A leaf that is whole along it is not
-            sent: every rank has it.
-        every: of so many steps one sends: 1, or what makes the numbers of steps that `fz.run(every=)` keeps.
+        axis: the mesh axis along which the state is sent, over which it is sharded. A tensor that is replicated along
+            the axis is not sent: every rank has it.
+        every: one of `every` steps sends: 1, or a number such that the steps that `fz.run(every=)` keeps are among
+            those that send.
 
-    Communication: a rank's shards a step, 12P/N bytes with fp32 Adam and P parameters sharded over N ranks, beside the
-        12P(N-1)/N of ZeRO-3 itself; every k steps a k-th of it. Parameters that are not trained are sent twice a run.
-    Memory: in host memory two copies of the shards that come, and one more of its own. Where ranks share memory another
-        in the pool from the start of the step to its updates; where the device has memory of its own, one on the host,
-        which is made in every step.
+    Communication: a rank's shards per step, 12P/N bytes with fp32 Adam and P parameters sharded over N ranks, in
+        addition to the 12P(N-1)/N of ZeRO-3 itself; with `every=k`, on average a k-th of it. Parameters that are not
+        trained are sent twice per run.
+    Memory: in host memory, two copies of the received shards, and one more of the rank's own. If ranks share memory,
+        another one in the arena from the start of the step to its updates; if the device has separate memory, one on
+        the host, which is made in every step.
 
     Raises:
-        FzeroTypeError: an `axis` that is not a name.
-        FzeroValueError: `every` below 1. When a state is made: an axis missing from the mesh, or within one
-            host; leaves on disk; no leaf sharded over the axis.
-        TransformError: a second, different `redundant`; an evaluation.
+        FzeroTypeError: `axis` is not a name.
+        FzeroValueError: `every` is below 1. When a state is made: the axis is missing from the mesh, or lies within one
+            host; tensors on disk; nothing is sharded over the axis.
+        TransformError: a different `redundant` of the same step; an evaluation.
 
     Paper: Wang et al., Gemini: fast failure recovery in distributed training with in-memory checkpoints, SOSP 2023.
 
@@ -131,7 +138,7 @@ def redundant(
 
 
 def _leaves_hosts(mesh: AbstractMesh, axis: str, shift: int, num: int) -> bool:
-    """Whether all that is sent so far along an axis goes to another host, of which each has so many ranks."""
+    """Whether a send by this distance along an axis reaches another host from every rank, with `num` ranks per host."""
     names, size = list(mesh.axes), mesh.axes[axis]
     stride = math.prod(mesh.axes[n] for n in names[names.index(axis) + 1 :])
     places = ((rank, rank // stride % size) for rank in range(mesh.size))

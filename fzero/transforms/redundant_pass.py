@@ -1,8 +1,8 @@
-"""Adds the sends of `redundant` to another rank: each start where the step begins, its wait before the first line that
-overwrites the sent values.
+"""Inserts the sends of `redundant`: each starts at the beginning of the step, and is waited for before the first op
+that overwrites the sent values.
 
-Leaves that are written together are sent together. Those in device memory of its own are copied to the host first, and
-leave when the first block has run.
+Tensors that are written by the same op are sent together. Those in separate device memory are copied to the host first,
+and are sent after the first block has run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fzero.transforms.transform import find
 
 
 def spec_of(program: Program) -> Redundant | None:
-    """The spec of a program whose mesh has other ranks to send to."""
+    """Returns the configuration of a program whose mesh has other ranks to send to."""
     spec = find(program.transforms, Redundant)
     return spec if spec is not None and spec.has_receivers(program.mesh) else None
 
 
 def rewrite(program: Program) -> Program:
-    """The program with its sends, whose transfers are all in their places."""
+    """Returns the program with its sends. All its other transfers must have been placed already."""
     spec = spec_of(program)
     assert spec is not None
     values, names = program.values(), Names(program.values())
@@ -34,8 +34,8 @@ def rewrite(program: Program) -> Program:
         if spec.sends(leaf):
             apart = values[name].tier == "device" and not program.mesh.unified_memory
             groups.setdefault((writers.get(name, end), apart), []).append(name)
-    before: dict[int, list[Line]] = {}  # by the number of a line, those that come before it
-    # where the first block has run, or the loop of all, if the step begins with that
+    before: dict[int, list[Line]] = {}  # by the index of an op: the ops that come before it
+    # after the first block has run, or the loop over all of them, if the step begins with it
     later = next((i for i, x in enumerate(program.lines[1:], 1) if x.block or x.body or program.lines[0].body), end)
     on_the_way = f"{spec.name}, to the host"
     for number, ((writer, apart), leaves) in enumerate(groups.items()):
@@ -63,7 +63,7 @@ def rewrite(program: Program) -> Program:
 
 
 def _writers(program: Program) -> dict[str, int]:
-    """By leaf the number of the first line that writes the leaf, or a value in its memory."""
+    """Returns, for each tensor of the state, the index of the first op that writes it, or a value in its memory."""
     views, found = Views(program), dict[str, int]()
     for number, line in enumerate(program.lines):
         for x in line.with_body():

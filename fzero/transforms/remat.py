@@ -1,9 +1,9 @@
-"""Rematerialises: chooses what a block keeps from its forward for its backward. Acts on the program.
+"""Rematerialization: chooses what a block saves in its forward for its backward. Acts on the program.
 
-In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's
-joint graph in two (fzero/transforms/joint_split.py): the forward returns saved values beside its outputs, the vjp takes
-them. What is a view of a parameter is never kept, whatever the policy: it would keep the gathered parameter alive. The
-last block is not split: its vjp follows its forward at once, and both are one function
+In the base program, a block's vjp recomputes its forward from the block's inputs. To save more, the block's joint graph
+is split in two (fzero/transforms/joint_split.py): the forward returns saved values in addition to its outputs, and the
+vjp takes them. A view of a parameter is never saved, whatever the policy: it would keep the gathered parameter alive.
+The last block is not split: its vjp directly follows its forward, and both are one subgraph
 (fzero/compiler/fuse_last_block.py).
 """
 
@@ -30,23 +30,24 @@ class Remat(Transform):
 def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     """Chooses what each block recomputes in its backward.
 
-    Equal to the untransformed step: bit for bit on the eager backend, recomputation repeats the same operations.
+    The result equals that of the untransformed step, bit for bit on the eager backend: recomputation repeats the same
+    operations.
 
     Args:
         step: a step, or the policy when called without one: `remat("full")`, `remat(0.5)`.
-        policy: "full" keeps only the inputs of a block and recomputes the rest; "none" keeps everything the backward
-            reads. "min_cut", also the default of a step without `remat`, keeps the cut of the block's graph with the
-            fewest bytes whose recomputation is cheap (no matrix product is repeated). A number from 0.0 to 1.0 is the
-            share, in a rank's bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the
-            choice that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never
-            recomputes more. "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a
-            budget it is "min_cut".
+        policy: "full" saves only the inputs of a block and recomputes the rest; "none" saves everything the backward
+            reads. "min_cut", also the default of a step without `remat`, saves the cut of the block's graph with the
+            fewest bytes whose recomputation is cheap (no matrix product is repeated). A number from 0.0 to 1.0 is a
+            share of the bytes (on one rank) that "none" saves in addition to a block's inputs: among the choices that
+            save no more than that, the one that recomputes the fewest FLOPs is taken, for each distinct block. 1.0 is
+            "none", 0.0 is "full". A larger number never recomputes more. "auto" chooses the share according to the
+            memory budget of `fz.compile`, in steps of 1/16; without a budget it is "min_cut".
 
-    Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy,
-        but for the last block.
-    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds
-        besides at most f times what "none" does. The last block keeps nothing under any policy: its forward and
-        backward are one function.
+    Communication: none in addition. With `shard_params`, parameters are gathered again for the backward under any
+        policy, except for the last block.
+    Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f
+        additionally holds at most f times what "none" does. The last block saves nothing under any policy: its forward
+        and backward are one subgraph.
 
     Raises:
         FzeroValueError: an unknown policy, or a number that is not a fraction.

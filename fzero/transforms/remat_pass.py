@@ -1,4 +1,4 @@
-"""Splits each block's joint graph into a forward that keeps values and a backward that reads them."""
+"""Splits each block's joint graph into a forward that saves values and a backward that reads them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
 
     Args:
         program: a base program.
-        policy: as of `remat`, but for "full", which splits none; "auto" is "min_cut".
-        known: facts about blocks of this program from earlier rewrites: one dictionary for all rewrites of it.
-        zero: how its values are cut, if they are.
+        policy: as in `remat`, except for "full", which splits no block; "auto" is "min_cut".
+        known: a cache of facts about the blocks of this program: pass the same dictionary to all rewrites of it.
+        zero: how its values are sharded, if they are.
     """
     blocks = _blocks(program, known, zero)
     stay = {line.fn for line, _ in program.walk() if line.block is None or line.block.number not in blocks}
@@ -50,14 +50,15 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
 
 @dataclass(frozen=True)
 class KeptValues:
-    """The kept values of each distinct block, by a policy. Policies that keep the same make the same program."""
+    """The saved values of each distinct block under a policy. Policies that save the same values give the same
+    program."""
 
     blocks: tuple[Kept, ...]
     policy: str | float = field(compare=False)
 
 
 def keeps(program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None) -> KeptValues | None:
-    """The values that blocks keep, None if none is split. Args: as of `rewrite`."""
+    """Returns the values that blocks save; None if no block is split. The arguments are those of `rewrite`."""
     if policy == "full":
         return None
     distinct = dict.fromkeys(_blocks(program, known, zero).values())
@@ -65,7 +66,7 @@ def keeps(program: Program, policy: str | float, known: dict[Any, Any], zero: Ze
 
 
 def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[int, Choices]:
-    """The values that can be kept by each call that runs both forward and backward, in order."""
+    """Returns, for each call that runs both forward and backward, in order, the values that can be saved."""
     alive, found = _alive(program), {}
     cuts = {} if zero is None else _cuts(program, known, zero)
     for line, _ in program.walk():
@@ -80,7 +81,7 @@ def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[
 def _cuts(program: Program, known: dict[Any, Any], zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
     key = "cuts", id(program.lines)
     if key not in known:
-        known[key] = program, cuts_of_blocks(program, zero)  # a program that is held keeps its number
+        known[key] = program, cuts_of_blocks(program, zero)  # holding the program keeps its id unique
     return known[key][1]
 
 
@@ -91,8 +92,8 @@ def _kept(choices: Choices, policy: str | float) -> Kept:
 
 
 def _alive(program: Program) -> dict[Any, frozenset[int]]:
-    """For each block the outputs that another block reads, whichever call: they are kept as its input, so the block may
-    read them for nothing."""
+    """Returns, for each block, the outputs that another block reads in all of its calls. They are kept as that block's
+    inputs, so this block can read them at no cost."""
     blocks = [(line, line.block) for line, _ in program.walk() if line.block is not None]
     read = {a for line, _ in blocks for a in line.args}
     alive: dict[Any, frozenset[int]] = {}

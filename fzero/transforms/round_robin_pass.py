@@ -1,19 +1,20 @@
-"""Deals whole matrices to the ranks along an axis: instead of gathering N of them everywhere, each rank gets one.
+"""Assigns matrices to the ranks along an axis in turn: instead of gathering N matrices on every rank, each rank gets
+one.
 
-The cut of an update gathers what is to be read as a whole, and every rank computes all of it:
+Partitioning an update gathers the tensors that the optimizer reads unsharded, and every rank computes all of them:
 
     whole_0, whole_1 = all_gather(a, b)      # on every rank
     s_0 = whole(whole_0); s_1 = whole(whole_1)
     x = take_shard(s_0); y = take_shard(s_1)
 
-Of calls of one function, N at a time, each in its own block or not, rank r gets the r-th (of those on one stage of a
-pipeline):
+This pass groups calls of the same subgraph N at a time, whether or not they belong to the same block; if there is a
+pipeline, only those of one stage. Rank r computes the r-th call of a group:
 
-    mine = all_to_all(stack_shards([a, b]))  # this rank's row: all shards of one
+    mine = all_to_all(stack_shards([a, b]))  # one row on this rank: all shards of one matrix
     x, y = unstack_shards(all_to_all(whole_dealt(mine)))
 
-Every rank sends its shards alone, there and back, and no function runs twice. Where fewer than N are left over, some
-ranks compute with zeros; one alone stays as it is, which sends no more.
+Every rank sends only its shards, in both directions, and no call runs twice. If fewer than N calls are left over, some
+ranks compute with zeros; a single one is left unchanged, which sends no more.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def gathers(program: Program) -> bool:
 
 
 def deal(program: Program) -> Program:
-    """The program with the calls of an update on gathered values dealt to the ranks, N alike at a time."""
+    """Returns the program in which calls of the update on gathered values are assigned to the ranks in turn."""
     return _Dealer(program).run()
 
 
 @dataclass(frozen=True)
 class _Dealt:
-    """A call that can be dealt: its number, by its gathered arguments their shards, and the cuts of its results."""
+    """A call that can be assigned: its index, the shards of its gathered arguments, by name, and the ops that shard its
+    results."""
 
     at: int
     shards: Mapping[str, Value]
@@ -73,7 +75,7 @@ class _Dealer:
         for i, line in enumerate(self.lines):
             if line.by == "optimizer" and line.fn and not line.writes and (found := self._dealt(i, line)):
                 alike[self._key(line, found)].append(found)
-        new: dict[int, list[Line]] = {}  # what takes the place of a line
+        new: dict[int, list[Line]] = {}  # the ops that replace an op
         gone: set[str] = set()  # values that are not gathered any more
         for calls in alike.values():
             axis = next(iter(calls[0].shards.values())).placement.axes
@@ -87,7 +89,8 @@ class _Dealer:
         return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
 
     def _dealt(self, at: int, line: Line) -> _Dealt | None:
-        """A call as it can be dealt: what it gathers is read by nothing else, and its results are cut, flat."""
+        """Returns a call if it can be assigned to one rank: nothing else reads its gathered arguments, and its results
+        are sharded flat."""
         shards: dict[str, Value] = {}
         for a in dict.fromkeys(line.args):
             wait = self.lines[self.made[a]] if a in self.made else None
@@ -108,20 +111,21 @@ class _Dealer:
         return _Dealt(at, shards, [readers[0] for readers in cuts])
 
     def _key(self, line: Line, call: _Dealt) -> Hashable:
-        """Equal for calls of one function, on one stage of a pipeline, that differ in their shards alone."""
+        """Returns a key that is equal for calls of one subgraph, on one stage of a pipeline, that differ only in their
+        shards."""
         shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
         args = tuple("" if a in call.shards else a for a in line.args)
         return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts), self._stages(call.shards.values())
 
     def _stages(self, shards: Iterable[Value]) -> frozenset[int]:
-        """The stages of a pipeline that have the leaves which these are made of."""
+        """Returns the stages of a pipeline that have the parameters from which these shards are computed."""
         names = {v.name for v in shards}
         names |= {a for x in names if x in self.made for a in self.lines[self.made[x]].args}
         leaves = (self.program.leaves.get(self.leaf_of.get(x, x)) for x in names)
         return frozenset(leaf.layout.only.index for leaf in leaves if leaf is not None and leaf.layout.only is not None)
 
     def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Line]:
-        """The lines of one deal."""
+        """Returns the ops for one group of calls."""
         call, said = self.lines[group[0].at], DealAttrs(axes=axis, count=len(group))
         lines, sent = list[Line](), list[Value]()
         for shards in zip(*(x.shards.values() for x in group), strict=True):
@@ -140,13 +144,14 @@ class _Dealer:
         lines += self._exchange(made, back, axis)
         for stack, column in zip(back, columns, strict=True):
             lines.append(_line("unstack_shards", [stack.name], [shard for _, shard in column], said))
-            for cut, shard in column:  # over several axes it is cut further
+            for cut, shard in column:  # with several axes, it is sharded further
                 if further := cut.axes[1:]:
                     lines.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
         return lines
 
     def _shard(self, cut: Line) -> Value:
-        """The shard over the first axis that a cut makes, or, where it is over several, passes."""
+        """Returns the shard over the first axis that a `take_shard` makes or, if it shards over several axes, passes
+        through."""
         value = cut.out[0]
         if len(cut.axes) == 1:
             return value
@@ -164,7 +169,7 @@ class _Dealer:
         return [start, Line("wait", (handle.name,), tuple(got), by="optimizer")]
 
     def _left(self, line: Line, gone: set[str]) -> list[Line]:
-        """A gather, or its wait, without the values that are dealt."""
+        """Returns a gather, or its wait, without the values that are no longer gathered."""
         start = line if line.op == _GATHER else None
         if line.op == "wait" and line.args[0] in self.made:
             start = self.lines[self.made[line.args[0]]]
@@ -182,7 +187,8 @@ def _line(op: str, args: Sequence[str], out: Sequence[Value], attrs: Any) -> Lin
 
 
 def _on_stacks(graph: Recorded, given: Mapping[int, Value], made: Sequence[Value]) -> Recorded:
-    """The function with stacks of all ranks' shards in place of these arguments, and of its results."""
+    """Returns the subgraph that takes stacks of all ranks' shards in place of these arguments, and returns its results
+    as stacks."""
     new, env = compat.Graph(), dict[fx.Node, fx.Node]()
 
     def emit(target: Any, args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
