@@ -1,8 +1,9 @@
-"""Cuts a function at its collectives: into functions, and what ranks tell each other between them. Or into two pieces
-that run one after the other.
+"""Partitions a function at its collectives into subgraphs with collectives between them; or partitions a function into
+two subgraphs that run one after the other.
 
-Operations that need not wait for a collective run between its start and its wait. A value that one segment makes and
-another reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
+Ops that do not depend on the result of a collective run between its start and its wait. A value that one partition
+computes and another reads is made contiguous, because compiled code relies on strides; a view is instead recomputed in
+the partition that reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class CallStep:
-    """A function from values to values."""
+    """A subgraph, with the values that it reads and the values that it computes."""
 
     graph: Recorded
     inputs: tuple[fx.Node, ...]
@@ -36,7 +37,8 @@ class CallStep:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeStep:
-    """A collective: the marker of each value, all of one kind, and how they are reduced."""
+    """A collective: the marker nodes of the values that it exchanges together. All of them have the same kind and the
+    same reduction."""
 
     markers: tuple[fx.Node, ...]
 
@@ -55,13 +57,13 @@ class ExchangeStep:
 
 @dataclass(frozen=True, eq=False)
 class WaitStep:
-    """The end of a collective."""
+    """The wait for a collective."""
 
     of: ExchangeStep
 
 
 class Result(NamedTuple):
-    """An output of the whole function, and its place."""
+    """An output of the function, and its placement."""
 
     node: fx.Node
     place: Anywhere
@@ -69,12 +71,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """A function on parts, in steps.
+    """A function on shards, as a sequence of steps.
 
     Attributes:
-        inputs: of the whole function; behind them, if it has one, the rank's number.
-        results: the outputs of the whole function, each made by a step.
-        steps: in order.
+        inputs: the inputs of the function, followed by the rank's index along the axis if the function reads it.
+        results: the outputs of the function, each computed by a step.
+        steps: the steps in order.
         own: the values that differ between ranks.
     """
 
@@ -85,17 +87,18 @@ class Segments:
 
 
 def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
-    """A function on parts in segments.
+    """Partitions a function on shards at its collectives.
 
     Args:
-        cut: the function; its graph is written to.
-        like: the outputs of the function that it was made of: a whole output has their strides, a part is contiguous.
+        cut: the function; its graph is modified.
+        like: the outputs of the function from which `cut` was made. A replicated output gets the strides of its
+            counterpart; a shard is contiguous.
     """
     graph, given = cut.graph.graph, {*cut.graph.inputs}
     markers = [x for x in graph.nodes if x.target in MARKERS]
     _lay_out(cut, like)
     outputs = cut.graph.outputs
-    for m in markers:  # a summand that is read as it is too has two names
+    for m in markers:  # A partial value may also be read unreduced, so the collective reduces a copy of it.
         source = m.args[0]
         assert isinstance(source, fx.Node)
         shared = m.target in (all_reduce, reduce_scatter) and len(source.users) > 1
@@ -121,7 +124,7 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
             begun = _grouped(started)
             steps += begun
     own = {*cut.varies}
-    for x in graph.nodes:  # results of these collectives are the same on every rank
+    for x in graph.nodes:  # the results of these collectives are equal on all ranks
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
     results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
@@ -129,13 +132,13 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
 
 
 class Pieces(NamedTuple):
-    """A function in two pieces.
+    """A function in two subgraphs.
 
     Attributes:
-        inputs, outputs: of the whole function.
-        steps: the pieces; the second reads what the first makes.
-        positions: of each piece, for each of its outputs the number among the whole function's; None of what is made
-            for the second.
+        inputs, outputs: those of the whole function.
+        steps: the subgraphs; the second reads results of the first.
+        positions: for each subgraph, the index of each of its outputs among the outputs of the whole function; None for
+            a value that is computed only for the second subgraph.
     """
 
     inputs: Sequence[fx.Node]
@@ -145,13 +148,13 @@ class Pieces(NamedTuple):
 
 
 def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
-    """A function in two: the first piece makes the outputs with these numbers, and what comes with them; the second
-    makes the others."""
-    whole = extract(source, source.inputs, source.outputs)  # a copy, which is written to
+    """Splits a function into two subgraphs. The first computes the outputs with the indices in `first`, and any other
+    outputs that are computed on the way; the second computes the remaining outputs."""
+    whole = extract(source, source.inputs, source.outputs)  # a copy, which is modified below
     graph, outputs = whole.graph, whole.outputs
     needed = ancestors([outputs[i] for i in first], stop=set())
     made = {x: int(x not in needed) for x in graph.nodes if x.op == "call_function"}
-    for x in made:  # what an operation makes several of comes with it
+    for x in made:  # all results of an op with several results stay in its subgraph
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
     _cross(graph, made, {*outputs})
@@ -173,7 +176,8 @@ def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
 
 
 def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
-    """Gives every output the strides that its readers were recorded with, and two names to what is an output twice."""
+    """Gives every output the strides that its readers were recorded with, and copies a value that is returned twice, so
+    that each output is a separate node."""
     graph, seen = cut.graph.graph, set[fx.Node]()
     last, new = graph.output_node(), []
     for node, place, before in zip(cut.graph.outputs, cut.places, like, strict=True):
@@ -208,7 +212,7 @@ def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _strided(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
-    """A copy that lies as these strides say, as far as an order of dims can."""
+    """A copy with these strides, as far as a permutation of dims can produce them."""
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     if order == sorted(order):
         return _clone(graph, node)
@@ -222,7 +226,9 @@ def _copied(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The segment of each operation: of those behind k collectives 2k, or 2k + 1 if the next need not wait for it."""
+    """The partition number of each op. An op that depends on k collectives in sequence has number 2k, or 2k + 1 if no
+    collective that starts in partition 2k needs its result, so that it can run while these collectives are in flight.
+    """
     marked, level = {*markers}, dict[fx.Node, int]()
     for x in graph.graph.nodes:
         level[x] = max((level[a] + (a in marked) for a in x.all_input_nodes), default=0)
@@ -232,9 +238,9 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
         here = [x for x in body if level[x] == k and x not in marked]
         sources = [m.args[0] for m in markers if level[m] == k]
         first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
-        late = any(product_flops(x) for x in here if x not in first)  # what takes no time waits with the others
+        late = any(product_flops(x) for x in here if x not in first)  # only products take long
         made.update((x, 2 * k + (late and x not in first)) for x in here)
-    for x in body:  # what an operation makes several of leaves with it
+    for x in body:  # all results of an op with several results stay in its partition
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
     for m in markers:
@@ -243,7 +249,7 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
 
 
 def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> bool:
-    """Whether something else than its own segment reads a value."""
+    """Whether a value is an output, or is read outside of its own partition."""
     if node.target in MARKERS or isinstance(node.meta["val"], (tuple, list)):
         return False
     read = (u.target in MARKERS or made.get(u) != made[node] for u in node.users if u.op != "output")
@@ -251,11 +257,12 @@ def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> b
 
 
 def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
-    """Makes views again for later segments that read them, and their other arguments contiguous."""
+    """Recomputes views in the later partitions that read them, and makes the other values that such partitions read
+    contiguous."""
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
-        """The node that a segment reads for a value of another."""
+        """The node that a partition reads in place of a value from another partition."""
         if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs:
             return x
         if not _is_part(x):
@@ -289,13 +296,13 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a value is a view, or one of several."""
+    """Whether a value is a view, or one of several views."""
     return is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:
-    """Traces the readers of these copies again, with the copies' strides. A view that these do not allow is one of a
-    copy."""
+    """Infers the metadata of the readers of these copies again, from the strides of the copies. If `view` does not
+    support the new strides, it is applied to a contiguous copy instead."""
     changed, mode = {*copies}, next(x.meta["val"].fake_mode for x in copies)
     for x in list(graph.nodes):
         if x.op != "call_function" or x.target in MARKERS or changed.isdisjoint(x.all_input_nodes):
@@ -327,7 +334,7 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def _grouped(markers: Sequence[fx.Node]) -> list[ExchangeStep]:
-    """Collectives that go together, those of one kind."""
+    """Groups collectives of the same kind, which are issued together."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for m in markers:
         groups.setdefault((m.target, *m.args[1:]), []).append(m)

@@ -1,4 +1,5 @@
-"""Decomposes operations that read all of a cut dim into others that are reduced along it: softmax, losses, norms."""
+"""Decomposes ops that read all of a sharded dim (softmax, losses, norms) into ops that include reductions along that
+dim."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ aten = torch.ops.aten
 
 Decomposition = Callable[[WholeOp, Writer], fx.Node | tuple[Any, ...] | None]
 DECOMPOSITIONS: dict[Any, Decomposition] = {}
-"""Operations as others on whole values, where the places of their inputs ask for it."""
+"""Rewrites of ops on full values into other ops. A rewrite returns None if the placements of the inputs do not require
+it."""
 
 
 def _decomposes(*targets: Any) -> Callable[[Decomposition], Decomposition]:
@@ -30,7 +32,7 @@ def _decomposes(*targets: Any) -> Callable[[Decomposition], Decomposition]:
 
 
 def _cut_along(op: WholeOp, node: Any, *dims: int) -> bool:
-    """Whether a value is cut along one of these dims."""
+    """Whether a value is sharded along one of these dims."""
     if not isinstance(node, fx.Node):
         return False
     place, count = op.place[node], max(1, len(shape_of(node)))
@@ -47,13 +49,13 @@ def _number(w: Writer, value: float, like: fx.Node, dtype: torch.dtype | None = 
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which PyTorch computes with values of a dtype."""
+    """The dtype in which PyTorch computes with values of this dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 @_decomposes(aten.addmm.default, aten.baddbmm.default)
 def _addmm(op: WholeOp, w: Writer) -> fx.Node | None:
-    """The bias is added once: to the sum of products that are partial."""
+    """Adds the bias once, to the sum of the partial products."""
     one, two = (op["mat1"], op["mat2"]) if op.target is aten.addmm.default else (op["batch1"], op["batch2"])
     if not (_cut_along(op, one, -1) or _cut_along(op, two, -2)):
         return None
@@ -118,7 +120,7 @@ def _logsumexp(op: WholeOp, w: Writer) -> fx.Node | None:
 
 @_decomposes(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 def _extreme(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
-    """The first place of the largest, by the smallest number among those that are as large."""
+    """The index of the first maximum or minimum: the smallest index among the elements that are equal to it."""
     x, dim, keep = op["self"], op["dim"], op["keepdim"]
     if dim is None or not _cut_along(op, x, dim):
         return None
@@ -163,8 +165,8 @@ def _variance(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
 
 
 def _fewer_keys(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
-    """Keys with fewer heads than ranks, where positions are exchanged for heads: each head as many times as it takes to
-    have some for each rank."""
+    """Repeats the heads of keys and values if there are fewer of them than ranks, for attention that exchanges
+    positions for heads. Each head is repeated as often as necessary to have some heads for each rank."""
     if op.by_position is None or not any(_cut_along(op, op[name], 2) for name in ("query", "key", "value")):
         return None
     heads = shape_of(op["key"])[1]
@@ -198,7 +200,7 @@ DECOMPOSITIONS.update(dict.fromkeys(ATTENTION, _fewer_keys))
 
 @_decomposes(aten.nll_loss_forward.default)
 def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
-    """The log-probability of the target is a sum with one term that is not zero."""
+    """The log-probability of the target, as a sum over the classes in which only one term is not zero."""
     x, target, reduction = op["self"], op["target"], op["reduction"]
     if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _cut_along(op, x, 1)):
         return None
@@ -206,7 +208,7 @@ def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
     picked = w(aten.where.self, hit, x, _number(w, 0.0, x))
     losses = w(aten.neg.default, w(aten.sum.dim_IntList, picked, [1]))
     dtype, device = x.meta["val"].dtype, x.meta["val"].device
-    # a target that is no column raises, as it does without cuts
+    # a target that is not a valid class raises an error, as it does without sharding
     zeros = w(aten.full.default, [shape_of(x)[1]], 0.0, dtype=dtype, device=device)
     counted = w(aten.where.self, valid, target, w(aten.full.default, [], 0, dtype=torch.int64, device=device))
     losses = w(aten.add.Tensor, losses, w(aten.index_select.default, zeros, 0, counted))
@@ -232,7 +234,7 @@ def _nll_loss_backward(op: WholeOp, w: Writer) -> fx.Node | None:
 
 
 def _hits(op: WholeOp, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Whether a column has the number of the target, and whether a target counts."""
+    """Whether a column is the target class of its row, and whether a target counts (is not `ignore_index`)."""
     rows, columns = shape_of(x)
     valid = w(aten.ne.Scalar, target, op["ignore_index"])
     numbers = w.view(w(aten.arange.default, columns, dtype=torch.int64, device=x.meta["val"].device), [1, columns])
@@ -241,7 +243,7 @@ def _hits(op: WholeOp, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node,
 
 
 def _elementwise(loss: Callable[[Writer, WholeOp], fx.Node]) -> Decomposition:
-    """A loss of elements, and its reduction."""
+    """A loss that is computed element by element, with its reduction."""
 
     def of(op: WholeOp, w: Writer) -> fx.Node | None:
         if not op.cut() or op["weight"] is not None:

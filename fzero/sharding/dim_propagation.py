@@ -1,12 +1,14 @@
-"""Propagates cuts along one mesh axis through a recorded function: each rank computes with its part.
+"""Propagates shards along a dim, for one mesh axis, through a recorded function, so that each rank computes with its
+shards.
 
-Along the axis of n ranks a value is whole, cut along a dim (`fzero.sharding.shard_regions.Dim`), or partial: a summand
-on each rank. Each operation lists its strategies (fzero/sharding/op_strategies.py), and the one whose inputs take the
-fewest bytes to convert wins, ties by order. A value is converted once; a view of a partial value is a view of its
-reduction. An operation without a strategy that fits is made whole, and listed. Where ranks talk to each other the
-result has a marker that a pass turns into a line.
+Along the axis of n ranks, a value is replicated, sharded along a dim (`fzero.sharding.shard_regions.Dim`), or partial
+(each rank has one summand). For each op there are several strategies (fzero/sharding/op_strategies.py). The one whose
+inputs take the fewest bytes to convert is chosen; the order of the strategies breaks ties. Each value is converted to a
+placement at most once, and a view of a partial value becomes a view of the reduced value. An op without a suitable
+strategy is computed on replicated inputs, and is listed. Where ranks communicate, the graph contains a marker, which a
+pass turns into an op of the program.
 
-The result is the same graph on every rank: a rank's number is an input of it.
+The resulting graph is the same on every rank: the index of the rank along the axis is one of its inputs.
 """
 
 from __future__ import annotations
@@ -80,17 +82,17 @@ aten = torch.ops.aten
 
 
 class Wanted(enum.StrEnum):
-    """The place at which an output is wanted, where it is not a `Dim` or None: whole."""
+    """The requested placement of an output, if it is neither a `Dim` nor None (replicated)."""
 
-    FREE = "free"  # whatever it has, but never partial
-    SUMMAND = "summand"  # partial if it is, else whole
-    PARTIAL = "partial"  # a summand of a rank whatever it is: of a whole value the first rank has all
+    FREE = "free"  # any placement except partial
+    SUMMAND = "summand"  # partial if it already is, else replicated
+    PARTIAL = "partial"  # always partial; of a replicated value, the first rank gets all
 
 
 @dataclass(frozen=True)
 class MadeWhole:
-    """An operation that every rank computes whole: `nbytes` were gathered for it. `line` is the user's, "" if it is not
-    known; `inputs` are the numbers of the cut inputs of the function that it depends on."""
+    """An op that every rank computes on replicated inputs, for which `nbytes` bytes were gathered. `line` is the user's
+    line, or "" if it is not known. `inputs` are the indices of the function's sharded inputs that the op depends on."""
 
     op: str
     nbytes: int
@@ -103,28 +105,30 @@ Way = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A value that operations of one input make of an output, or an input, at a place to which ranks exchanged it. A
-    function that keeps values for another hands such on, so that they are not exchanged again."""
+    """A value that is computed from one output (or one input) by ops that read nothing else, at a placement to which
+    ranks have exchanged it. A function that saves values for another function also passes on such values, so that they
+    are not exchanged again."""
 
-    way: Way  # the operations
+    way: Way  # the ops, in order
     place: Dim
-    shape: tuple[int, ...] = field(compare=False)  # of the whole
+    shape: tuple[int, ...] = field(compare=False)  # of the full value
     dtype: torch.dtype = field(compare=False)
 
 
 @dataclass(frozen=True, eq=False)
 class CutFunction:
-    """A function on parts.
+    """A function on shards.
 
     Attributes:
-        graph: its inputs are those of the whole function, parts of what is cut; behind them what is `given`, and
-            int64[1], the rank's number along the axis, if `has_index`. Behind its outputs it has what is handed on.
-        places: of the outputs.
-        varies: the nodes of the graph whose value is the rank's own.
-        whole: the operations that were made whole.
-        exchanged: of each output, what could be handed on.
-        read: of each input, what is read of what is given.
-        values: the places of the values of the whole function, by their names.
+        graph: its inputs are those of the original function, with shards for the sharded ones, followed by the values
+            in `given`, and by int64[1], the rank's index along the axis, if `has_index`. Its outputs are followed by
+            the values that are passed on.
+        places: the placements of the outputs.
+        varies: the nodes of the graph whose values differ between ranks.
+        whole: the ops that are computed on replicated inputs.
+        exchanged: for each output, the exchanged values that could be passed on.
+        read: for each input, the values in `given` that are read.
+        values: the placements of the values of the original function, by name.
     """
 
     graph: Recorded
@@ -139,8 +143,8 @@ class CutFunction:
 
 @dataclass(frozen=True)
 class CutEnds:
-    """The cuts of a function's inputs along an axis of n ranks, and the places wanted of its outputs. Attributes:
-    arguments of `propagate`."""
+    """The placements of a function's inputs along an axis of n ranks, and the requested placements of its outputs. The
+    attributes are arguments of `propagate`."""
 
     n: int
     places: tuple[Place, ...]
@@ -150,8 +154,8 @@ class CutEnds:
     by_position: Attention | None
 
     def of_a_rank(self, graph: Recorded, inputs: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[str, RankShare]:
-        """The shares that a rank has of the values between the inputs and some ends of a graph, by name: the outputs,
-        and what is kept besides."""
+        """For the values between the inputs and some ends of a graph, the share of each that a rank has, by name. The
+        ends are the outputs, followed by the values that are saved in addition."""
         part = extract(graph, inputs, ends, [x.name for x in inputs])
         made = propagate(
             part,
@@ -166,14 +170,15 @@ class CutEnds:
         for x in part.graph.nodes:
             if isinstance(place := made.values.get(x.name), Dim):
                 shares[x.name] = RankShare(self.n, self.n)
-            elif place == PARTIAL:  # its sum is kept: scattered into the stream, or whole
+            elif place == PARTIAL:  # The reduced value is saved: scattered to the residual stream, or replicated.
                 kept, computed = self.stream is not None, bool(product_flops(x))
                 shares[x.name] = RankShare(self.n if kept else 1, self.n if computed else 1)
         return shares
 
 
 class RankShare(NamedTuple):
-    """The numbers of parts that the ranks of an axis hold a value in, and compute it in."""
+    """The number of shards in which the ranks of an axis hold a value, and the number of shards in which they compute
+    it."""
 
     held: int
     computed: int
@@ -191,19 +196,19 @@ def propagate(
     given: Sequence[Sequence[Exchanged]] = (),
     handed_on: Sequence[Sequence[Exchanged]] = (),
 ) -> CutFunction:
-    """The function on a rank's parts.
+    """Returns the function that computes with a rank's shards.
 
     Args:
-        graph: the whole function.
+        graph: the function on full values.
         n: the size of the axis.
-        places: of its inputs.
-        wanted: the places of its outputs.
-        leaves: the numbers of inputs that are parameters. These are not gathered, unless for an operation without a
-            strategy.
-        stream: the place of what passes between blocks. A partial value is reduced into it.
-        by_position: how attention is computed of what is cut by position.
-        given: of each input, what was exchanged of it before.
-        handed_on: of each output, what to return besides.
+        places: the placements of its inputs.
+        wanted: the requested placements of its outputs.
+        leaves: the indices of the inputs that are parameters. These are gathered only for ops without a strategy.
+        stream: the placement of the values that pass between blocks (the residual stream). Partial values are reduced
+            to it.
+        by_position: how attention is computed if its inputs are sharded by position.
+        given: for each input, the values derived from it that were exchanged earlier.
+        handed_on: for each output, the exchanged values to return in addition.
     """
     return _Propagation(graph, n, places, wanted, leaves, stream, by_position, given).result(handed_on)
 
@@ -221,7 +226,7 @@ _PASSING = {
     aten.sum.dim_IntList,
     operator.getitem,
 }
-"""Operations that a partial value may pass on its way to an output, besides views."""
+"""Ops through which a partial value may pass unreduced on its way to an output, in addition to views."""
 _REMADE = {aten.expand.default, *RESHAPES, aten.unsqueeze.default, aten.full.default, aten.permute.default}
 _ALWAYS_REMADE = {
     aten.index_put.default,
@@ -233,7 +238,8 @@ _ALWAYS_REMADE = {
 
 
 _SHARED = 16
-"""A gradient of a cut weight that is summed costs so many times more: what it reads is gathered once for several."""
+"""The factor on the cost of summing the gradient of a sharded weight. Gathering the values that the gradient is
+computed from is cheaper overall, because they are gathered once for several weights."""
 
 
 class _Propagation:
@@ -257,15 +263,15 @@ class _Propagation:
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         results = FakeResults()
         self.write = GraphWriter(self.graph, mode, results, n)
-        self.rewrite = GraphWriter(self.source.graph, mode, results, n)  # of operations into others, on whole values
-        self.place: dict[fx.Node, Place] = {}  # of each value of the whole function, by nature
+        self.rewrite = GraphWriter(self.source.graph, mode, results, n)  # rewrites ops into other ops, on full values
+        self.place: dict[fx.Node, Place] = {}  # the natural placement of each value of the original function
         self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
-        self.back: dict[fx.Node, Dim] = {}  # of operations, where their results are exchanged to
+        self.back: dict[fx.Node, Dim] = {}  # for ops, the placement to which their results are exchanged
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
-        self.replaced: dict[str, fx.Node] = {}  # by the name of an operation, what was put in its place
-        self.later: dict[fx.Node, bool] = {}  # of values that were asked about
+        self.replaced: dict[str, fx.Node] = {}  # by the name of an op, the node that replaced it
+        self.later: dict[fx.Node, bool] = {}  # cached results of `_summed_later`
         self.light: dict[fx.Node, bool] = {}
         passed = [*zip(self.source.inputs, places, strict=True), *zip(self.source.outputs, wanted, strict=True)]
         shapes = (tuple(x.meta["val"].shape) for x, place in passed if stream is not None and place == stream)
@@ -274,10 +280,10 @@ class _Propagation:
             self._input(x, place, i in leaves)
         inputs = dict(zip(self.source.inputs, given, strict=False))
         self.given = {x: [(e, self._given(x, e)) for e in exchanged] for x, exchanged in inputs.items()}
-        self.ways: dict[fx.Node, tuple[fx.Node, Way]] = {}  # of what operations of one input make of an input
+        self.ways: dict[fx.Node, tuple[fx.Node, Way]] = {}  # for values computed from one input only
         for x in inputs:
             self._on_way(x, x, ())
-        for x in self.source.inputs if by_position else ():  # a block's input that is whole: of the batch
+        for x in self.source.inputs if by_position else ():  # a replicated input of a block, which comes from the batch
             if self.place[x] is None and x not in self.leaves and stream and tuple(shape_of(x)) in self.streams:
                 self.place[x] = stream
                 self.made[x][stream] = self.write.cut(self.made[x][None], stream)
@@ -290,7 +296,7 @@ class _Propagation:
         return new
 
     def _on_way(self, node: fx.Node, source: fx.Node, way: Way) -> None:
-        """Takes what was given of a value that these operations make of an input."""
+        """Uses the exchanged values that were given for a value that these ops compute from an input."""
         self.ways[node] = source, way
         for exchanged, new in self.given[source]:
             if exchanged.way == way and isinstance(node.meta["val"], torch.Tensor):
@@ -301,7 +307,7 @@ class _Propagation:
         assert divides(value.shape, place, self.n), f"{x.name}{list(value.shape)} has no {self.n} parts at {place}"
         new = self.graph.placeholder(x.name)
         if isinstance(place, Dim):
-            # a rank's part is a tensor of its own
+            # a rank's shard is a separate, contiguous tensor
             shape = part(value.shape, place, self.n)
             new.meta["val"] = compat.new_fake(value.fake_mode, shape, value.dtype, value.device)
         else:
@@ -317,7 +323,7 @@ class _Propagation:
         self._goes_on(node)
 
     def _goes_on(self, node: fx.Node) -> None:
-        """Takes what was given of a value, where operations of one input make it of an input."""
+        """Uses the exchanged values that were given for a value, if it is computed from one input only."""
         before = node.all_input_nodes
         if len(before) == 1 and before[0] in self.ways:
             source, way = self.ways[before[0]]
@@ -356,7 +362,8 @@ class _Propagation:
         )
 
     def _exchanged(self, output: fx.Node, want: Wanted | Dim | None) -> dict[Exchanged, fx.Node]:
-        """The exchanged values of an output that may have any place, and of what operations of one input make of it."""
+        """The exchanged values of an output whose placement is free, and of the values that ops compute from it
+        alone."""
         found: dict[Exchanged, fx.Node] = {}
         left: list[tuple[fx.Node, Way]] = [(output, ())] if want is Wanted.FREE and self.by_position else []
         while left:
@@ -410,7 +417,7 @@ class _Propagation:
             self.leaves.add(node)
 
     def _decomposed(self, node: fx.Node) -> bool:
-        """Whether an operation was replaced, in the whole function, by others that have rules."""
+        """Replaces an op of the original function by other ops that have rules, if possible. Returns whether it did."""
         of = DECOMPOSITIONS.get(node.target)
         if of is None or all(self.place[a] is None for a in node.all_input_nodes):
             return False
@@ -439,7 +446,7 @@ class _Propagation:
         if best is whole or min(prices) == math.inf:
             best = whole
             gathered = [a for a in inputs if isinstance(self.place[a], Dim) and self._cost(a, None) > 0]
-            if self.by_position is None:  # else no operation should need all positions
+            if self.by_position is None:  # with `by_position`, no op should need all positions
                 gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
             if gathered:
                 self._list(node, gathered)
@@ -453,8 +460,8 @@ class _Propagation:
         self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
 
     def _asked(self, node: fx.Node) -> list[Dim]:
-        """The places at which a result is asked for: as an output, and as part of the stream where it reads partial
-        values."""
+        """The placements that are requested of a result: as an output and, if it reads partial values, as part of the
+        residual stream."""
         outputs = (
             zip(self.source.outputs, self.wanted, strict=True) if self.source.graph.output_node() in node.users else ()
         )
@@ -464,7 +471,8 @@ class _Propagation:
         return asked
 
     def _streams(self, node: fx.Node) -> Dim | None:
-        """The place of a value in the stream, where it has the elements of what passes between blocks."""
+        """The placement of a value as part of the residual stream, if it has the same elements as the values that pass
+        between blocks."""
         value = node.meta["val"]
         if self.stream is None or not isinstance(value, torch.Tensor):
             return None
@@ -475,7 +483,7 @@ class _Propagation:
         return in_view(alike[0], self.stream, shape, self.n) if alike else None
 
     def _settle(self, node: fx.Node, strategy: Strategy) -> None:
-        """Writes an operation by a strategy."""
+        """Writes an op by a strategy."""
         new = self._written(node, strategy)
         out = strategy.places(len(values_of(node)))
         if isinstance(node.meta["val"], (tuple, list)):
@@ -503,7 +511,7 @@ class _Propagation:
         return strategy.write(self.write, fx.map_arg(named_arguments(node), at))
 
     def _restrided(self, x: fx.Node, like: torch.Tensor) -> fx.Node:
-        """A value with the strides of another, for an operation that reads memory."""
+        """A value with the strides of another one, for an op that depends on the memory layout."""
         if x.meta["val"].stride() == like.stride():
             return x
         order = sorted(range(like.dim()), key=lambda d: like.stride(d), reverse=True)
@@ -523,7 +531,7 @@ class _Propagation:
         return all(divides(v.shape, p, self.n) for v, p in self._results(node, s))
 
     def _results(self, node: fx.Node, s: Strategy) -> Iterator[tuple[Any, Place]]:
-        """The tensors that an operation returns, and their places."""
+        """The tensors that an op returns, and their placements."""
         values = values_of(node)
         placed = zip(values, s.places(len(values)), strict=True)
         return ((v, p) for v, p in placed if isinstance(v, torch.Tensor))
@@ -534,21 +542,23 @@ class _Propagation:
         if later and self._summed_later(node):
             later = 0
         elif not is_view(node) and any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
-            later *= 1.01  # what else reads the input may have it reduced
-        later *= 2 if self.stream is None else 1  # a reduction into the stream scatters
+            later *= 1.01  # another reader of the input may need it reduced
+        later *= 2 if self.stream is None else 1  # a reduce_scatter to the residual stream costs half an all_reduce
         if later and self.stream is not None and self._is_gradient(node):
             later *= _SHARED
         return sum(self._cost(a, p) for a, p in s.want.items()) + share * (later + 2 * s.sent)
 
     def _is_gradient(self, node: fx.Node) -> bool:
-        """Whether an output that is wanted cut is a value, or a view of it."""
+        """Whether a value, or a view of it, is an output that is requested as a shard other than that of the residual
+        stream."""
         outputs = zip(self.source.outputs, self.wanted, strict=True)
         if any(x is node and isinstance(w, Dim) and w != self.stream for x, w in outputs):
             return True
         return any(is_view(user) and self._is_gradient(user) for user in node.users)
 
     def _summed_later(self, node: fx.Node) -> bool:
-        """Whether a partial value may leave the function, by way of linear operations."""
+        """Whether a partial value may leave the function unreduced, because only linear ops lie between it and the
+        outputs."""
         if node not in self.later:
             self.later[node] = self._all_summed(node)
         return self.later[node]
@@ -566,7 +576,7 @@ class _Propagation:
         return True
 
     def _cost(self, node: fx.Node, want: Place) -> float:
-        """The bytes on a rank that it takes to have a value at a place."""
+        """The bytes per rank that it takes to convert a value to a placement."""
         made, shape = self.made[node], shape_of(node)
         if want in made:
             return 0.0
@@ -592,7 +602,8 @@ class _Propagation:
     # --- values at places ---
 
     def _root(self, node: fx.Node) -> fx.Node | None:
-        """The value of which a view is made again when that is whole, so that it is converted once."""
+        """The source of a view, if the view is to be recomputed from the replicated source, so that only the source is
+        converted. None if the view itself is converted."""
         if node.op != "call_function" or self.place[node] is None:
             return None
         source = node.all_input_nodes[0] if node.all_input_nodes else node
@@ -609,7 +620,8 @@ class _Propagation:
         return source if self.place[source] == PARTIAL and len(source.users) > 1 else None
 
     def _viewed(self, node: fx.Node, want: Dim) -> tuple[fx.Node, Dim] | None:
-        """The partial value that a partial one has another shape of, and its place where the other has this one."""
+        """For a partial value that is another partial value in a different shape: that other value, and the placement
+        of it that corresponds to `want`."""
         root = self._root(node) if self.place[node] == PARTIAL and node.target in RESHAPES else None
         place = in_view(shape_of(node), want, shape_of(root), self.n) if root is not None else None
         if root is None or place is None or in_view(shape_of(root), place, shape_of(node), self.n) != want:
@@ -644,7 +656,7 @@ class _Propagation:
         return self.write.converted(made[have], have, want)
 
     def _remade(self, node: fx.Node, want: Dim) -> fx.Node | None:
-        """A part of a whole value, made of parts of its inputs, where these are smaller."""
+        """A shard of a replicated value, computed from shards of its inputs, if these are smaller than the value."""
         if (
             node.op != "call_function"
             or not self._light(node)
@@ -659,7 +671,7 @@ class _Propagation:
         return None
 
     def _light(self, node: fx.Node) -> bool:
-        """Whether the inputs of an operation are smaller than its result."""
+        """Whether the inputs of an op are smaller than its result."""
         if node not in self.light:
             self.light[node] = self._smaller(node)
         return self.light[node]
@@ -677,7 +689,7 @@ class _Propagation:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """The value that another is a copy of, which lies otherwise; by default itself."""
+    """The value that another one is a copy of with a different memory layout; the value itself if it is not a copy."""
     inner = node.all_input_nodes[0] if node.target is aten.permute.default else node
     if inner.target is not aten.clone.default:
         return node
@@ -689,5 +701,5 @@ def _copied(node: fx.Node) -> fx.Node:
 
 
 def _said(node: fx.Node) -> str:
-    """An operation of one input, without it."""
+    """An op with one input as text, without the input."""
     return f"{node.target}{fx.map_arg((node.args, node.kwargs), lambda _: None)}"

@@ -1,9 +1,10 @@
-"""Propagates rows through a recorded function whose batch a mesh axis cuts, and experts with it: ranks exchange rows.
+"""Propagates rows of tokens and shards of experts through a recorded function, for a mesh axis that shards both the
+batch and the experts. Ranks exchange rows.
 
-Each rank has its own rows, of all experts, and its part of the experts' parameters. A product of rows with such a
-parameter has all ranks' rows of the rank's experts (`Met`): an all_to_all brings them. What is pointwise, or a view,
-stays there. Anything else has its own rows back. A gradient of a cut parameter is a sum over the rows of all ranks:
-a product over them, or the sum of what each rank has.
+Each rank has its own rows, for all experts, and its shard of the experts' parameters. A product of rows with such a
+parameter needs the rows of all ranks for the experts of this rank (`Met`); an all_to_all delivers them. Pointwise ops
+and views keep this form. All other ops get the rank's own rows back. The gradient of a sharded parameter is a sum over
+the rows of all ranks: either one product over all these rows, or the sum of the gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ from fzero.trace.subgraph import ancestors, extract
 aten = torch.ops.aten
 
 Form = Dim | Met | None
-"""The form of a value on a rank: as it was recorded, a part of what all have, or with the rows of all ranks."""
+"""The form of a value on a rank: as it was recorded (None), a shard of a value that all ranks have (`Dim`), or with the
+rows of all ranks (`Met`)."""
 Write = Callable[[GraphWriter, dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute an operation: forms of its inputs and of each result, and how it is written."""
+    """A way to compute an op: the forms of its inputs and of its results, and how the op is written."""
 
     want: Mapping[fx.Node, Form]
     out: tuple[Form, ...]
@@ -68,16 +70,17 @@ def propagate(
     places: Sequence[Anywhere],
     wanted: Sequence[Wanted | Dim | None],
 ) -> CutFunction:
-    """The function on a rank's own rows, and its part of the experts.
+    """Returns the function on a rank's own rows and its shard of the experts.
 
     Args:
-        graph: the function, recorded with the rows of a rank and whole parameters.
+        graph: the function, recorded with the rows of one rank and full parameters.
         n: the size of the axis.
-        places: of its inputs.
-        wanted: the places of its outputs: a `Dim` is that of a gradient, summed over all ranks.
+        places: the placements of its inputs.
+        wanted: the requested placements of its outputs. A `Dim` is the placement of a gradient, which is summed over
+            all ranks.
 
     Raises:
-        FzeroValueError: a gradient of a cut parameter that is computed with, other than added.
+        FzeroValueError: the function computes with the gradient of a sharded parameter, other than adding to it.
     """
     return _RowPropagation(graph, n, places, wanted).result()
 
@@ -96,11 +99,11 @@ class _RowPropagation:
         self.graph = compat.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         self.write = GraphWriter(self.graph, mode, FakeResults(), n)
-        self.form: dict[fx.Node, Form] = {}  # of each value, by nature
+        self.form: dict[fx.Node, Form] = {}  # the natural form of each value
         self.made: dict[fx.Node, dict[Form, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Form, ...]]] = {}
-        self.own: set[fx.Node] = set()  # what differs between ranks
-        self.sums: set[fx.Node] = set()  # parts of sums over the rows of all ranks
+        self.own: set[fx.Node] = set()  # values that differ between ranks
+        self.sums: set[fx.Node] = set()  # shards of sums over the rows of all ranks
         self.leads: dict[fx.Node, bool] = {}
         self.whole: list[MadeWhole] = []
         for x, place in zip(self.source.inputs, places, strict=True):
@@ -139,7 +142,7 @@ class _RowPropagation:
         if want is not None and want is not Wanted.FREE:
             return self._get(x, None), PARTIAL
         if want is Wanted.FREE:
-            # rows that were exchanged for this function are so for the next
+            # rows that were exchanged for this function stay exchanged for the next
             form = next((m for m in self.made[x] if isinstance(m, Met)), self.form[x])
             if form is not None:
                 return self._get(x, form), form
@@ -192,7 +195,7 @@ class _RowPropagation:
         return WholeOp(node, self.n, places)
 
     def _of_parameters(self, node: fx.Node) -> Way:
-        """An operation of what all ranks have, or have a part of."""
+        """The way to compute an op whose inputs are replicated or are shards of replicated values."""
         inputs, count = node.all_input_nodes, len(values_of(node))
         plain = Way(dict.fromkeys(inputs), (None,) * count)
         if all(self.form[a] is None for a in inputs):
@@ -207,8 +210,8 @@ class _RowPropagation:
         return plain
 
     def _cheapest(self, node: fx.Node) -> Way:
-        """The way of an operation of own rows whose inputs take the fewest bytes to exchange. No parameter is
-        gathered where there is another."""
+        """The way to compute an op on a rank's own rows whose inputs take the fewest bytes to exchange. A parameter is
+        gathered only if there is no other way."""
         plain = Way(dict.fromkeys(node.all_input_nodes), (None,) * len(values_of(node)))
         ways = [w for w in self._ways(node) if all(divides(shape_of(a), f, self.n) for a, f in w.want.items())]
         meet = {a for a in node.all_input_nodes if self._leads(node) and self._meets(a)}
@@ -222,12 +225,12 @@ class _RowPropagation:
         return best
 
     def _meets(self, node: fx.Node) -> bool:
-        """Whether a product with experts' parameters reads a value, so that its rows are exchanged anyway."""
+        """Whether a product with experts' parameters reads a value, so that its rows are exchanged in any case."""
         products = (u for u in node.users if u.target in _PRODUCTS)
         return any(self._of_experts(x) for u in products for x in u.args[-2:] if x is not node)
 
     def _of_experts(self, node: Any) -> bool:
-        """Whether a value is a cut parameter, or a view of one."""
+        """Whether a value is a sharded parameter, or a view of one."""
         while node.op == "call_function" and node.target in VIEWS | set(_ORDERS):
             (node,) = node.all_input_nodes
         return node.op == "placeholder" and self.form[node] == Dim(0)
@@ -240,7 +243,7 @@ class _RowPropagation:
         return math.inf if isinstance(self.form[node], Dim) else nbytes_of(node)
 
     def _list(self, node: fx.Node) -> None:
-        """Notes an operation for which parameters are gathered."""
+        """Notes an op for which parameters are gathered."""
         gathered = [a for a in node.all_input_nodes if isinstance(self.form[a], Dim) and None not in self.made[a]]
         if not gathered:
             return
@@ -253,7 +256,7 @@ class _RowPropagation:
     # --- sums over the rows of all ranks ---
 
     def _leads(self, node: fx.Node) -> bool:
-        """Whether a value leaves as the gradient of a cut parameter alone, by way of linear operations."""
+        """Whether a value leaves the function only as the gradient of a sharded parameter, through linear ops."""
         if node not in self.leads:
             self.leads[node] = bool(node.users) and all(self._leads_by(node, user) for user in node.users)
         return self.leads[node]
@@ -265,7 +268,8 @@ class _RowPropagation:
         return (user.target in _LINEAR or _is_sum(user)) and self._leads(user)
 
     def _of_sums(self, node: fx.Node) -> None:
-        """An operation of a sum over the rows of all ranks: added to what else is one, or moved."""
+        """Writes an op that reads a sum over the rows of all ranks. Such an op may add it to other such sums, or
+        rearrange it."""
         first = next(a for a in node.all_input_nodes if a in self.sums)
         dim, alike = self.form[first], all(shape_of(a) == shape_of(first) for a in node.all_input_nodes)
         assert isinstance(dim, Dim), (first, dim)
@@ -286,7 +290,7 @@ class _RowPropagation:
         self._settle(node, way)
 
     def _sum(self, node: fx.Node, dim: Dim) -> fx.Node:
-        """This rank's part of the sum of what every rank has of a gradient."""
+        """This rank's shard of the sum over all ranks of a gradient."""
         if node in self.sums:
             assert self.form[node] == dim, (node, self.form[node], dim)
             return self.made[node][dim]
@@ -317,11 +321,12 @@ class _RowPropagation:
         return made[form]
 
     def _is_alike(self, node: fx.Node, form: Form) -> bool:
-        """Whether every rank has the rows of a value that all ranks have, such as ones."""
+        """Whether a value is replicated, so that every rank has the same rows of it (an example are ones)."""
         return isinstance(form, Met) and node not in self.own and self.form[node] is None
 
     def _in_view(self, node: fx.Node, met: Met) -> Way | None:
-        """A view of a value that has all rows in its turn: so that it is exchanged once, and kept so."""
+        """A way to compute a view from its source with the rows of all ranks, so that the source is exchanged only once
+        and stays in this form."""
         if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
             return None
         (x,) = node.all_input_nodes
@@ -334,7 +339,7 @@ class _RowPropagation:
         return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
 
     def _remade(self, node: fx.Node) -> fx.Node | None:
-        """The value that another is a view of, where that is as it was recorded."""
+        """The source of a view, if the source is available in the form in which it was recorded."""
         if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
             return None
         (source,) = node.all_input_nodes
@@ -360,7 +365,8 @@ class _RowPropagation:
             yield from self._pointwise(node)
 
     def _products(self, node: fx.Node) -> Iterator[Way]:
-        """Rows with a parameter of the experts, and the product of two over all rows: a gradient of one."""
+        """Products of rows with a parameter of the experts; and products of two values with rows, over all rows, which
+        are gradients of such a parameter."""
         *added, a, b = node.args[:3]
         assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
         for x, y, rows in ((a, b, 1), (b, a, 2)):
@@ -372,7 +378,7 @@ class _RowPropagation:
             yield Way({a: Met(0, 2), b: Met(0, 1)}, (Dim(0),))
 
     def _numbered(self, node: fx.Node) -> Iterator[Way]:
-        """Rows of several experts with a parameter, and the sum over all rows."""
+        """Products of rows that belong to several experts with a parameter; and sums of such products over all rows."""
         expert, a, b = node.args[:3]
         assert isinstance(expert, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
         met = Met(0, 1)
@@ -386,10 +392,10 @@ class _RowPropagation:
         return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, Met)]
 
     def _pointwise(self, node: fx.Node) -> Iterator[Way]:
-        """Element by element: every input has all rows, or is alike for all rows."""
+        """Pointwise ops: every input has the rows of all ranks, or is the same for all rows."""
         shape = list(node.meta["val"].shape)
         found = [Met(m.dim + k, m.rows + k) for a, m in self._met(node) for k in [len(shape) - len(shape_of(a))]]
-        for a in node.all_input_nodes:  # before the first product: a parameter that is alike for all rows
+        for a in node.all_input_nodes:  # before the first product: a parameter that is the same for all rows
             k, form = len(shape) - len(shape_of(a)), self.form[a]
             if isinstance(form, Dim) and form.groups == 1 and form.dim + k + 1 < len(shape):
                 found.append(Met(form.dim + k, form.dim + k + 1))
@@ -399,7 +405,7 @@ class _RowPropagation:
                 yield Way(want, (met,))  # type: ignore[arg-type]
 
     def _broadcast(self, a: fx.Node, met: Met, shape: Sequence[int]) -> Form | Literal["none"]:
-        """The form of an operand that is broadcast to a value with all rows; "none" if it has none."""
+        """The form of an operand that is broadcast to a value with the rows of all ranks; "none" if there is none."""
         have, k = shape_of(a), len(shape) - len(shape_of(a))
         at = [have[d - k] if d >= k else 1 for d in (met.dim, met.rows)]
         full = [x == shape[d] and x > 1 for x, d in zip(at, (met.dim, met.rows), strict=True)]
@@ -441,7 +447,7 @@ class _RowPropagation:
                 yield Way({x: m}, (Dim(left.index(m.dim)),))
 
     def _along(self, node: fx.Node) -> Iterator[Way]:
-        """Operations along another dim than those of experts and rows, of inputs with the dims of the result."""
+        """Ops along a dim other than those of experts and rows, whose inputs all have the dims of the result."""
         op, count = self._op(node), len(values_of(node)[0].shape)
         if any(len(shape_of(a)) != count for a in node.all_input_nodes):
             return
@@ -458,14 +464,14 @@ class _RowPropagation:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether an operation adds, or joins, tensors alone."""
+    """Whether an op only adds, or concatenates, tensors."""
     added = node.args[0] if node.target is aten.cat.default else node.args
     return node.target in _ADDS and all(isinstance(a, fx.Node) for a in added)  # type: ignore[union-attr]
 
 
 def _same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """The dim of a view that is a dim of what it is a view of; or the other way."""
-    if node.target is aten.expand.default:  # dims are lined up at the last
+    """The dim of a view that corresponds to a dim of its source, or the other way round."""
+    if node.target is aten.expand.default:  # broadcasting aligns the last dims
         at = dim + len(new) - len(old)
         return at if at >= 0 and new[at] == old[dim] else None
     before = math.prod(old[:dim])
@@ -484,7 +490,7 @@ _ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
     aten.transpose.int: _transposed,
 }
 _PRODUCTS = {aten.bmm.default, aten.baddbmm.default, EXPERT_MM}
-"""Operations whose last two arguments are rows and a parameter of experts."""
+"""Ops whose last two arguments are rows and a parameter of the experts."""
 _ALONG = {
     aten._softmax.default,
     aten._log_softmax.default,
@@ -510,5 +516,5 @@ _LINEAR = {
     aten.slice_backward.default,
     aten.sum.dim_IntList,
 }
-"""Operations that a gradient of a cut parameter may pass on its way to an output."""
+"""Ops through which the gradient of a sharded parameter may pass on its way to an output."""
 _ADDS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default}

@@ -1,22 +1,26 @@
-"""Propagates sharding through a pure function: an optimizer's update, its init, an init function.
+"""Propagates flat shards through a pure function: an optimizer's update, its init, or an init function.
 
-A leaf is a flat shard (fzero/sharding/layout.py), so what keeps to its elements keeps to its shards:
-  pointwise operations    run on the shards, with whole scalars beside them
-  blocks of 256           lie within shards: what is the same for a block, or made of it, is too
-                          (fzero/ops/block_quantization.py)
-  views                   are nothing: a flat shard has no shape to change
-  full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of
-                          that leaf
-  constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`) marked as
-  whole         (fzero/ops/unsharded_mark.py) are gathered in an update; what is computed of them is cut where a
-                          shard of it is asked for
+A parameter is stored as a flat shard (fzero/sharding/layout.py), so an op that keeps elements in their order also keeps
+shards:
 
-Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
-that are sharded over different axes. A value that does not depend on a sharded leaf can always be made whole and cut.
+- Pointwise ops run on the shards, together with replicated scalars.
+- Blocks of 256 elements lie within shards. Ops that map a block to one value, or such a value to its block, run on
+  shards (fzero/ops/block_quantization.py).
+- Views do nothing, because a flat shard has no shape.
+- Full reductions run on the shards, and an all_reduce over the axes that shard the parameter combines the partial
+  results of the ranks.
+- Constants and random bits are created shard by shard. In an update, a draw starts at an offset that an op of the
+  program computes (`draw_start`).
+- Values marked as unsharded (fzero/ops/unsharded_mark.py) are gathered in an update. Results computed from them are
+  sharded again if a shard is needed.
 
-The demands are found from the outputs back (who needs this value whole, who needs its shard), the new graph is made
-from the inputs forward. Where the result needs a rank's own facts, or another rank, it holds a marker that lowering
-turns into a line.
+Any other op on a sharded parameter is an error that names the op and the parameter. So is an op on two parameters that
+are sharded over different axes. A value that does not depend on a sharded parameter can always be computed in full and
+then sharded.
+
+A traversal from the outputs to the inputs finds which values are needed in full and which as a shard. A traversal from
+the inputs to the outputs then writes the new graph. If a result depends on the rank's index or on other ranks, the new
+graph contains a marker, which lowering turns into an op of the program.
 """
 
 from __future__ import annotations
@@ -44,30 +48,30 @@ aten = torch.ops.aten
 
 
 def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: the reduction of the `x` of every rank along these axes."""
+    """Marker: the reduction of the `x` of all ranks along these axes."""
     raise AssertionError("a marker is not executable")
 
 
 def cut(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
-    """Marker: this rank's flat shard of the whole `x` over these axes, the first of which cut along these dims."""
+    """Marker: this rank's flat shard of the full `x` over these axes. The first axes shard along these dims."""
     raise AssertionError("a marker is not executable")
 
 
 def gather(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...], shape: Sequence[int]) -> torch.Tensor:
-    """Marker: the whole value of this shape from the ranks' flat shards over these axes; the first axes cut along these
-    dims."""
+    """Marker: the full value of this shape, gathered from the ranks' flat shards over these axes. The first axes shard
+    along these dims."""
     raise AssertionError("a marker is not executable")
 
 
 def num_valid(shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: how many elements of this rank's shard over these axes of a leaf of this shape are not padding (0-dim
-    int64)."""
+    """Marker: the number of elements that are not padding in this rank's shard, over these axes, of a parameter with
+    this shape (0-dim int64)."""
     raise AssertionError("a marker is not executable")
 
 
 def draw_start(base: int, shape: Sequence[int], axes: tuple[str, ...]) -> torch.Tensor:
-    """Marker: where this rank's part over these axes of a leaf of this shape, without axes the whole leaf, begins in a
-    draw of which the leaf begins at `base` (0-dim int64)."""
+    """Marker: the offset in a draw at which this rank's shard, over these axes, of a parameter with this shape begins
+    (0-dim int64). The parameter itself begins at `base`. Without axes it is replicated."""
     raise AssertionError("a marker is not executable")
 
 
@@ -90,7 +94,7 @@ _POINTWISE = {
     aten.isfinite.default,
     aten.fill.Scalar,
     aten.copy.default,
-    aten.view.dtype,  # between dtypes of one size: any other changes the number of elements
+    aten.view.dtype,  # only between dtypes of the same size; others change the number of elements
 }
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default}
@@ -118,12 +122,12 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether a node reduces all of a tensor with more than one element to one."""
+    """Whether a node reduces a tensor with more than one element to a single element."""
     return node.target in REDUCTIONS and num_elements(node) == 1 != num_elements(node.all_input_nodes[0])
 
 
 class Sharded(NamedTuple):
-    """A leaf that comes as a flat shard: its path, for errors, and how it is cut."""
+    """A tensor that arrives as a flat shard: its path, for errors, and how it is sharded."""
 
     path: str
     cut: Cut
@@ -136,23 +140,23 @@ def propagate(
     owner: str,
     index: int | None = None,
 ) -> Recorded:
-    """The function on shards.
+    """Returns the function on shards.
 
     Args:
-        source: the function on whole values.
+        source: the function on full values.
         sharded: the inputs that arrive as flat shards.
-        demand: for each output how the shard is cut that is wanted; None: it is wanted whole.
-        owner: who is sharded, for errors.
-        index: which shard is made. Only random draws need it: without it the function is the same for every rank, and
-            each draw starts where a marker says.
+        demand: for each output, how the requested shard is sharded; None if the full output is requested.
+        owner: the caller that shards, for errors.
+        index: the index of the shard to compute. Only random draws depend on it: without it, the function is the same
+            for every rank, and the offset of each draw comes from a marker.
 
     Raises:
-        FzeroTypeError: listing every operation that cannot run on shards, with its leaf and its line.
+        FzeroTypeError: lists every op that cannot run on shards, with its parameter and the user's line.
     """
     nodes, outputs = list(source.graph.nodes), source.outputs
-    leaf: dict[fx.Node, Sharded] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
-    culprit: dict[fx.Node, str] = {}  # values that there is no way to have, and the operation and leaf at fault
-    inside: set[fx.Node] = set()  # values computed from whole leaves: leaf arithmetic, though no shards
+    leaf: dict[fx.Node, Sharded] = dict(sharded)  # values that are naturally shards, and the parameter they come from
+    culprit: dict[fx.Node, str] = {}  # values that cannot be computed, and the op and parameter at fault
+    inside: set[fx.Node] = set()  # computed from unsharded parameters: parameter arithmetic, but not shards
     for node in nodes:
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
         if node.target is WHOLE and index is None:
@@ -170,7 +174,8 @@ def propagate(
                 culprit[node] = at_fault
         elif not inside.isdisjoint(node.all_input_nodes):
             inside.add(node)
-    # readers of a number made of whole leaves are made whole, too: the number is where these leaves are
+    # Values computed from a scalar that depends on unsharded parameters are computed in full too, because the scalar is
+    # available where these parameters are.
     numbers = {n for n in inside if num_elements(n) == 1}
     at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
     want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
@@ -227,7 +232,7 @@ def propagate(
 
 
 Env = dict[tuple[fx.Node, Cut | None], fx.Node]
-"""The node of the new graph for a value of the old one, cut so, or whole."""
+"""Maps a value of the old graph and how it is sharded (None: in full) to a node of the new graph."""
 
 
 def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:
@@ -235,10 +240,11 @@ def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:
 
 
 def constants_for_shapes(graph: Recorded) -> Recorded:
-    """The same function, with constants where it asks a value for nothing but its shape; inputs that no line reads any
-    more have no users.
+    """Replaces ops that read only the shape of a value by constants. Inputs that no op reads any more have no users
+    afterwards.
 
-    The graph is changed."""
+    The graph is changed in place.
+    """
     for node in list(graph.graph.nodes):
         if node.target in _LIKE or node.target in _NEW:
             with graph.graph.inserting_before(node):
@@ -248,7 +254,7 @@ def constants_for_shapes(graph: Recorded) -> Recorded:
 
 
 def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Tensor) -> fx.Node:
-    """The constant that a node like another tensor is, of any shape."""
+    """A constant of any shape, with the value of a node such as `zeros_like`."""
     fill = (
         node.args[-1] if node.target in (aten.full_like.default, aten.new_full.default) else int(node.target in _ONES)
     )
@@ -257,14 +263,14 @@ def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Ten
 
 
 def _shardable(node: fx.Node, shard: Cut) -> bool:
-    """Whether a node's shard can be made from shards of its inputs."""
+    """Whether a node's shard can be computed from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
         return True
     return _is_view(node, shard) or _is_local(node, shard) or _is_blockwise(node, shard)
 
 
 def _is_local(node: fx.Node, shard: Cut) -> bool:
-    """Whether a node is pointwise between tensors of one size and scalars."""
+    """Whether a node is pointwise, and its arguments are tensors of the same size and scalars."""
     if not _is_pointwise(node.target):
         return False
     sizes = {num_elements(a) for a in node.all_input_nodes}
@@ -272,13 +278,15 @@ def _is_local(node: fx.Node, shard: Cut) -> bool:
 
 
 def _keeps_dims(node: fx.Node, shard: Cut) -> bool:
-    """Whether a node's arguments have its dims, if dims are cut."""
+    """Whether a node's arguments have the same dims as the node. This is required only if the shard is sharded along
+    dims."""
     shapes = {a.meta["val"].shape for a in node.all_input_nodes if num_elements(a) != 1}
     return not shard.along or shapes <= {node.meta["val"].shape}
 
 
 def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
-    """Whether a node goes from the elements of a leaf that is cut between blocks to its blocks, or back."""
+    """Whether a node maps the elements of a parameter to values per block, or back, and the parameter is sharded only
+    at block boundaries."""
     if node.target not in (BLOCK_MAX, BLOCK_EXPAND) or shard.along:
         return False
     elements, numbers = (node.all_input_nodes[0], node) if node.target is BLOCK_MAX else (node, node.all_input_nodes[0])
@@ -298,7 +306,8 @@ def _needs(
     culprit: Mapping[fx.Node, str],
     problems: dict[str, None],
 ) -> list[tuple[fx.Node, Cut | None]]:
-    """The inputs of a node and how they must be cut, None for whole, to have the node whole or its shard."""
+    """The inputs that are needed to compute a node in full or its shard, and how each of them must be sharded (None: in
+    full)."""
     if shard and node in leaf and leaf[node].cut != shard:
         path, cut = leaf[node]
         problems[f"{path}, sharded over {cut}, with a leaf that is sharded over {shard}"] = None
@@ -327,11 +336,11 @@ def _needs(
     if node in leaf:
         problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
-    return [(a, None) for a in args]  # whole, then cut
+    return [(a, None) for a in args]  # in full, and sharded afterwards
 
 
 def _whole(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env) -> fx.Node:
-    """A value that is marked as whole: gathered, if there are shards of it, or one of these, if that is wanted."""
+    """A value that is marked as unsharded: gathered if its source is sharded, or its shard if that is requested."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     if shard or source not in leaf:
         return env[source, shard]
@@ -349,7 +358,7 @@ def _cut(graph: fx.Graph, source: fx.Node, shard: Cut, value: torch.Tensor) -> f
 def _make(
     graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None
 ) -> fx.Node:
-    """The node on shards, in the new graph."""
+    """Writes the node, computed on shards, to the new graph."""
     if not shard:
         return _reduce(graph, node, env, leaf[node.args[0]].cut)  # type: ignore[index]
     local = _local(node, shard)
@@ -384,8 +393,8 @@ def _make(
 
 
 def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Node:
-    """A draw, or a rank's shard of it, that starts where a line says: a function that draws for one leaf draws for all
-    like it, on every rank."""
+    """A draw, or a rank's shard of it, whose offset comes from an op of the program. So the function that draws for one
+    parameter is the same for all similar parameters, and on every rank."""
     value, axes = _local(node, shard), shard.axes if shard else ()
     if shard and shard.along:
         what = f"random numbers for a leaf that is sharded over {shard}: they do not lie one behind the other"
@@ -401,7 +410,8 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
 
 
 def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Cut, env: Env, index: int) -> fx.Node:
-    """One shard of a draw: drawn from its first element to its last, without other ranks' elements in between."""
+    """One shard of a draw. If it consists of several runs, the range from its first to its last element is drawn, and
+    the elements of other ranks in between are dropped."""
     value, boxes = _local(node, shard), shard.boxes(node.meta["val"].shape, index)
     runs = boxes.runs(all_of(boxes.shape)) if shard.along else [(0, boxes.start, value.numel())]
     first, stop = min((a for _, a, _ in runs), default=0), max((a + n for _, a, n in runs), default=0)
@@ -413,7 +423,8 @@ def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Cut, env: Env, index: int
 
 
 def take_runs(x: torch.Tensor, runs: Sequence[tuple[int, int, int]], numel: int) -> torch.Tensor:
-    """So many elements, those of each run of `x` where it says, and zeros: (where to, where from, how many)."""
+    """A tensor of `numel` elements with runs copied from `x`, and zeros elsewhere. Each run is (destination offset,
+    source offset, length)."""
     out = x.new_zeros(numel)
     for to, begins, n in runs:
         out[to : to + n] = x[begins : begins + n]
@@ -421,7 +432,8 @@ def take_runs(x: torch.Tensor, runs: Sequence[tuple[int, int, int]], numel: int)
 
 
 def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
-    """A full reduction over shards: padding is masked out, the summands of the ranks meet in an all_reduce."""
+    """A full reduction over shards: padding is masked out, and the partial results of the ranks are combined by an
+    all_reduce."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     x, value, kind = env[source, shard], node.meta["val"], REDUCTIONS[node.target]
     dtype, order = value.dtype, 0.0
@@ -481,8 +493,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
 
 
 def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ...], fill: Any, device: Any) -> fx.Node:
-    """`x` with its padding replaced by the reduction's neutral value: operations may have turned the zeros into
-    anything."""
+    """`x` with its padding replaced by the neutral element of the reduction. Earlier ops may have turned the zeros of
+    the padding into other values."""
     value = x.meta["val"]
     if fill == "lowest":
         fill = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
@@ -509,14 +521,14 @@ def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
 
 
 def _of_shard(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
-    """`_emit` for a rank's own values: a shard of one element is no scalar."""
+    """`_emit` for the values of one rank's shard. The mark distinguishes a shard with one element from a scalar."""
     node = _emit(graph, target, args, value, kwargs)
     node.meta["shard"] = True
     return node
 
 
 def _once(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
-    """The node that does this with the same constants, if there is one."""
+    """The existing node that makes the same call with the same constants, or else a new one."""
     known = (
         n for n in graph.find_nodes(op="call_function", target=target) if n.args == args and n.kwargs == (kwargs or {})
     )
@@ -524,13 +536,13 @@ def _once(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
 
 
 def num_elements(node: fx.Node) -> int:
-    """The number of elements of a node; -1 if it has no tensor."""
+    """The number of elements of a node's value; -1 if it is not a tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else -1
 
 
 def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
-    """A rank's part of a node, cut so or whole."""
+    """A rank's shard of a node's value, or the full value if `shard` is None."""
     value = node.meta["val"]
     if shard is None or not isinstance(value, torch.Tensor):
         return value

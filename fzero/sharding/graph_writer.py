@@ -1,4 +1,4 @@
-"""Writes operations on parts, conversions between places and the markers of collectives into a graph."""
+"""Writes ops on shards, conversions between placements and the markers of collectives into a graph."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Marker: the reduction of the `x` of every rank: "sum", "max" or "min"."""
+    """Marker: the reduction ("sum", "max" or "min") of the `x` of all ranks."""
     raise AssertionError("a marker is not executable")
 
 
 def all_gather(x: torch.Tensor) -> torch.Tensor:
-    """Marker: [1, *part] of every rank as [n, *part]."""
+    """Marker: gathers [1, *shard] from every rank to [n, *shard]."""
     raise AssertionError("a marker is not executable")
 
 
 def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-    """Marker: this rank's row of the sum of the `x` of every rank: [n, *part] to [1, *part]."""
+    """Marker: this rank's row of the sum of the `x` of all ranks: [n, *shard] to [1, *shard]."""
     raise AssertionError("a marker is not executable")
 
 
 def all_to_all(x: torch.Tensor) -> torch.Tensor:
-    """Marker: row i of `x` goes to rank i: [n (to), *part] to [n (from), *part]."""
+    """Marker: sends row i of `x` to rank i: [n (to), *shard] to [n (from), *shard]."""
     raise AssertionError("a marker is not executable")
 
 
@@ -43,14 +43,14 @@ MARKERS = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all})
 
 
 class GraphWriter:
-    """Writes operations and the markers of collectives into a graph, with their fake values."""
+    """Writes ops and the markers of collectives into a graph, together with their fake values."""
 
     def __init__(self, graph: fx.Graph, mode: Any, results: FakeResults, n: int):
         self.graph, self.n, self._mode, self._results = graph, n, mode, results
-        self.number: fx.Node | None = None  # the placeholder of the rank's number
+        self.number: fx.Node | None = None  # the placeholder of the rank's index along the axis
         self.last_input: fx.Node | None = None
         self.device = torch.device("cpu")
-        self.place: Any = None  # the user's line that is written
+        self.place: Any = None  # the user's line of the ops being written
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target in RESHAPES:
@@ -118,9 +118,9 @@ class GraphWriter:
         return self.number
 
     def finish(self, outputs: Sequence[fx.Node], places: Sequence[Any]) -> tuple[bool, frozenset[fx.Node]]:
-        """Ends the graph, whose first inputs have these places and whose further inputs are a rank's own.
+        """Ends the graph. Its first inputs have these placements; its further inputs differ between ranks.
 
-        Returns: whether it reads the rank's number; its nodes that differ between ranks.
+        Returns: whether the graph reads the rank's index, and the nodes that differ between ranks.
         """
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
@@ -138,7 +138,7 @@ class GraphWriter:
     # --- between places ---
 
     def cut(self, x: fx.Node, place: Dim) -> fx.Node:
-        """This rank's part of a whole value."""
+        """This rank's shard of a replicated value."""
         shape = shape_of(x)
         dim, groups = place
         size = shape[dim] // groups // self.n
@@ -147,12 +147,12 @@ class GraphWriter:
         return self.view(y, part(shape, place, self.n))
 
     def first_ranks(self, x: fx.Node) -> fx.Node:
-        """A whole value as a summand: the first rank has all of it, the others zeros."""
+        """A replicated value as a partial one: the first rank has all of it, the others have zeros."""
         first = self(aten.eq.Scalar, self.view(self.index(), [1] * len(shape_of(x))), 0)
         return self(aten.where.ScalarOther, first, x, 0)
 
     def parts(self, x: fx.Node, place: Dim) -> fx.Node:
-        """Every part of a value, [n, *part], contiguous."""
+        """All shards of a value, [n, *shard], contiguous."""
         shape, (dim, groups) = shape_of(x), place
         y = self.view(x, [*shape[:dim], groups, self.n, shape[dim] // groups // self.n, *shape[dim + 1 :]])
         order = [dim + 1, *(i for i in range(len(shape) + 2) if i != dim + 1)]
@@ -161,7 +161,7 @@ class GraphWriter:
         return self.view(y, [self.n, *part(shape, place, self.n)])
 
     def joined(self, parts: fx.Node, place: Dim) -> fx.Node:
-        """The value of which these are the parts, [n, *part]."""
+        """The value whose shards are given as [n, *shard]."""
         _, *shape = shape_of(parts)
         dim, groups = place
         y = self.view(parts, [self.n, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :]])
@@ -172,7 +172,7 @@ class GraphWriter:
         return self.packed(self.view(y, shape))
 
     def converted(self, x: fx.Node, have: Place | Met, want: Place | Met) -> fx.Node:
-        """A value that is at one place, at another."""
+        """Converts a value from one placement to another."""
         if have is None and isinstance(want, Dim):
             return self.cut(x, want)
         if have == PARTIAL and want is None:
@@ -196,6 +196,7 @@ class GraphWriter:
         return self._exchanged(x, want, have)
 
     def _exchanged(self, x: fx.Node, sent: Dim, joined: Dim) -> fx.Node:
-        """A value whose parts along one dim went to each rank, joined along another of those that came."""
+        """An all_to_all: sends the shards of a value along `sent` to the ranks, and concatenates the received ones
+        along `joined`."""
         rows = self.parts(x, sent)
         return self.joined(self.mark(all_to_all, rows, shape_of(rows)), joined)

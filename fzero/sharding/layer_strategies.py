@@ -1,5 +1,4 @@
-"""Lists ways to compute attention, norms, lookups, convolutions and draws on the parts of values that a mesh axis
-cuts."""
+"""Lists strategies for attention, norms, lookups, convolutions and random draws on values that a mesh axis shards."""
 
 from __future__ import annotations
 
@@ -54,8 +53,12 @@ ATTENTION = [getattr(aten, name + way).default for name in _ATTENTION for way in
 
 @rule(*ATTENTION)
 def _attention(op: WholeOp) -> Iterator[Strategy]:
-    """By heads, dim 1, or by rows of the batch, dim 0. Fewer heads of keys than of queries are cut alike, or there is
-    one. What is cut by position, dim 2, is exchanged for heads, or the keys and values are gathered."""
+    """Shards attention by heads (dim 1) or by samples (dim 0).
+
+    If there are fewer heads of keys than of queries, both are sharded alike; a single head of keys is replicated.
+    Inputs that are sharded by position (dim 2) are either exchanged for a sharding by heads, or the keys and values are
+    gathered.
+    """
     bias = op["attn_mask"] if op["attn_mask"] is not None else op["attn_bias"]
     if op["dropout_p"] or (op["grad_input_mask"] or [False])[-1] or (op["bias_requires_grad"] or False):
         return
@@ -78,7 +81,7 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
         cut = [isinstance(v, torch.Tensor) and v.dim() > 2 and v.shape[c.dim] in sizes for v in op.outputs]
         states = not grads and any(isinstance(v, torch.Tensor) and not k for v, k in zip(op.outputs, cut, strict=True))
         out: list[Place] = [c if k else None for k in cut]
-        if grads:  # of the query, the keys and the values: a head that every rank reads gets a summand from each
+        if grads:  # of the query, the keys and the values; a head that every rank reads gets partial gradients
             out[1:3] = (PARTIAL if single else c for single in one)
         back = _POSITIONS if by_position and c == Dim(1) else None
         yield Strategy(want, tuple(out), _without_states(op, cut) if states else None, back=back)
@@ -88,10 +91,11 @@ _POSITIONS = Dim(2)
 
 
 def gathers_keys(op: WholeOp) -> bool:
-    """Whether attention gathers keys and values that are cut by position, instead of exchanging positions for heads.
+    """Whether attention on inputs that are sharded by position gathers the keys and values, instead of exchanging
+    positions for heads.
 
     Raises:
-        FzeroValueError: where heads are asked for, and do not divide.
+        FzeroValueError: heads are requested, and the number of ranks does not divide them.
     """
     heads = shape_of(op["query"])[1]
     if op.by_position == "heads" and heads % op.n:
@@ -103,7 +107,8 @@ def gathers_keys(op: WholeOp) -> bool:
 
 
 def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Strategy]:
-    """Each rank's queries against all keys. A causal attention has a mask then, which a rank's number makes."""
+    """Each rank computes its own queries against all keys. Causal attention then needs a mask, which is computed from
+    the rank's index."""
     query, keys = op["query"], (op["key"], op["value"])
     grads = op["grad_out"] is not None or op["grad_out_"] is not None
     causal, length = op["is_causal"], shape_of(query)[2]
@@ -132,7 +137,8 @@ def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Str
 
 
 def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[str, Any]], Written]:
-    """The results. Without dropout nothing reads the states of a generator: they are zeros, the same on every rank."""
+    """The results of the op. Without dropout nothing reads the states of the random generator, so they are zeros, the
+    same on every rank."""
 
     def write(w: Writer, a: dict[str, Any]) -> Written:
         node = w.named(op.target, a)
@@ -183,7 +189,7 @@ def _group_norm(op: WholeOp) -> Iterator[Strategy]:
 
 
 def _positions(indices: Any) -> tuple[list[int], list[fx.Node]] | None:
-    """The dims that an index reads by tensors, and these; None where one is a mask."""
+    """The dims that an `index` op indexes with tensors, and these tensors; None if one of them is a mask."""
     found = [(d, i) for d, i in enumerate(indices) if i is not None]
     if not found or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in found):
         return None
@@ -191,20 +197,21 @@ def _positions(indices: Any) -> tuple[list[int], list[fx.Node]] | None:
 
 
 def _indexed(dims: list[int], indices: list[fx.Node]) -> tuple[int, int]:
-    """The first dim of a result that is one of the index, and how many these are."""
+    """The first dim of the result that comes from the index, and the number of such dims."""
     together = dims == list(range(dims[0], dims[0] + len(dims)))
     return (dims[0] if together else 0), max(len(shape_of(i)) for i in indices)
 
 
 def _through(dim: int, dims: list[int], first: int, count: int) -> int:
-    """The dim of the result that a dim is which no tensor indexes."""
+    """The dim of the result that corresponds to a dim which no tensor indexes."""
     rest = dim - sum(d < dim for d in dims)
     return rest if rest < first else rest + count
 
 
 def _here(w: Writer, index: fx.Node, rows: int, whole: int, wraps: bool = False) -> tuple[fx.Node, fx.Node]:
-    """The numbers of rows among those that this rank has, and whether each is one of them. A number that no rank has
-    is none here either, so that the lookup raises. `wraps`: whether rows count from the end too."""
+    """Translates row numbers to row numbers within this rank's shard, and returns them together with a mask of those
+    that are in the shard. A number that is invalid on every rank stays invalid, so that the lookup raises. `wraps`:
+    whether negative numbers count from the end."""
     if index.meta["val"].dtype != torch.int64:
         index = w(aten._to_copy.default, index, dtype=torch.int64)
     if wraps:
@@ -217,7 +224,8 @@ def _here(w: Writer, index: fx.Node, rows: int, whole: int, wraps: bool = False)
 
 
 def _only(w: Writer, x: fx.Node, inside: fx.Node, behind: int) -> fx.Node:
-    """`x` where a row is here, zeros elsewhere; the index has so many dims behind it."""
+    """`x` where a row is in this rank's shard, and zeros elsewhere. `behind` is the number of dims of `x` after those
+    of the index."""
     mask = w.view(inside, [*shape_of(inside), *[1] * behind])
     zero = w(aten.full.default, [], 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
     return w(aten.where.self, mask, x, zero)
@@ -424,9 +432,10 @@ def _scatter(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.convolution.default)
 def _convolution(op: WholeOp) -> Iterator[Strategy]:
-    """By rows of the batch, by channels of the result, or by those of the input: then it is partial."""
+    """Shards a convolution by samples, by output channels, or by input channels; in the last case the result is
+    partial."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
-    into, out = (0, 1) if op["transposed"] else (1, 0)  # channels of the weight
+    into, out = (0, 1) if op["transposed"] else (1, 0)  # dims of the weight's input and output channels
     if x is weight or len(shape_of(x)) != len(shape_of(weight)):
         return
     cuts = op.cut(x, weight)
@@ -449,7 +458,7 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
 def _of_groups(
     op: WholeOp, cuts: Sequence[tuple[fx.Node, Dim]], x: fx.Node, weight: fx.Node, *others: fx.Node
 ) -> list[Dim]:
-    """The cuts of channels between groups of a convolution."""
+    """The shardings of channels that do not divide a group of a convolution."""
     found = [p for a, p in cuts if p.dim == 1 and (a is x or a in others)]
     found += [Dim(1, p.groups) for a, p in cuts if a is weight and p.dim == 0]
     return [c for c in unique(found) if not op["transposed"] and op["groups"] % (c.groups * op.n) == 0]
@@ -514,7 +523,7 @@ def _over_images(op: WholeOp) -> Iterator[Strategy]:
     aten.nll_loss2d_backward.default,
 )
 def _loss(op: WholeOp) -> Iterator[Strategy]:
-    """The loss of each row by itself, dim 1 is that of classes; a reduced one is decomposed."""
+    """The unreduced loss of each sample; dim 1 is the dim of classes. A reduced loss is decomposed."""
     x, target, grad = op["self"], op["target"], op["grad_output"]
     if op["reduction"] != 0:
         return
@@ -538,7 +547,8 @@ def _loss_of_elements(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(DRAW)
 def _draw(op: WholeOp) -> Iterator[Strategy]:
-    """A part that is one run of the draw starts at its first element; the draw is that of the whole."""
+    """A shard that is contiguous in the draw starts at the offset of its first element, so its values are those of the
+    full draw."""
     for c in op.asked:
         if c.groups == 1 and math.prod(op.shape[: c.dim]) == 1:
             size = part(op.shape, c, op.n)
@@ -553,7 +563,8 @@ def _draw(op: WholeOp) -> Iterator[Strategy]:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operation."""
+    """The rule of an op: the registered one, or `pointwise` if the op is tagged as pointwise and does not draw random
+    numbers."""
     if target in RULES:
         return RULES[target]
     tags = getattr(target, "tags", ())

@@ -1,28 +1,31 @@
-"""Describes the layout of a leaf at rest: the mesh axes it is sharded over, its tier, its dtype.
+"""Describes how a tensor of the state is stored: the mesh axes that shard it, its memory tier and its dtype.
 
-A sharded leaf rests as a flat 1-D shard: the whole leaf, flattened and zero-padded to a multiple of the number of
-shards, cut in equal parts, part `i` with the rank whose index along the axis is `i`. So every rank holds the same
-number of elements whatever the shape, and gathering is one contiguous all_gather of which the leaf is a view.
+A sharded tensor is stored as flat 1-D shards: the full tensor is flattened, zero-padded to a multiple of the number of
+shards, and divided into equal shards. Shard `i` belongs to the rank whose index along the axis is `i`. So every rank
+holds the same number of elements, whatever the shape, and gathering is one contiguous all_gather, of whose result the
+full tensor is a view.
 
-[Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and
-so on. What is gathered over the last axis is then a shard over those before it, contiguous too. For that all of them
-are cut from the same padded whole. The *grid* is the axes of a leaf's finest cut anywhere (in its optimizer state); it
-begins with the leaf's own axes, and padding is for the grid.
+[Note: several axes] A tensor may be sharded over several axes: the first axis shards the full tensor, the next one
+shards each of these shards, and so on. Gathering over the last axis then yields a contiguous shard over the axes before
+it. This requires that all of them shard the same padded tensor. The *grid* of a tensor is the list of axes of its
+finest sharding anywhere (in its optimizer state). It begins with the tensor's own axes, and determines the padding.
 
-[Note: dims] The first of those axes may each cut the leaf along a dim instead (`Layout.dims`,
-fzero/sharding/shard_regions.py): what is left is a part of the leaf, row-major, and the other axes cut that flat. So
-where all of them cut along dims it rests 1-D too. Parts are equal: a dim that does not divide is refused.
+[Note: dims] Each of the first axes may shard the tensor along a dim instead (`Layout.dims`,
+fzero/sharding/shard_regions.py). The result is a part of the tensor in row-major order, which the remaining axes shard
+flat. So the tensor is stored 1-D even if all axes shard along dims. All parts have equal size; a dim whose size is not
+divisible is rejected.
 
-[Note: only] A leaf may rest at one place along an axis alone (`Layout.only`), the stage of a pipeline that computes
-with it. Elsewhere its tensor is empty; the other axes shard it among the ranks that have it.
+[Note: only] A tensor may be stored at only one index along an axis (`Layout.only`): the pipeline stage that computes
+with it. On other stages its tensor is empty. The other axes shard it among the ranks that have it.
 
-[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256. So no
-*block*, 256 consecutive elements of the flattened leaf, is ever cut. Quantised blocks are the same on every mesh, and
-resharding moves whole blocks. A leaf with one number for each block of another has the shape [num_blocks, 1]; a last
-dim of 1 says that its elements stand alone, so its shards are those of the other's blocks.
+[Note: blocks] A tensor of at least 16 x 256 elements is padded to a multiple of the number of shards times 256. So no
+*block*, 256 consecutive elements of the flattened tensor, is ever divided between shards. Quantized blocks are
+therefore the same on every mesh, and resharding moves entire blocks. A tensor with one number per block of another
+tensor has the shape [num_blocks, 1]. A last dim of 1 means that its own elements are not grouped into blocks, so its
+shards correspond to the shards of the other tensor.
 
-The tensors of a state carry the `Leaf` they are part of (`place`, `leaf_of`), so that a checkpoint can be written, and
-an evaluation run, from the state alone.
+Each tensor of a state carries the `Leaf` that it belongs to (`place`, `leaf_of`), so that a checkpoint can be written,
+and an evaluation run, from the state alone.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
 COMPUTE = "extras['compute']"
-"""The path of what a model computes with, where its parameters are masters that rest off the device."""
+"""The path of the copies that a model computes with, if its parameters are masters that are stored off the device."""
 GRADIENTS = "extras['gradients']"
-"""The path of what gradients wait in that wait on disk."""
+"""The path of the tensors in which gradients are held on disk."""
 
 
 class Only(NamedTuple):
-    """The one place along an axis where a leaf is."""
+    """The only index along an axis at which a tensor is stored."""
 
     axis: str
     index: int
@@ -57,9 +60,12 @@ class Only(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`)
-    and its dtype at rest. Also the axes it is padded for, if they are more than its own ([Note: several axes]), its
-    cuts along dims ([Note: dims]), and the place where it is alone ([Note: only])."""
+    """How a tensor is stored: the mesh axes that shard it, outermost first (`()`: replicated), its memory tier (one of
+    `TIERS`) and its stored dtype.
+
+    Also `grid`, the axes that it is padded for, if these are more than its own ([Note: several axes]); `dims`, the dims
+    that it is sharded along ([Note: dims]); and `only`, the only place where it is stored ([Note: only]).
+    """
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
@@ -81,7 +87,7 @@ class Layout:
 
 
 class DiskFiles(Protocol):
-    """Scratch files of a rank, as one range of bytes (fzero/memory/disk.py)."""
+    """The scratch files of a rank, addressed as one range of bytes (fzero/memory/disk.py)."""
 
     def read(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
@@ -90,8 +96,8 @@ class DiskFiles(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """The place of a leaf on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the
-    next value can be written before it counts."""
+    """The location of a tensor on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is a
+    second location, to which the next value can be written before it becomes valid."""
 
     files: DiskFiles
     offset: int
@@ -105,8 +111,8 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """The place where a step keeps a leaf that was moved (state/move.py): its tier, and its place on disk, which it
-    keeps while it is away."""
+    """Where a step stores a tensor that was moved (state/move.py): its memory tier, and its location on disk, which
+    stays reserved while the tensor is elsewhere."""
 
     tier: str
     extent: Extent | None = None
@@ -114,7 +120,8 @@ class Home:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a pytree: `path` names it, `shape` is that of the whole leaf, `layout` says how it rests."""
+    """One tensor of a pytree: `path` is its name, `shape` the shape of the full tensor, and `layout` how it
+    is stored."""
 
     path: str
     role: str
@@ -127,7 +134,7 @@ class Leaf:
 
     @property
     def meta(self) -> torch.Tensor:
-        """The whole leaf without values: what a predicate is shown."""
+        """The full tensor on the meta device; this is what predicates receive."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
@@ -135,16 +142,17 @@ class Leaf:
         return math.prod(self.shape)
 
     def is_on(self, mesh: AbstractMesh) -> bool:
-        """Whether this rank has a part of it: see [Note: only]. A mesh of no rank is that of one that has."""
+        """Whether this rank has a shard of the tensor; see [Note: only]. A mesh without a rank counts as one that has
+        it."""
         only = self.layout.only
         return only is None or not isinstance(mesh, Mesh) or mesh.index(only.axis) == only.index
 
     def cut(self, mesh: AbstractMesh) -> Cut:
-        """Its cut on a mesh, among the ranks that have it; if it rests whole, into one."""
+        """How the tensor is sharded on a mesh, among the ranks that have it. A replicated tensor has one shard."""
         return cut_over(mesh, self.layout.axes, self.layout.grid, self.layout.dims)
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
-        """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
+        """The number of elements stored on each rank: those of the padded flat shard, or of the full tensor."""
         return self.cut(mesh).numel(self.shape) if self.is_on(mesh) else 0
 
     def shard_bytes(self, mesh: AbstractMesh) -> int:
@@ -160,7 +168,8 @@ class Leaf:
 
     @property
     def master(self) -> str:
-        """The path of the parameter that a copy to compute with is of; of any other leaf its own."""
+        """For a copy that the model computes with, the path of its master parameter; for any other tensor its
+        own path."""
         return f"params{self.path.removeprefix(COMPUTE)}" if self.path.startswith(COMPUTE) else self.path
 
     def with_layout(self, **changes: Any) -> Leaf:
@@ -171,8 +180,8 @@ class Leaf:
 
 
 class Cut(NamedTuple):
-    """The cut of leaves into shards: over which axes, into how many, for how many they are padded, if those are more,
-    and the cuts along dims that come first."""
+    """How tensors are sharded: over which axes, into how many shards, for how many shards they are padded (if those are
+    more), and the sharding along dims that comes first."""
 
     axes: tuple[str, ...]
     size: int
@@ -181,7 +190,7 @@ class Cut(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts that the cuts along dims make, each of which is cut flat."""
+        """The number of parts that sharding along dims produces, each of which is then sharded flat."""
         return math.prod(a.size for a in self.along)
 
     @property
@@ -192,31 +201,32 @@ class Cut(NamedTuple):
         return over_axes(self.axes, self.dims)
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Elements of each shard of a leaf of this shape, with padding."""
+        """The number of elements, with padding, of each shard of a tensor with this shape."""
         n = self.num_parts
         return shard_numel(part_shape(shape, self.along), self.size // n, self.grid // n)
 
     def boxes(self, shape: Sequence[int], index: int) -> Boxes:
-        """The elements of one of the shards of a leaf of this shape, without padding."""
+        """The elements, without padding, of one of the shards of a tensor with this shape."""
         place, number = divmod(index, self.size // self.num_parts)
         numel, stop = self.numel(shape), math.prod(part_shape(shape, self.along))
         return Boxes(tuple(shape), self.along, place, min(numel * number, stop), min(numel * (number + 1), stop))
 
 
 def cut_over(mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Cut:
-    """The cut of a layout, or of a placement, on a mesh."""
+    """How a layout, or the placement of a value, shards tensors on a mesh."""
     along = tuple(Along(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
     return Cut(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
 
 
 def over_axes(axes: Sequence[str], dims: Sequence[Dim]) -> str:
-    """Axes as text, those of the first that cut along a dim with it."""
+    """Axes as text. An axis that shards along a dim is followed by the dim."""
     said = [f" along {d.dim}" + (f" in {d.groups} groups" if d.groups > 1 else "") for d in dims]
     return ", ".join(axis + how for axis, how in itertools.zip_longest(axes, said, fillvalue=""))
 
 
 def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
-    """Raises naming every leaf that cannot be cut along dims as its layout says."""
+    """Raises if the layout of a tensor shards it along a dim that does not divide evenly; the error names every such
+    tensor."""
     problems = []
     for leaf in leaves:
         missing = [a for a in leaf.layout.axes if a not in mesh.axes]
@@ -230,13 +240,13 @@ def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
 
 
 def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that a shard over `axes` is padded for, if they are more than its own; else none."""
+    """The axes that a shard over `axes` is padded for, if they are more than `axes`; else none."""
     return grid if axes and grid != axes else ()
 
 
 def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
-    """Elements of each of `size` shards of a leaf of this shape, with padding; `grid`: for how many shards it is
-    padded, if they are more.
+    """The number of elements, with padding, of each of `size` shards of a tensor with this shape. `grid`: the number of
+    shards that the tensor is padded for, if it is more than `size`.
 
     Example:
         >>> shard_numel((10,), 4), shard_numel((64, 70), 4), shard_numel((64, 70), 1)
@@ -249,7 +259,7 @@ def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
 
 
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """This rank's resting tensor of `leaf`, a new tensor cut from the whole one (no communication)."""
+    """This rank's stored tensor of `leaf`: a new tensor, copied from the full one (no communication)."""
     whole = whole.detach().to(dtype=leaf.dtype, device=mesh.device)
     if not leaf.layout.axes and leaf.is_on(mesh):
         return whole.clone(memory_format=torch.contiguous_format)
@@ -262,8 +272,8 @@ def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
 def place(
     tensor: torch.Tensor, leaf: Leaf, mesh: Mesh, extent: Extent | None = None, home: Home | None = None
 ) -> torch.Tensor:
-    """Marks a tensor of a state as this rank's part of `leaf`. A leaf on disk is a meta tensor of the shape in which it
-    rests, with its extent."""
+    """Marks a tensor of a state as this rank's shard of `leaf`. A tensor on disk is represented by a meta tensor in its
+    stored shape, with its extent."""
     tensor._fzero = (leaf, mesh)  # type: ignore[attr-defined]
     if extent is not None:
         tensor._fzero_extent = extent  # type: ignore[attr-defined]
@@ -273,7 +283,7 @@ def place(
 
 
 def leave(tensor: torch.Tensor) -> None:
-    """Marks a tensor whose leaf is another tensor now, and lets go of its memory and its place on disk."""
+    """Marks a tensor whose leaf has moved to another tensor, and frees its memory and its location on disk."""
     known = leaf_of(tensor)
     assert known is not None
     tensor._fzero = _Left(known[0])  # type: ignore[attr-defined]
@@ -287,20 +297,20 @@ class _Left(NamedTuple):
 
 
 def set_extent(tensor: torch.Tensor, extent: Extent) -> None:
-    """Gives a leaf on disk another extent."""
+    """Gives a tensor on disk another location."""
     tensor._fzero_extent = extent  # type: ignore[attr-defined]
 
 
 def extent_of(tensor: Any) -> Extent | None:
-    """The extent on disk of a tensor of a state; None for one that is in memory."""
+    """The location on disk of a tensor of a state; None if it is in memory."""
     return getattr(tensor, "_fzero_extent", None)
 
 
 def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
-    """The leaf a tensor of a state is part of and the mesh it lives on; None for any other tensor.
+    """The leaf that a tensor of a state is a shard of, and the mesh that it lives on; None for any other tensor.
 
     Raises:
-        FzeroValueError: the leaf has left this tensor: it was moved.
+        FzeroValueError: the leaf is no longer in this tensor, because it was moved.
     """
     known = getattr(tensor, "_fzero", None)
     if isinstance(known, _Left):
@@ -313,7 +323,8 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
 
 
 def home_of(tensor: torch.Tensor) -> Home:
-    """The place where the step that made a placed tensor keeps it: where it is, if it was not moved."""
+    """Where the step that created a tensor of a state stores it; if the tensor was not moved, this is where
+    it is now."""
     known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
     assert known is not None
     return home or Home(known[0].layout.tier, extent_of(tensor))
@@ -322,20 +333,20 @@ def home_of(tensor: torch.Tensor) -> Home:
 def ties(flat: list[Any]) -> list[int]:
     """For each leaf, the index of the first leaf that is the same tensor object (its own index if it is the first).
 
-    Leaves that are one tensor stay one: one shard, one gradient (the sum over its uses), one optimizer state.
+    Tied leaves stay tied: they share one shard, one gradient (the sum over all uses) and one optimizer state.
     """
     first: dict[int, int] = {}
     return [first.setdefault(id(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(flat)]
 
 
 def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool], predicate: str) -> list[str]:
-    """Problems where a predicate accepts some paths of a tied leaf and not all, a line a leaf.
+    """The problems of a predicate that accepts some but not all paths of a tied leaf; one line per leaf.
 
     Args:
-        paths: of the leaves.
-        tied: of each the first that is the same tensor, as of `ties`.
-        accepted: what the predicate says of each.
-        predicate: its name.
+        paths: the paths of the leaves.
+        tied: for each leaf the first leaf that is the same tensor, as returned by `ties`.
+        accepted: the result of the predicate for each leaf.
+        predicate: the name of the predicate.
 
     Example:
         >>> torn_ties(["a", "b", "c"], [0, 0, 2], [False, True, True], "trainable")
@@ -359,5 +370,5 @@ ROLES_OF_NO_SLOT = frozenset({"params", "mutable", "opt_state", "step", "key", "
 
 
 def in_slot(leaf: Leaf) -> bool:
-    """Whether a leaf is in a state slot: then its role is the slot's name."""
+    """Whether a leaf is in a state slot. Its role is then the name of the slot."""
     return leaf.role not in ROLES_OF_NO_SLOT

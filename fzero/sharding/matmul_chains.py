@@ -1,5 +1,5 @@
-"""Finds chains in a recorded function: a product with a matrix among its inputs, and the products with others whose
-results reach it through operations that have none."""
+"""Finds chains in a recorded function: a matrix product with one of its inputs, together with the earlier such products
+whose results reach it through other ops."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """A product with a matrix. `matrix` is the number of the input that is the matrix, `summed` its dim that the
-    product sums over, `node` the operation and `other` the second factor."""
+    """A matrix product with an input. `matrix` is the index of the input that is the matrix, `summed` the dim of the
+    matrix that the product sums over, `node` the op, and `other` the second factor."""
 
     matrix: int
     summed: int
@@ -34,21 +34,22 @@ class Product:
 
 @dataclass(frozen=True)
 class Chain:
-    """A product, and those before it whose results it reads."""
+    """A product, and the earlier products whose results it reads."""
 
     last: Product
     before: tuple[Product, ...]
 
 
 def chains(graph: Recorded, matrices: Sequence[int]) -> list[Chain]:
-    """The chains of a function, in the order of its operations. `matrices`: the numbers of the inputs that count."""
+    """The chains of a function, in the order of its ops. `matrices`: the indices of the inputs to consider."""
     inputs = {graph.inputs[i]: i for i in matrices}
     products = {x.node: x for node in graph.graph.nodes for x in _products(node, inputs)}
     return [Chain(x, tuple(_before(x, products))) for x in products.values()]
 
 
 def pieces(graph: Recorded, size: int) -> list[int]:
-    """The numbers of equal pieces that a dim of this size may have, by the operations that take it apart; 1 first."""
+    """The possible numbers of equal pieces in a dim of this size, derived from the ops that split it; 1 comes first. An
+    example are fused queries, keys and values."""
     found = [1]
     if size == 0:  # nothing to take apart; the arithmetic below would divide by zero
         return found
@@ -77,7 +78,7 @@ _SPLITS = {
     aten.unsafe_split_with_sizes.default,
 }
 _MOST_PIECES = 16
-"""More pieces than this are heads, which need no groups."""
+"""A larger number of pieces means heads, which need no groups."""
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -86,6 +87,7 @@ def _shape(node: fx.Node) -> list[int]:
 
 
 def _products(node: fx.Node, inputs: dict[fx.Node, int]) -> Iterator[Product]:
+    """Yields the product that a node computes, if one of its factors is an input, possibly transposed or cast."""
     if node.target not in (aten.mm.default, aten.addmm.default):
         return
     a, b = (x for x in node.args[-2:] if isinstance(x, fx.Node))
@@ -103,6 +105,7 @@ def _products(node: fx.Node, inputs: dict[fx.Node, int]) -> Iterator[Product]:
 
 
 def _before(product: Product, products: dict[fx.Node, Product]) -> Iterator[Product]:
+    """Yields the nearest earlier products that the second factor of a product depends on."""
     seen, todo = set[fx.Node](), [product.other]
     while todo:
         node = todo.pop()

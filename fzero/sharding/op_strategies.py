@@ -1,8 +1,8 @@
-"""Lists ways to compute an operation on the parts of values that a mesh axis cuts.
+"""Lists strategies: ways to compute an op on values that a mesh axis shards.
 
-A `Strategy` says for each input the place that it is wanted at, the place of the results, and how the operation on the
-parts is written. More rules are in view_strategies.py and layer_strategies.py. An operation without one is decomposed
-(decompositions.py), or made whole.
+A `Strategy` says which placement each input must have, which placements the results have, and how the op on shards is
+written. More rules are in view_strategies.py and layer_strategies.py. An op without a strategy is decomposed
+(decompositions.py), or computed on replicated inputs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from fzero.sharding.shard_regions import Dim
 aten = torch.ops.aten
 
 Place = Dim | Literal["partial"] | None
-"""The place of a value along an axis: cut, a summand on each rank, or whole."""
+"""The placement of a value along an axis: sharded along a dim, partial (one summand on each rank), or replicated
+(None)."""
 PARTIAL: Literal["partial"] = "partial"
 OWN: Literal["own"] = "own"
-"""The place of a value that each rank has its own of: of its rows of the batch."""
+"""The placement of a varying value: each rank has its own, computed from its samples of the batch."""
 
 
 @dataclass(frozen=True)
 class Met:
-    """The place of all ranks' rows of a part of the experts: `dim` is cut, and `rows` has those of each rank."""
+    """The placement of a value with the rows of all ranks for a shard of the experts: `dim` is sharded by experts, and
+    `rows` is the dim with the rows of every rank."""
 
     dim: int
     rows: int
@@ -40,31 +42,31 @@ Attention = Literal["auto", "heads", "keys"]
 
 
 class Writer(Protocol):
-    """Writes operations on parts."""
+    """Writes ops on shards."""
 
     n: int
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node: ...
     def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
-        """An operation with its arguments by name."""
+        """Writes an op, with its arguments by name."""
         ...
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node: ...
     def all_reduce(self, x: fx.Node, op: str) -> fx.Node: ...
     def index(self) -> fx.Node:
-        """This rank's number along the axis: int64[1]."""
+        """This rank's index along the axis: int64[1]."""
         ...
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operation by name, with defaults."""
+    """The arguments of an op by name, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def positional(target: Any, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by name as they are passed."""
+    """Converts arguments by name to positional and keyword-only arguments."""
     schema = target._schema.arguments
     args = [arguments[a.name] for a in schema if not a.kwarg_only]
     return args, {a.name: arguments[a.name] for a in schema if a.kwarg_only}
@@ -75,9 +77,12 @@ Written = fx.Node | tuple[fx.Node, ...]
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to compute an operation: places of its inputs and of its results, and how it is written, by default as it
-    is. `sent`: the bytes of whole values that it reduces itself. `back`: the place that results are exchanged to where
-    they leave it along another dim."""
+    """A way to compute an op: the required placements of its inputs, the placements of its results, and how it is
+    written; by default, the op is called on the shards unchanged.
+
+    `sent`: the bytes of replicated values that the strategy itself reduces between ranks. `back`: the placement to
+    which results are exchanged if they are sharded along another dim.
+    """
 
     want: Mapping[fx.Node, Place]
     out: Place | tuple[Place, ...]
@@ -86,7 +91,7 @@ class Strategy:
     back: Dim | None = None
 
     def places(self, count: int) -> tuple[Place, ...]:
-        """The places of so many results."""
+        """The placements of `count` results."""
         out = self.out
         several = isinstance(out, tuple) and not isinstance(out, Dim)
         return out if several else (out,) * count  # type: ignore[return-value]
@@ -94,8 +99,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class WholeOp:
-    """An operation of the whole function. `asked`: places at which its results are asked for. `by_position`: how
-    attention is computed of what is cut by position."""
+    """An op of the original function. `asked`: placements that are requested of its results. `by_position`: how
+    attention is computed if its inputs are sharded by position."""
 
     node: fx.Node
     n: int
@@ -127,16 +132,16 @@ class WholeOp:
         return list(self.outputs[0].shape)
 
     def cut(self, *nodes: Any) -> list[tuple[fx.Node, Dim]]:
-        """Those of these nodes that are cut, by default of all inputs."""
+        """The nodes, among these or by default among all inputs, that are sharded, with their placements."""
         found = dict.fromkeys(a for a in (nodes or self.inputs) if isinstance(a, fx.Node))
         return [(a, p) for a in found if isinstance(p := self.place[a], Dim)]
 
     def partial(self, *nodes: Any) -> bool:
-        """Whether all of these are partial."""
+        """Whether all of these nodes are partial."""
         return all(isinstance(a, fx.Node) and self.place[a] == PARTIAL for a in nodes)
 
     def at(self, places: Mapping[fx.Node, Place]) -> dict[fx.Node, Place]:
-        """Inputs at these places, the others whole."""
+        """The inputs at these placements; inputs that are not mentioned are replicated."""
         return {a: places.get(a) for a in self.inputs}
 
 
@@ -145,6 +150,8 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of these ops."""
+
     def add(fn: Rule) -> Rule:
         RULES.update(dict.fromkeys(targets, fn))
         return fn
@@ -167,7 +174,7 @@ def values_of(node: fx.Node) -> Sequence[Any]:
 
 
 def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
-    """The shape of a rank's part."""
+    """The shape of a rank's shard."""
     out = list(shape)
     if isinstance(place, (Dim, Met)):
         out[place.dim] //= n
@@ -177,7 +184,7 @@ def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
 
 
 def divides(shape: Sequence[int], place: Place | Met, n: int) -> bool:
-    """Whether a value of this shape has equal parts at a place."""
+    """Whether a value of this shape has equal shards at a placement."""
     if isinstance(place, Met):
         return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
     if not isinstance(place, Dim):
@@ -186,13 +193,13 @@ def divides(shape: Sequence[int], place: Place | Met, n: int) -> bool:
 
 
 def nearest(size: int, n: int) -> list[int]:
-    """The multiples of n on both sides of a size."""
+    """The multiples of n just below and above a size."""
     return [x for x in (size // n * n, size // n * n + n) if x]
 
 
 def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim | None:
-    """The place in a view of another shape, by period and run length of the cut in the flattened value; None if the
-    view has no such cut.
+    """The corresponding placement in a view with another shape, or None if the view cannot be sharded accordingly. It
+    is found from the period and the run length of the shards in the flattened value.
 
     Example:
         >>> in_view((4, 6, 8), Dim(2, 2), (24, 2, 4), 2)
@@ -215,24 +222,26 @@ def unique(places: Iterable[Place]) -> list[Dim]:
 
 
 def lined_up(node: fx.Node, place: Dim, dims: int) -> Dim | None:
-    """The place of an operand that is broadcast to a result of so many dims; None for whole."""
+    """The placement of an operand that is broadcast to a result with `dims` dims; None for replicated."""
     shape = shape_of(node)
     dim = place.dim - (dims - len(shape))
     return None if dim < 0 or shape[dim] == 1 else Dim(dim, place.groups)
 
 
 def lifted(node: fx.Node, place: Dim, dims: int) -> Dim:
+    """The placement of a result with `dims` dims to which an operand at this placement is broadcast."""
     return Dim(place.dim + dims - len(shape_of(node)), place.groups)
 
 
 def moves(op: WholeOp, x: fx.Node) -> Iterator[Strategy]:
-    """A partial value, moved."""
+    """The strategy of an op that only moves elements, so that it can be applied to partial values."""
     if op.partial(x):
         yield Strategy(op.at({x: PARTIAL}), (PARTIAL,) * len(op.outputs))
 
 
 def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[Strategy]:
-    """An operation along some dims, alike for each index of the others; every input has the dims of the result."""
+    """Strategies for an op along some dims that treats each index of the other dims alike. Every input has the dims of
+    the result."""
     fixed, count = {*dims}, len(op.shape)
     if any(len(shape_of(a)) != count for a in op.inputs):
         return
@@ -258,7 +267,7 @@ _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
 
 def _linear(op: WholeOp) -> Iterator[Strategy]:
-    """Sums of partial values, and products of one with a number."""
+    """Strategies on partial values: sums of partial values, and products of a partial value with a number."""
     x, *others = op.inputs
     if op.target in _SUMS and op.partial(op["self"], op["other"]):
         yield Strategy(dict.fromkeys(op.inputs, PARTIAL), PARTIAL)
@@ -288,7 +297,7 @@ def _linear(op: WholeOp) -> Iterator[Strategy]:
     aten.rsub.Tensor,
 )
 def pointwise(op: WholeOp) -> Iterator[Strategy]:
-    """Element by element, with broadcasting."""
+    """Strategies for element-by-element ops, with broadcasting."""
     dims = len(op.shape)
     yield from _linear(op)
     for c in unique([*(lifted(a, p, dims) for a, p in op.cut()), *op.asked]):
@@ -327,6 +336,8 @@ def reduced_dims(op: WholeOp) -> list[int]:
 
 @rule(*_REDUCTIONS)
 def _reduced(op: WholeOp) -> Iterator[Strategy]:
+    """A reduction over other dims keeps the sharding; sums and means over the sharded dim are partial; max, min, any,
+    all and the 2-norm over it are completed by an all_reduce."""
     x, dims, kind = op["self"], reduced_dims(op), _REDUCTIONS[op.target]
     if kind in ("sum", "mean") and op.target is not aten.nansum.default:
         yield from moves(op, x)
@@ -382,7 +393,7 @@ _PRODUCTS: dict[Any, tuple[str, str]] = {
 
 @rule(*_PRODUCTS)
 def _product(op: WholeOp) -> Iterator[Strategy]:
-    """A product is cut along a dim of its result, or along the dim that is summed over: then it is partial."""
+    """A product is sharded along a dim of its result; if a dim that it sums over is sharded, the result is partial."""
     labels, names = _PRODUCTS[op.target]
     (a, b), (of_a, rest) = (op[name] for name in names.split()), labels.split(",")
     of_b, of_out = rest.split("->")

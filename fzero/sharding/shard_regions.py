@@ -1,13 +1,13 @@
-"""Says which elements of a leaf a rank holds, however it is cut: the boxes of it.
+"""Describes which elements of a tensor a rank holds, for any combination of shardings: as boxes.
 
-A leaf is cut along dims first. A cut along a dim into `size` parts gives each rank one of as many equal runs of it;
-with `groups` the dim is that many pieces of equal length, and a part has a run of each. For example, of a matrix for
-queries, keys and values (3 groups) each rank has some of all three. A part is a product of ranges, one list of them for
-each dim, so it is boxes of the leaf; laid out row-major as a tensor of its own it has flat shards, as a whole leaf has
-(fzero/sharding/layout.py).
+A tensor is first sharded along dims. Sharding along a dim into `size` parts gives each rank one of `size` equal runs of
+the dim. With `groups`, the dim consists of that many pieces of equal length, and each part has a run of every piece.
+For example, if a matrix combines queries, keys and values (3 groups), each rank has some of all three. A part is a
+product of lists of ranges, one list for each dim, so it consists of boxes of the tensor. Laid out in row-major order as
+a separate tensor, it has flat shards, as a full tensor does (fzero/sharding/layout.py).
 
-Who draws, cuts, stores, reads or gathers leaves asks for `Boxes` and for nothing else: two layouts of a leaf have in
-common what their boxes have.
+Code that draws, shards, stores, reads or gathers tensors asks only for `Boxes`. The elements that two layouts of a
+tensor have in common are those that their boxes have in common.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 
 
 class Dim(NamedTuple):
-    """The cut of a leaf by a mesh axis, other than flat: along which dim, and in how many groups."""
+    """A sharding along a dim by a mesh axis: the dim, and the number of groups."""
 
     dim: int
     groups: int = 1
 
 
 class Along(NamedTuple):
-    """A cut along a dim into `size` equal parts, each with a run of every group."""
+    """A sharding along a dim into `size` equal parts, each with a run of every group."""
 
     dim: int
     groups: int
@@ -39,11 +39,12 @@ class Along(NamedTuple):
 
 Range = tuple[int, int]
 Run = tuple[int, int, int]
-"""Elements that two `Boxes` have in common: where they begin in the one, where in the other, and how many."""
+"""A run of elements that two `Boxes` have in common: its start in the first, its start in the second,
+and its length."""
 
 
 def part_shape(shape: Sequence[int], along: Sequence[Along]) -> tuple[int, ...]:
-    """The shape of each part that these cuts, one after the other, make of a leaf of this shape.
+    """The shape of each part if a tensor of this shape is sharded along these dims, one after the other.
 
     Example:
         >>> part_shape((6, 8), [Along(1, 2, 2), Along(0, 1, 3)])
@@ -56,7 +57,7 @@ def part_shape(shape: Sequence[int], along: Sequence[Along]) -> tuple[int, ...]:
 
 
 def uneven(shape: Sequence[int], along: Sequence[Along]) -> str | None:
-    """Why a leaf of this shape cannot be cut so, if it cannot."""
+    """Why a tensor of this shape cannot be sharded along these dims; None if it can."""
     left = [*shape]
     for dim, groups, size in along:
         if not 0 <= dim < len(left):
@@ -70,7 +71,8 @@ def uneven(shape: Sequence[int], along: Sequence[Along]) -> str | None:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Elements `start` to `stop` of the flattened part number `place` of a leaf of this shape, cut `along` dims.
+    """Elements `start` to `stop` of the flattened part with index `place`, of a tensor with shape `shape` that is
+    sharded `along` dims.
 
     Example:
         >>> Boxes((2, 8), (Along(1, 2, 2),), 1, 0, 8).take(torch.arange(16).view(2, 8))
@@ -89,7 +91,7 @@ class Boxes:
 
     @functools.cached_property
     def ranges(self) -> tuple[tuple[Range, ...], ...]:
-        """The ranges of each dim that the part has, in its order."""
+        """For each dim, the ranges of the full tensor that the part contains, in order."""
         out: list[tuple[Range, ...]] = [((0, n),) for n in self.shape]
         place, left = self.place, math.prod(a.size for a in self.along)
         for dim, groups, size in self.along:
@@ -102,29 +104,29 @@ class Boxes:
         return tuple(out)
 
     def within(self, start: int, stop: int) -> Boxes:
-        """Elements `start` to `stop` of these, as far as there are so many."""
+        """Elements `start` to `stop` of these elements, clipped to the elements that exist."""
         return replace(self, start=min(self.start + start, self.stop), stop=min(self.start + stop, self.stop))
 
     def meets(self, other: Boxes) -> bool:
-        """Whether there is an element of the leaf among those of both."""
+        """Whether the two have an element of the tensor in common."""
         if not self.along and not other.along:
             return max(self.start, other.start) < min(self.stop, other.stop)
         return bool(self.runs(other))
 
     @property
     def spans(self) -> list[Range]:
-        """The ranges of the flattened whole leaf that these are, in their order."""
+        """The ranges of the flattened full tensor that these elements occupy, in their order."""
         return [(there, there + n) for _, there, n in self.runs(whole(self.shape))]
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """These elements of the whole leaf, 1-D; where they lie, if they lie one behind the other."""
+        """These elements of the full tensor, 1-D. The result is a view if they are contiguous in memory."""
         for dim, ranges in enumerate(self.ranges):
             pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         return whole.reshape(-1)[self.start : self.stop]
 
     def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes a whole part, 1-D, where it is in the whole leaf."""
+        """Writes a complete part, 1-D, to its place in the full tensor."""
         part, at = part.view(part_shape(self.shape, self.along)), []
         for ranges in self.ranges:
             begins = itertools.accumulate((b - a for a, b in ranges), initial=0)
@@ -133,8 +135,8 @@ class Boxes:
             whole[tuple(there for there, _ in pairs)] = part[tuple(here for _, here in pairs)]
 
     def runs(self, other: Boxes) -> list[Run]:
-        """The common elements of two boxes, in the order of this one: for each run its start here, its start in the
-        other, and its length.
+        """The elements that these boxes and other boxes have in common, in the order of these: for each run its start
+        here, its start in the other, and its length.
 
         Example:
             >>> rows, columns = Boxes((4, 4), (), 0, 4, 12), Boxes((4, 4), (Along(1, 1, 2),), 1, 0, 8)
@@ -147,10 +149,10 @@ class Boxes:
         common = [_common(one, two) for one, two in zip(self.ranges, other.ranges, strict=True)]
         if not all(common):
             return []
-        starts = torch.zeros(1, 3, dtype=torch.int64)  # here, there, length
+        starts = torch.zeros(1, 3, dtype=torch.int64)  # columns: start here, start in the other, length
         starts[0, 2] = 1
         shapes = part_shape(self.shape, self.along), part_shape(self.shape, other.along)
-        inner, joined = (1, 1), True  # elements of one index of the dim, and whether all of them are one run
+        inner, joined = (1, 1), True  # elements per index of the dim; whether they are all one run
         for dim in reversed(range(len(self.shape))):
             if joined:
                 starts = torch.tensor(common[dim], dtype=torch.int64) * torch.tensor([*inner, inner[0]])
@@ -169,8 +171,8 @@ class Boxes:
 
 
 def claimed(left: Sequence[Range], runs: Sequence[Run]) -> tuple[list[Run], list[Range]]:
-    """The runs as far as they lie in ranges that nobody has claimed yet, and the ranges that are left then. Both in
-    order.
+    """The portions of the runs that lie in ranges that are not claimed yet, and the ranges that remain unclaimed
+    afterwards. Both are in order.
 
     Example:
         >>> claimed([(0, 4), (6, 8)], [(3, 10, 4)])
@@ -188,7 +190,7 @@ def claimed(left: Sequence[Range], runs: Sequence[Run]) -> tuple[list[Run], list
                 if low < begin:
                     rest.append((low, begin))
                 low = end
-            if here + numel > high:  # goes on in the next range
+            if here + numel > high:  # the run continues in the next range
                 break
             i += 1
         if low < high:
@@ -197,18 +199,18 @@ def claimed(left: Sequence[Range], runs: Sequence[Run]) -> tuple[list[Run], list
 
 
 def parts_of(shape: Sequence[int], along: tuple[Along, ...]) -> list[Boxes]:
-    """The parts that these cuts make of a leaf of this shape, each whole."""
+    """The parts into which sharding along these dims divides a tensor of this shape, each of them complete."""
     stop = math.prod(part_shape(shape, along))
     return [Boxes(tuple(shape), along, place, 0, stop) for place in range(math.prod(a.size for a in along))]
 
 
 def whole(shape: Sequence[int], start: int = 0, stop: int | None = None) -> Boxes:
-    """A range of a flattened leaf that is not cut along any dim, by default all of it."""
+    """A range of the flattened elements of a tensor that is not sharded along any dim; by default all elements."""
     return Boxes(tuple(shape), (), 0, start, math.prod(shape) if stop is None else stop)
 
 
 def _within(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
-    """Positions `start` to `stop` of ranges that lie one behind the other."""
+    """Positions `start` to `stop` in the concatenation of ranges."""
     out, at = [], 0
     for a, b in ranges:
         low, high = max(start - at, 0), min(stop - at, b - a)
@@ -229,8 +231,8 @@ def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def _common(one: Sequence[Range], other: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """The ranges that two lists of ranges of a dim have in common: where each begins in either, and its length. Those
-    that follow in both are one."""
+    """The ranges that two lists of ranges of a dim have in common: the start of each in either list, and its length.
+    Ranges that are adjacent in both lists are merged."""
     out: list[tuple[int, int, int]] = []
     here = 0
     for a, b in one:

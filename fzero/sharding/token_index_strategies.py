@@ -1,8 +1,8 @@
-"""Lists ways to number the rows of experts on parts of the tokens, each rank filling a run of every expert's rows, and
-to multiply a part of the rows.
+"""Lists strategies for assigning tokens to rows of experts on shards of the tokens, where each rank fills a run of
+every expert's rows; and for multiplying a shard of the rows.
 
-What is cut by nature has numbers of the whole that lie in a rank's own part. These are made the part's, and again the
-whole's.
+If a value with such indices is sharded, it holds indices into the full value that lie in the rank's own shard. The
+strategies convert them to indices into the shard, and the results back to indices into the full value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @rule(SLOTS)
 def _slots(op: WholeOp) -> Iterator[Strategy]:
-    """Those of a rank's tokens."""
+    """The rows that a rank's tokens fill."""
     rows = op["num_experts"], op["size"]
 
     def write(w: Writer, a: dict[str, Any]) -> fx.Node:
@@ -51,7 +51,7 @@ def _choices(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(ROWS_AT)
 def _rows_at(op: WholeOp) -> Iterator[Strategy]:
-    """Rows of a rank, at numbers of these: where those numbers, and the rows', are its own."""
+    """Reads rows of a rank at their indices, if both the indices and the rows belong to the rank."""
     x, index, back = op["x"], op["index"], op["back"]
     at, rows = op.place[index], op.place[back]
     if isinstance(at, Dim) and isinstance(rows, Dim) and rows.dim == 0 and divides(shape_of(x), rows, op.n):
@@ -81,14 +81,14 @@ def _expert_outer(op: WholeOp) -> Iterator[Strategy]:
 
 
 def _runs(shape: tuple[int, ...], place: Dim, n: int) -> tuple[int, int]:
-    """The numbers of the elements of a cut value, flattened, are periods of runs, a run for each rank: their length,
-    and that of a period."""
+    """The flattened indices of a sharded value consist of periods, with one run per rank in each period. Returns the
+    length of a run and of a period."""
     period = math.prod(shape[place.dim :]) // place.groups
     return period // n, period
 
 
 def _of_part(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) -> fx.Node:
-    """Numbers of elements of a whole, which lie in this rank's part, as numbers of elements of that."""
+    """Converts indices into the full value, which lie in this rank's shard, to indices into the shard."""
     run, period = _runs(shape, place, w.n)
     group = w(aten.div.Scalar_mode, numbers, period, rounding_mode="floor")
     within = w(aten.sub.Tensor, w(aten.remainder.Scalar, numbers, period), _start(w, numbers, run))
@@ -96,7 +96,7 @@ def _of_part(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) ->
 
 
 def _of_whole(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) -> fx.Node:
-    """Numbers of elements of this rank's part as numbers of elements of the whole."""
+    """Converts indices into this rank's shard to indices into the full value."""
     run, period = _runs(shape, place, w.n)
     group = w(aten.div.Scalar_mode, numbers, run, rounding_mode="floor")
     within = w(aten.add.Tensor, w(aten.remainder.Scalar, numbers, run), _start(w, numbers, run))
@@ -109,5 +109,5 @@ def _start(w: Writer, numbers: fx.Node, run: int) -> fx.Node:
 
 
 def _kept(w: Writer, numbers: fx.Node, new: fx.Node) -> fx.Node:
-    """The new numbers, -1 where there is none."""
+    """The new indices, with -1 where the old ones are negative (no index)."""
     return w(aten.where.ScalarOther, w(aten.ge.Scalar, numbers, 0), new, -1)

@@ -1,4 +1,4 @@
-"""Classifies nodes of the recorded update: per-parameter tensor arithmetic, or small global values (scalars, PRNG keys,
+"""Classifies the nodes of a recorded update: arithmetic on parameters, or small global values (scalars, PRNG keys,
 stacked scalars)."""
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from fzero.sharding.flat_propagation import (
 aten = torch.ops.aten
 
 MARKERS = (all_reduce, cut, gather, num_valid, draw_start)
-"""The functions that propagation leaves in a graph, which lowering turns into lines (sharding/flat_propagation.py)."""
+"""The markers that propagation leaves in a graph, which lowering turns into ops of a program
+(sharding/flat_propagation.py)."""
 
 
 def is_leaf_value(node: fx.Node) -> bool:
-    """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar, a key or a vector of scalars."""
+    """Whether a node belongs to the arithmetic on parameters: it is a shard, or anything other than a scalar, a key or
+    a vector of scalars."""
     return node.op in ("placeholder", "call_function") and (
         "shard" in node.meta or not (num_elements(node) == 1 or _is_key(node) or "few" in node.meta)
     )
 
 
 def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
-    """Marks the arithmetic of parameters with one element as leaf arithmetic, as if they had more.
+    """Marks arithmetic on parameters with one element as parameter arithmetic, as if they had more elements.
 
-    In a pipeline a stage has parameters, gradients and state of its own, so what is computed of them is not one of the
-    numbers that all stages share. A full reduction of such a value is such a number, as is a value that an operation
+    In a pipeline, each stage has its own parameters, gradients and state, so values computed from them are not among
+    the scalars that all stages share. A full reduction of such a value is a shared scalar, and so is a value that an op
     of another stage reads.
 
     Args:
-        graph: of an update, changed in place.
+        graph: the graph of an update; it is changed in place.
         stage: the stage of each input that is a parameter, a gradient or state of a parameter.
     """
     found = {node: s for node, s in stage.items() if num_elements(node) == 1}
@@ -57,7 +59,7 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
     for node in found:
         node.meta["shard"] = True
     for node in found:
-        # operations on numbers, such as a stack of the gradients of several stages
+        # ops on shared scalars, such as a stack of the gradients of several stages
         others = [u for u in node.users if u.op == "call_function" and not is_leaf_value(u) and not reduces(u)]
         if others:
             with graph.inserting_after(node):
@@ -67,9 +69,9 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
 
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
-    """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made
-    once, of all leaves. A value with more numbers than its arguments, such as a draw from a key, counts as a leaf: its
-    readers make it."""
+    """Marks values that are computed only from a stack of scalars, from constants or from `known`. Like a scalar, such
+    a value has few elements, and is computed once for all parameters. A value with more elements than its arguments,
+    such as a draw from a key, counts as parameter arithmetic instead, so that its readers compute it."""
     for node in graph.nodes:
         args = node.all_input_nodes
         if node in known:
@@ -92,8 +94,8 @@ def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
 
 
 def slice_packed(graph: fx.Graph) -> None:
-    """Makes a stack of scalars that lie side by side in packed vectors of slices of those: a few operations a block,
-    however many leaves it has."""
+    """Replaces a stack of scalars, of which some are adjacent elements of packed vectors, by a concatenation of slices
+    of these vectors. This takes a few ops per block, independent of the number of parameters in it."""
     for node in [n for n in graph.nodes if n.target is aten.stack.default and "few" in n.meta]:
         runs: list[list[Any]] = []
         for scalar in node.args[0]:
@@ -125,14 +127,15 @@ def _side_by_side(graph: fx.Graph, run: list[Any]) -> fx.Node:
 
 
 def _is_key(node: fx.Node) -> bool:
-    """Whether a node is a key of `fz.random`, or several: like a scalar it is made once, and read by all leaves."""
+    """Whether a node is one or several keys of `fz.random`. Like a scalar, a key is computed once and read by all
+    parameters."""
     if node.op == "placeholder":
         return node.meta["val"].dtype == torch.int64 and node.meta["val"].shape == (3,)
     return node.target is DERIVE or (node.target is aten.select.int and _is_key(node.all_input_nodes[0]))
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node makes a scalar of a leaf value; readers of that scalar come a level later."""
+    """Whether a node reduces a parameter value to a scalar. Readers of that scalar are one level later."""
     return "reduction" in node.meta or (
         is_reduction(node) and "shard" not in node.meta and "few" not in node.all_input_nodes[0].meta
     )

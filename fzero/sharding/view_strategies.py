@@ -1,4 +1,4 @@
-"""Lists ways to view, split, join and rearrange the parts of values that a mesh axis cuts."""
+"""Lists strategies for viewing, splitting, joining and rearranging values that a mesh axis shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _full(op: WholeOp) -> Iterator[Strategy]:
 
 
 def zeros(node: fx.Node) -> bool:
-    """Whether a value is zeros."""
+    """Whether a value is known to be all zeros."""
     if node.target is aten.zeros.default:
         return True
     if node.target is aten.expand.default:
@@ -107,7 +107,7 @@ def _expand(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.repeat.default)
 def _repeat(op: WholeOp) -> Iterator[Strategy]:
-    """A cut dim that is repeated has as many groups more."""
+    """Repeating a sharded dim multiplies the number of its groups."""
     x, repeats, dims = op["self"], op["repeats"], len(op.shape)
     yield from moves(op, x)
     for _, p in op.cut():
@@ -124,7 +124,7 @@ def _sizes(op: WholeOp, d: int) -> list[int]:
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 def _split(op: WholeOp) -> Iterator[Strategy]:
-    """Other dims stay cut. Pieces along the cut dim are whole groups of it."""
+    """A sharding along another dim is kept. Along the sharded dim, each piece must consist of complete groups."""
     x, name = op["self"], "split_sizes" if "split_sizes" in op.named else "split_size"
     d, sizes = op["dim"] % len(shape_of(x)), op[name]
     yield from moves(op, x)
@@ -158,7 +158,7 @@ def _slice(op: WholeOp) -> Iterator[Strategy]:
     for p in unique([*(p for _, p in op.cut()), *(c for c in op.asked if c.dim != d)]):
         c, local = p, dict[str, Any]()
         if p.dim == d:
-            group = shape_of(x)[d] // p.groups  # of what is sliced, or of the slice
+            group = shape_of(x)[d] // p.groups  # group size of the sliced value, or of the slice in the backward
             if op["step"] != 1 or first % group or stop % group or sizes[d] % group or first == stop:
                 continue
             c = Dim(d, ((stop - first) if forward else sizes[d]) // group)
