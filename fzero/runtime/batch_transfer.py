@@ -1,4 +1,4 @@
-"""Brings the leaves of a batch to the mesh's device, as a program reads them."""
+"""Moves the leaves of a batch to the mesh's device, in the form that a program expects."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from fzero.memory.pinned_staging import Staged
 
 
 class BatchTransfer:
-    """Copies batches to a device. `owner`: whose its errors are."""
+    """Copies batches to a device.
+
+    Args:
+        owner: the public call that errors name.
+    """
 
     def __init__(self, device: torch.device, owner: str):
         self._device, self._owner = device, owner
         self._staged: Staged | None = None
 
     def __call__(self, batch: Any, flat: list[torch.Tensor], written: Collection[int] = ()) -> list[torch.Tensor]:
-        """The leaves of a batch on the device, contiguous, and in no memory that the program writes to: `written`, by
-        storage."""
+        """Returns the leaves of a batch on the device, contiguous, and in memory that the program does not write to.
+
+        Args:
+            written: the storages that the program writes to.
+        """
         if any(x.is_meta for x in flat):
             wrong = [
                 f"{p}: {tree.describe(x)} on the meta device"
@@ -51,7 +58,11 @@ class BatchTransfer:
 
 
 def check_contiguous(name: str, owner: str, batch: Any, flat: list[torch.Tensor], strides: list[str]) -> None:
-    """Raises if leaves are not contiguous and the step's code asks for `strides`, at these places."""
+    """Raises if leaves are not contiguous although the step's code reads strides.
+
+    Args:
+        strides: the places in the code that read strides.
+    """
     if strides and (odd := [p for p, x in zip(tree.paths(batch, "batch"), flat, strict=True) if not x.is_contiguous()]):
         what = (
             f"{name} asks how its tensors are laid out, and a program is given its batch contiguous: these leaves are "

@@ -1,8 +1,8 @@
-"""Calibrates this machine: `calibrate` fills in a `Device` in a few seconds and keeps it in a file.
+"""Calibrates this machine: `calibrate` measures a `Device` in a few seconds and stores it in a file.
 
-# one process: starts as many as the host has places for ranks, and measures with them
+# one process: starts as many processes as the host has room for ranks, and measures with them
 fzero calibrate
-# or under torchrun: over the links between these ranks
+# or under torchrun: measures the links between these ranks
 torchrun --nproc-per-node 8 -m fzero.runtime.calibrate
 """
 
@@ -33,7 +33,7 @@ from fzero.plan.calibration import calibration_path, cpu_model, machine, save_ca
 from fzero.plan.device_lookup import KNOWN, Device, Link, peaks_of
 from fzero.runtime.probes import SCRATCH, rates
 
-_PATIENCE = 300.0  # seconds for the processes that measure together, besides the time of measuring
+_PATIENCE = 300.0  # seconds that the processes that measure together may take in addition to measuring
 
 
 def calibrate(
@@ -43,29 +43,30 @@ def calibrate(
     path: str | Path | None = None,
     directory: str | Path | None = None,
 ) -> Device:
-    """Measures this machine and keeps what it found in a file.
+    """Measures this machine and stores the result in a file.
 
-    Products are measured per dtype as a program runs them, in sizes that layers have; links with the mesh's own
-    transport. Ranks measure at once, since they share the host's memory and cores. Without a mesh of several processes,
-    those that the host has places for (cores / threads of this process on a CPU, at most two; CUDA devices) are started
-    for it.
+    Matrix products are measured per dtype as a program runs them, in sizes that layers have. Links are measured with
+    the mesh's own transport. Ranks measure at the same time, because they share the host's memory and cores. Without a
+    mesh of several processes, processes are started for the measurement: as many as the host has room for (cores /
+    threads of this process on a CPU, at most two; CUDA devices).
 
     Args:
-        mesh: from `make_mesh`, with every rank of a host calling alike; None, or one of a single process: see above.
-        seconds: about how long to measure; starting processes and compiling one small function come on top.
+        mesh: from `make_mesh`, if every rank of a host makes this call; None, or a mesh of a single process: see above.
+        seconds: approximate duration of the measurement; starting processes and compiling one small function take
+            additional time.
         progress: called with a word on what is being measured.
         path: of the file; by default `calibration_path`, where every plan finds it.
-        directory: whose disk is measured: that of `offload("nvme", path=)`. By default the system's for temporary
-            files. Takes 128 MiB a rank there meanwhile.
+        directory: the directory whose disk is measured, that of `offload("nvme", path=)`. By default the system's
+            directory for temporary files. The measurement uses 128 MiB per rank there.
 
-    Communication: over the last axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB a
-        rank.
+    Communication: over the last axis of the mesh with several ranks, gathers and reductions of 16 MiB and of 1 KiB per
+    rank.
 
-    Returns: the device; rank 0's on every rank.
+    Returns: the device; rank 0's result on every rank.
 
     Raises:
-        FzeroValueError: the processes that measure together failed, with what the first of them said; a directory that
-            cannot hold scratch files.
+        FzeroValueError: the processes that measure together failed, with the message of each; a directory that cannot
+            hold scratch files.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
         raise FzeroValueError("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5")
@@ -93,7 +94,8 @@ def _alone() -> Mesh:
 
 
 def _places(device_type: str) -> int:
-    """Ranks that measure together on this host: two on a CPU that has cores for them, every CUDA device."""
+    """Returns the number of ranks that measure together on this host: on a CPU two if it has enough cores, otherwise
+    one per CUDA device."""
     return (
         torch.cuda.device_count()
         if device_type == "cuda"
@@ -102,7 +104,7 @@ def _places(device_type: str) -> int:
 
 
 def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Device:
-    """A device of what was measured; what a process alone cannot measure is that of the generic device."""
+    """Makes a device from the measurements. What a single process cannot measure is taken from the generic device."""
     generic = KNOWN["cpu" if device_type == "cpu" else "h100"]
     links = {**generic.links, **measured["links"]}
     assumed = ", ".join(f"link {name}" for name in links if name not in measured["links"])
@@ -128,12 +130,12 @@ def _host_memory() -> int:
 
 
 def _of_first(measured: dict[str, Any]) -> dict[str, Any]:
-    """The measurements of rank 0, on every rank: all plans must be alike."""
+    """Returns rank 0's measurements on every rank, so that all ranks plan alike."""
     return _measurements(gathered(json.dumps(measured, default=vars).encode())[0])
 
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None) -> dict[str, Any]:
-    """The measurements of processes that are started for it, as torchrun would start them."""
+    """Starts processes as torchrun would, and returns their measurements."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": num_ranks,
@@ -179,7 +181,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
 
 
 def _measurements(text: str | bytes) -> dict[str, Any]:
-    """The measurements of another process, of their JSON."""
+    """Parses the measurements of another process from JSON."""
     found = parsed(text)
     for name in ("host_copy", "disk_read", "disk_write"):
         found[name] = Link(**found[name])
@@ -188,8 +190,8 @@ def _measurements(text: str | bytes) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """One of several processes that measure together: prints what rank 0 found. Under torchrun, without arguments,
-    keeps it in the file."""
+    """The main function of one of several processes that measure together: prints what rank 0 measured. Under torchrun,
+    without arguments, it stores the result in the file."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     if len(sys.argv) == 1:
         device = calibrate(make_mesh())

@@ -31,54 +31,57 @@ def compile(
     backend: str = "inductor",
     cuda_graphs: bool | None = None,
 ) -> Any:
-    """A step on a mesh, ready to run.
+    """Compiles a step for a mesh.
 
-    Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program
-    with all ranks, compiles each distinct block once and runs. One program is kept for each kind of batch and
-    parameters and each setting of autocast and PyTorch's other switches, at most 16. The least recently used leaves
-    first, with its pool, and is made again when needed. So pad batches to a few lengths.
+    Nothing happens until the result is called. The first call with a new kind of batch traces the step, compares the
+    program between all ranks, compiles each distinct block once, and runs. One program is kept for each kind of batch
+    and of parameters, and for each setting of autocast and PyTorch's other switches, at most 16. The least recently
+    used program is dropped first, together with its pool, and is made again when it is needed. Therefore pad batches to
+    a few lengths.
 
-    What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an
-    object is a constant of the program. The values that the loss and the optimizer read so are compared at each of the
-    first 16 calls of a program, at every 16th, and whenever the last call was a hundred times as long ago as a look
-    takes: about 3 us for each such value, 0.2 ms for a small GPT with AdamW, so at every call if a step takes 20 ms.
-    One that has changed is an error that names it: what changes from step to step belongs in the batch, as a 0-dim
-    tensor, or in a schedule. Shorter steps may train up to 15 times with the old value before it. Tensors and values
-    that do not compare (a file, an iterator) are not compared; nor is what a function reads from files. Code that may
-    read the clock is traced twice, and refused if it depends on it.
+    Tracing uses the values that Python objects have at that time: a number in a closure, a global or an attribute of an
+    object becomes a constant of the program. The values that the loss and the optimizer read in this way are compared
+    at each of the first 16 calls of a program, at every 16th call, and whenever the time since the last call was at
+    least five hundred times as long as the comparison takes. It takes about 3 us for each such value, 0.2 ms for a
+    small GPT with AdamW. If a step takes more than about 0.1 s, it is therefore done at every call. A value that has
+    changed is an error that names it: a value that changes from step to step belongs in the batch, as a 0-dim tensor,
+    or in a schedule. Shorter steps may train up to 15 times with the old value before the error. Tensors, and values
+    that cannot be compared (a file, an iterator), are not compared; neither is what a function reads from files. Code
+    that may read the clock is traced twice, and rejected if it depends on the clock.
 
-    The leaves of a batch are given to the function contiguous, on the mesh's device; leaves that are one tensor are one
-    there.
+    The function receives the leaves of a batch contiguous, on the mesh's device. Leaves that are the same tensor are
+    the same tensor there too.
 
     Args:
         step: from `train_step` or `eval_step`, with its transforms.
         mesh: from `make_mesh`.
-        memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is
-            predicted to be fastest runs. By default the program that needs least, with at most two blocks' parameters
-            whole.
-        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
+        memory_budget: bytes per rank, or text ("80GB"). Of the programs whose planned peak fits the budget, the one
+            that is predicted to be fastest is used. By default, the program that needs the least memory, with the
+            unsharded parameters of at most two blocks at a time.
+        host_budget, disk_budget: the same for host memory, if it is separate from the device's memory, and for scratch
             files.
-        batch: an example of this rank's batch, which `offload("auto")` and `tensor_parallel` without rules are resolved
-            for; meta tensors will do. Other batches may follow, if they fit.
+        batch: an example of this rank's batch, for which `offload("auto")` and `tensor_parallel` without rules are
+            resolved. Meta tensors are sufficient. Other batches may follow if they fit.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program
             operation by operation.
-        cuda_graphs: whether runs are captured as a CUDA graph and replayed, which saves the CPU nearly all of its work
-            in a step and keeps the memory of temporaries for the program (docs/gpu.md). With True a step that touches
-            the host or a disk, and a capture that fails, are errors; so is a mesh without CUDA. By default a training
-            step on a single CUDA device that touches the device alone is captured, after three ordinary runs, and if
-            that fails it goes on without, with a line in the log `fzero`; no other step is. Results are the same to the
-            bit.
+        cuda_graphs: whether runs are captured as a CUDA graph and replayed. This saves the CPU nearly all of its work
+            in a step, and keeps the memory of temporaries reserved for the program (docs/gpu.md). With True, it is an
+            error if the step uses the host or a disk, if a capture fails, or if the mesh has no CUDA devices. By
+            default, a training step on a single CUDA device that uses only this device is captured after three ordinary
+            runs. If the capture fails, the step continues without it, with a line in the log `fzero`. By default no
+            other step is captured. Results are the same to the bit.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
     Raises:
-        FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this
-            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch; `tensor_parallel`
-            without rules and without a batch; `cuda_graphs=True` on a mesh whose device has none.
-        FzeroValueError: from a step, if a value read besides the arguments has changed since tracing, or if the caller
-            has a `TorchFunctionMode` or `saved_tensors_hooks` of their own; with "inductor", a `TorchDispatchMode` too,
-            because it does not see into kernels.
-        BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
+        FzeroValueError: an unknown backend; transforms that name an axis that the mesh does not have; no compiler on
+            this machine; `offload("auto")` without the memory budget and the batch for which it is resolved;
+            `tensor_parallel` without rules and without a batch; `cuda_graphs=True` on a mesh of devices without CUDA
+            graphs.
+        FzeroValueError: from a step, if a value that is read besides the arguments has changed since tracing, or if the
+            caller has entered a `TorchFunctionMode` or `saved_tensors_hooks`; with "inductor" also a
+            `TorchDispatchMode`, because it does not see the operations inside kernels.
+        BudgetError: from `init`, if the state alone exceeds the budget; from the first call, if its plan does.
 
     Example:
         >>> import torch, fzero as fz
@@ -107,9 +110,12 @@ def compile(
 
 
 def _captured(step: Step | EvalStep, mesh: Mesh, asked: bool | None) -> bool | None:
-    """Whether runs are to be captured; None: if a capture does not fail. By default on one device alone: there a
-    capture that fails leaves everything as it was; between ranks NCCL may wait for one that never comes. An
-    evaluation's results would be copied once more at each call."""
+    """Whether runs are captured as a CUDA graph. None means: captured, unless a capture fails.
+
+    By default only a training step on a single device is captured. There a capture that fails leaves everything
+    unchanged, whereas between several ranks NCCL might wait for a rank that never comes. For an evaluation, each call
+    would need an additional copy of the results.
+    """
     problems = [] if asked is None else flag("cuda_graphs", asked)
     if not problems and asked and graphs_of(mesh) is None:
         problems = [f"cuda_graphs=True: the mesh is of {mesh.device_type} devices"]

@@ -1,7 +1,7 @@
-"""Holds the programs and functions of a compiled step, made once for each kind of batch: the common part of training
-and evaluation.
+"""The common part of compiled training steps and evaluations: it makes a program for each kind of batch, and keeps it.
 
-It knows nothing of transforms beyond lowering; what it runs is the program, and the program is all there is to see.
+It knows nothing of transforms beyond lowering. A run executes the program and nothing else, and the program can be
+printed in full.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from fzero.trace.guards.tensor_queries import strides_noted
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _MAKING = ("init", "load", "step", "eval_step", "sync")
-"""The methods whose new tensors would be on PyTorch's default device."""
+"""The methods that create tensors, which would be placed on PyTorch's default device."""
 
 
 def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
-    """A method that has the mesh to itself while it runs (`Mesh.alone`). `doing`: its work on bytes of a state, whose
-    progress it shows."""
+    """Decorates a method so that it has exclusive use of the mesh while it runs (`Mesh.alone`).
+
+    Args:
+        doing: describes the method's work on the bytes of a state; its progress is then shown.
+    """
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if owner in _MAKING:
                 check_default(owner, self.mesh.device_type)
-            # a state outlives the mode that it is made in
+            # a state outlives an inference mode in which it is made
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             telling = moving(f"fzero.{owner}", doing, self.mesh.rank) if doing else nullcontext()
             with self.mesh.alone(owner), ordinary, telling:
@@ -62,8 +65,11 @@ def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
 
 
 class Compiled:
-    """A step on a mesh: lowered once per kind of batch; and the last program that ran. `owner`: whose its errors
-    are."""
+    """A step on a mesh. It is lowered once for each kind of batch, and remembers the program that ran last.
+
+    Attributes:
+        owner: the public call that errors name.
+    """
 
     owner: str
     if not TYPE_CHECKING:
@@ -81,8 +87,8 @@ class Compiled:
         self._reads = ReadValues(step, self.owner)
         self._transfer = BatchTransfer(mesh.device, self.owner)
         self._runs = ProgramCache(step.name)
-        self._lowered: Lowered | None = None  # of the program that ran last
-        self._planned: Any = (None, None)  # a program and its plan
+        self._lowered: Lowered | None = None  # the program that ran last
+        self._planned: Any = (None, None)  # the last planned program and its plan
 
     def __repr__(self) -> str:
         transforms = "".join(f", {x}" for x in self.step.transforms)
@@ -90,17 +96,17 @@ class Compiled:
 
     @property
     def step(self) -> Any:
-        """The step as it was compiled."""
+        """The step as it was given to `compile`."""
         return self._step
 
     @property
     def resolved(self) -> Any:
-        """The step that is carried out: `step`, which leaves nothing open."""
+        """The step that is executed: `step` with all open choices decided."""
         return self._resolution.step
 
     @property
     def program(self) -> Program:
-        """The program that ran last. It exists from the first call on; `fz.lower` makes one without running."""
+        """The program that ran last. It exists after the first call; `fz.lower` makes one without running it."""
         if self._lowered is None:
             raise FzeroValueError(
                 "compile",
@@ -111,7 +117,7 @@ class Compiled:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the blocks that `metrics["precision"]` is about, in its order; none without
+        """The names of the blocks in `metrics["precision"]`, in its order; empty without
         `mixed_precision(watch=True)`."""
         _ = self.program
         assert self._lowered is not None
@@ -119,7 +125,7 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """The cost of the program that ran last on each rank, as built for this machine's device."""
+        """The planned cost of the program that ran last on each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
             assert self._lowered is not None
             self._planned = self.program, plan_as_built(self._lowered, self.backend, self.mesh)
@@ -133,7 +139,11 @@ class Compiled:
         structure: tree.TreeSpec,
         before: Callable[[], None] = lambda: None,
     ) -> tuple[Lowered, Callable[..., Any]]:
-        """The program for a batch of such leaves, with its runner. `before`: done if there is none yet."""
+        """Returns the program for a batch with such leaves, and the function that runs it.
+
+        Args:
+            before: called first if there is no such program yet.
+        """
         self.mesh.check_open()
         check_modes(self.step.name, self.owner, self.backend, self.graphs)
         check_bare(batch, flat_batch)
@@ -146,9 +156,11 @@ class Compiled:
             read = self._reads.now()
             with strides_noted() as asked:
                 lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
-            key = (*kind, self._formats.formats)  # lowering may have chosen some
+            key = (*kind, self._formats.formats)  # lowering may have chosen formats
             kept = CachedProgram(lowered, run, self._reads.now(), asked)
-            for other in self._runs.values():  # functions do not read a list that the trace itself has grown
+            # The trace itself may have changed a value that is read, such as a list that grew. For the other programs
+            # this is not a change.
+            for other in self._runs.values():
                 other.settings = kept.settings if other.settings == read else other.settings
         self._runs.keep(key, kept)
         check_contiguous(self.step.name, self.owner, batch, flat_batch, kept.strides)
@@ -158,8 +170,11 @@ class Compiled:
         return kept.lowered, kept.run
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        """The program; how to build its functions once all ranks agree on it,
-        and then how to make it executable, once all have built theirs."""
+        """Lowers the step to a program.
+
+        Returns a function that builds the program's subgraphs after all ranks have agreed on the program. That function
+        returns another one, which makes the program executable after all ranks have built their subgraphs.
+        """
         lowered = lower_for_batch(
             self.resolved,
             self.mesh,
@@ -170,7 +185,7 @@ class Compiled:
             self._reads,
             self.owner,
         )
-        # a run keeps its program alone
+        # a run needs only its own rank's program, not those of the other stages
         lowered = replace(lowered, chosen=self._resolution.decisions, stages=dict)
         if self.graphs is True:
             check(lowered.program, self.owner)

@@ -48,20 +48,21 @@ class CompiledEval(Compiled):
 
     @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The outputs of `fn(params, *batch)`: `fz.weighted` ones over the whole mesh, all others of this rank's part.
+        """Returns the outputs of `fn(params, *batch)`. `fz.weighted` outputs are means over the whole mesh; all others
+        are of this rank's shard of the batch.
 
         Args:
-            params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards
-                none.
-            *batch: this rank's part of every argument.
+            params: `state.params` of a training step with the same sharding; or unsharded tensors, for a step that
+                shards none.
+            *batch: this rank's shard of every argument.
 
-        A number that is this rank's own, such as a mean over its part, is said in the log `fzero` when the program is
-        built.
+        If an output is a number that only describes this rank's shard, such as a mean over it, the log `fzero` says so
+        when the program is built.
 
         Raises:
-            FzeroValueError: parameters laid out for another evaluation, or of a state that a step has left in the
-                middle.
-            OutOfMemory: of the device or the host. The state is as it was.
+            FzeroValueError: the parameters have the layout of another evaluation, or belong to a state whose step ended
+                in the middle.
+            OutOfMemory: the device or the host is out of memory. The state is unchanged.
             BusyError: another thread is using the mesh.
         """
         check_whole(params, "eval_step")

@@ -1,4 +1,4 @@
-"""Runs a training step on a mesh: it makes or restores states and carries them on, batch by batch."""
+"""Runs a training step on a mesh: creates or restores states, and trains them batch by batch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class CompiledStep(Compiled):
-    """A training step on a mesh. Made by `compile`. `step` is what it was made of and does not change; `resolved` is
-    what it carries out.
+    """A training step on a mesh. Made by `compile`. `step` is the step that it was made from, which does not change;
+    `resolved` is the step that it executes.
 
     Example:
         >>> import torch, fzero as fz
@@ -59,25 +59,26 @@ class CompiledStep(Compiled):
         graphs: bool | None = False,
     ):
         super().__init__(step, mesh, backend, limits, graphs, batch)
-        self.calls = 0  # how many steps were taken
+        self.calls = 0  # number of steps taken
         self._watch, self._last = MetricsWatch(step, mesh), Last()
-        # the last trees and a program, and the answer of `_has_spare`
+        # the last trees and program, and the result of `_has_spare` for them
         self._spare: tuple[Any, Any, bool] = (None, None, False)
-        self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
+        self._checked = WeakTensorKeyDictionary()  # leaves of states that were checked before their first step
 
     @property
     def resolved(self) -> Step:
-        """The step that is carried out: `step` with its open choices decided. Where leaves rest for `offload("auto")`
-        is decided by the first `init` or `restore`, and which blocks of `mixed_precision("auto")` compute in a safer
-        dtype by `restore` and where a program is made.
+        """The step that is executed: `step` with its open choices decided.
 
-        `fz.compose(*train.resolved.transforms)(fz.eval_step(fn))` is an evaluation of what was trained.
+        The memory tiers of `offload("auto")` are decided by the first `init` or `restore`. Which blocks of
+        `mixed_precision("auto")` compute in a safer dtype is decided by `restore`, and whenever a program is made.
+
+        `fz.compose(*train.resolved.transforms)(fz.eval_step(fn))` is an evaluation of the trained model.
         """
         return self._resolution.step
 
     @property
     def knows_model(self) -> bool:
-        """Whether it has made or restored a state, so that a state of another model is recognised."""
+        """Whether it has made or restored a state. Only then is a state of another model detected."""
         return self._last.inputs is not None
 
     @property
@@ -86,26 +87,26 @@ class CompiledStep(Compiled):
 
     @alone("init", "made")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
-        """The first state, sharded from birth.
+        """Creates the first state. Every leaf is created sharded.
 
         Args:
-            params: a function of a key that returns a pytree of tensors, or such a pytree with whole leaves (the same
-                on every rank).
-            key: int64[3]; by default `fz.random.key(0)`. The init function gets it as it is; the state's key derives
-                from it.
+            params: a function of a key that returns a pytree of tensors, or such a pytree with unsharded leaves (the
+                same on every rank).
+            key: int64[3]; by default `fz.random.key(0)`. The init function receives the key unchanged; the state's key
+                is derived from it.
 
-        Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for
-            it, 2.5 s of a core for 6 GB); every rank computes its own shards.
-        Memory: this rank's part of the state and, for an init function, at most one whole leaf. Draws and pointwise
-            operations are made shard by shard, in parts of 32 MiB for leaves off the device; other leaves are made
-            whole and cut. A leaf that rests on disk is written, through two buffers of 16 MiB, before the next leaf is
-            made.
+        Communication: about a hundred bytes through the store, to compare the arguments between the ranks. For the
+        comparison the leaves are read once, which takes 2.5 s of a core for 6 GB. Every rank computes its own shards.
+        Memory: this rank's shard of the state and, for an init function, at most one unsharded leaf. Random draws and
+        pointwise operations are computed shard by shard, in pieces of 32 MiB for leaves off the device; other leaves
+        are made unsharded and then sharded. A leaf that is stored on disk is written, through two buffers of 16 MiB,
+        before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
-            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made;
-                leaves of another model than that of the step (`fz.functionalize`), or one that has changed since.
-            TraceError: an init function that draws from torch's global generator instead of its key.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any leaf is made;
+                leaves of another model than that of the step (`fz.functionalize`), or a model that has changed since.
+            TraceError: an init function that draws from torch's global generator instead of using its key.
             DivergenceError: ranks that give different parameters, keys or init functions.
         """
         given = initial_state.params_of_init(params, key, self.mesh, self._model)
@@ -122,30 +123,32 @@ class CompiledStep(Compiled):
         *,
         names: Mapping[str, str] | None = None,
     ) -> State:
-        """The first state of a model whose weights are safetensors files, each rank's part read straight to where it
-        rests: a directory of Hugging Face's layout, or one file.
+        """Creates the first state of a model whose weights are in safetensors files: a directory in Hugging Face's
+        layout, or one file. Each rank's shard is read directly to where it is stored.
 
-        Leaves are found by their dotted names (`fz.tree.names(params)`) and converted to the dtype that they rest in.
-        Those that are not in the files begin anew, as `init` would make them, and are named in the log `fzero`; so is
-        what the files have besides.
+        Parameters are found by their dotted names (`fz.tree.names(params)`) and converted to the dtype in which they
+        are stored. Parameters that are not in the files are initialized as by `init`, and named in the log `fzero`, as
+        are unused entries of the files.
 
         Args:
             path: the directory, or a .safetensors file; or the URL of one.
-            params: the form of the model: a function of a key that returns a pytree of tensors, or such a pytree with
-                whole leaves. Its values stand for leaves missing from the files; on the meta device no leaf may be
-                missing. By default that of the step's model (`fz.functionalize`), else what was last made or restored,
-                else nested dicts and lists as the files' names say, in their dtypes.
+            params: the structure of the model: a function of a key that returns a pytree of tensors, or such a pytree
+                with unsharded leaves. Its values are used for parameters that are missing in the files; if its leaves
+                are on the meta device, no parameter may be missing. By default the structure of the step's model
+                (`fz.functionalize`), else that of the parameters made or restored last, else nested dicts and lists
+                according to the names in the files, in their dtypes.
             key: int64[3]; by default `fz.random.key(0)`.
-            names: the stored names of leaves that have others there. By default the model says what it is made of
-                (`fz.hf`: renamed and fused weights too).
+            names: the stored names of parameters that have other names in the files. By default the model defines how
+                its parameters are made up from stored tensors (`fz.hf`: renamed and fused weights too).
 
-        Communication: a leaf that several ranks hold is read by them in parts and gathered, so that all ranks together
-            read each byte once; besides, a few hundred bytes through the store.
-        Memory: this rank's part of the state, and 44 MiB.
+        Communication: a parameter that several ranks hold is read by them in pieces and gathered, so that all ranks
+        together read each byte once; in addition a few hundred bytes through the store.
+        Memory: this rank's shard of the state, and 44 MiB.
 
         Raises:
-            CheckpointError: files that are missing, truncated or malformed; another model's; leaves of other shapes,
-                or in dtypes that are not converted (whole numbers, 8 bits): all at once, before any is made.
+            CheckpointError: files that are missing, truncated or malformed; files of another model; parameters of other
+                shapes, or in dtypes that are not converted (integers, 8 bits). All problems are listed, before any
+                parameter is made.
             FzeroTypeError, FzeroValueError, TraceError: as for `init`.
             DivergenceError: ranks that see different files, or give different parameters or keys.
 
@@ -169,11 +172,12 @@ class CompiledStep(Compiled):
         return self._begin_with(state, inputs)
 
     def _laid_out(self, params: Any) -> Inputs:
-        """The leaf table of a tree of unsharded parameters. Open choices of the step are decided for it."""
+        """Returns the leaf table of a tree of unsharded parameters. Decides the open choices of the step for these
+        parameters."""
         return self._runs.known(self._resolution.laid_out(params))
 
     def _make_room(self) -> None:
-        """Lets go of the last state: if nobody else holds it, it makes room for a new one."""
+        """Drops the references to the last state, so that its memory is free for a new one if nobody else holds it."""
         self._last.let_go()
         self._spare = (None, None, False)
 
@@ -188,24 +192,24 @@ class CompiledStep(Compiled):
         return self._resolution.awaits_batch
 
     def _in_stages(self, state: State, batch: Any) -> State:
-        """The state laid out for the stages of a pipeline, which `compile` knew no batch for."""
+        """Lays out the state for the stages of a pipeline, for the first batch: `compile` was given none."""
         inputs = self._runs.known(self._resolution.laid_out_in_stages(self._inputs(state), batch))
         return self._begin_with(initial_state.staged_state(state, self.resolved, self.mesh, inputs), inputs)
 
     @alone("restore", "read")
     def restore(self, path: str | os.PathLike[str] | Index, params: Any = None) -> State:
-        """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
+        """Restores the state in a checkpoint, laid out for this step: from any mesh and any ZeRO stage, bit for bit.
 
         Args:
-            path: a checkpoint directory, or the directory of checkpoints (its latest), or a URL of one, or what
-                `fz.checkpoint.describe` returned.
-            params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By
-                default what `init` was called with, else that of the step's model (`fz.functionalize`), else what the
-                checkpoint says.
+            path: a checkpoint directory; or a directory of checkpoints, of which the latest is used; or a URL of
+                either; or the result of `fz.checkpoint.describe`.
+            params: the expected structure of the model: a pytree of tensors (meta tensors are sufficient) or an init
+                function. By default what `init` was called with, else the structure of the step's model
+                (`fz.functionalize`), else that of the checkpoint.
 
-        Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all
-            ranks could read it; every rank reads the ranges it needs.
-        Memory: this rank's part of the state; of what rests on disk 64 MiB at a time.
+        Communication: a few bytes, to agree on the checkpoint (the latest one is the one that the first rank finds) and
+        to check that all ranks could read it. Every rank reads the byte ranges it needs.
+        Memory: this rank's shard of the state; for leaves stored on disk, 64 MiB at a time.
 
         Raises:
             CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference;
@@ -225,45 +229,46 @@ class CompiledStep(Compiled):
 
     @alone("gather")
     def gather(self, state: State) -> State:
-        """The whole state as plain host tensors, on every rank.
+        """Returns the unsharded state as plain host tensors, on every rank.
 
-        Communication: one all_gather a sharded leaf, and a few bytes through the store. Memory: the whole state in host
-            memory: for small models and tests.
+        Communication: one all_gather per sharded leaf, and a few bytes through the store. Memory: the unsharded state
+        in host memory: for small models and tests.
 
         Raises:
-            FzeroTypeError: what is not a state.
-            DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
+            FzeroTypeError: the argument is not a state.
+            DivergenceError: a rank did not come: if there are sharded leaves, all ranks must call it.
         """
         return gather.gathered(state, self.mesh)
 
     @state_and_batch
     @alone("step")
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
-        """One step. `state` is donated: its tensors are written in place and are those of the returned state.
+        """Takes one step. `state` is donated: its tensors are written in place and become those of the returned state.
 
         Args:
             state: from `init` or `restore`.
-            batch: this rank's part of the global batch, the same shapes on every rank.
+            batch: this rank's shard of the global batch, with the same shapes on every rank.
 
-        Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
-            `aux`, over the whole mesh, as 0-dim tensors that have not been waited for; with a loss scale also
-            `loss_scale`, `skipped` and `loss_scale_at_minimum`. Which entries are scalars: docs/tutorial.md, "What
-            metrics hold".
+        Returns: the new state, and the metrics over the whole mesh: `loss`, `grad_norm` (before clipping), `finite`
+        and, with `has_aux`, `aux`. They are 0-dim tensors that have not been waited for. With a loss scale also
+        `loss_scale`, `skipped` and `loss_scale_at_minimum`. Which entries are scalars: docs/tutorial.md, "What metrics
+        hold".
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
             FzeroValueError: before a state's first step, trained parameters in memory that are not finite; a state laid
                 out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do not; a
-                condition under which the loss function raises. On an asynchronous device these two come one step later.
-            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says;
-                ranks with different calls; a call that has ended in the middle on some rank, at that call and every
-                later one on the mesh (docs/restarts.md).
+                condition under which the loss function raises. On an asynchronous device the last two are raised one
+                step later.
+            DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas`
+                reports them; ranks that make different calls; a call that has ended in the middle on some rank, at that
+                call and every later one on the mesh (docs/restarts.md).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
                 `fz.checkpoint.save` are for one thread at a time.
-            OutOfMemory: of the device or the host. Whatever ends a step in the middle, Ctrl-C too, its state is of no
-                more use: steps, `gather` and `fz.checkpoint.save` refuse it.
+            OutOfMemory: the device or the host is out of memory. After anything that ends a step in the middle, Ctrl-C
+                included, its state can no longer be used: steps, `gather` and `fz.checkpoint.save` reject it.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum
-                scale; the state is as after that step.
+                scale; the state is the one after that step.
         """
         check_one_batch(more)
         flat, structure = tree.flatten(batch)
@@ -280,7 +285,7 @@ class CompiledStep(Compiled):
             raise
         except BaseException as error:
             mark_broken(state, error)
-            self._last.let_go()  # the next call looks at its state
+            self._last.let_go()  # the next call checks its state again
             if isinstance(error, (RuntimeError, MemoryError)):
                 plan = lambda: self.plan  # noqa: E731
                 raise_with_advice(error, self.owner, self.resolved, self.mesh, self.backend, lowered, plan)
@@ -292,8 +297,8 @@ class CompiledStep(Compiled):
         return state, metrics
 
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
-        """The executable that a step of this state on such a batch runs: lowered and built, if it was not yet, and not
-        run."""
+        """Returns the program and the executable for a step of this state on such a batch. It is lowered and built if
+        necessary, and not run."""
         return self._built(state, batch, *tree.flatten(batch))
 
     def _built(
@@ -311,14 +316,14 @@ class CompiledStep(Compiled):
 
     @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
-        """Compares the parts of a state that several ranks hold. Its first step does it, and `fz.checkpoint.save`;
-        between those it is for whoever suspects a drift.
+        """Compares the shards of a state that several ranks hold. The first step of a state does this, and so does
+        `fz.checkpoint.save`; call it between them if you suspect that replicas have diverged.
 
         Args:
-            state: as in a step. Leaves on disk are skipped, and leaves of which no two ranks hold the same part.
+            state: as in a step. Leaves on disk are skipped, and leaves of which no two ranks hold the same shard.
 
-        Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s
-            of a core for 6 GB.
+        Communication: about a hundred bytes through the store. The leaves are read once, where they are stored: on a
+        CPU this takes 2.5 s of a core for 6 GB.
 
         Raises:
             DivergenceError: names every leaf of which two ranks hold different values, and the ranks.
@@ -333,23 +338,23 @@ class CompiledStep(Compiled):
         return replace(lowered, chosen=(*lowered.chosen, *promoted)), built
 
     def _has_spare(self, state: State) -> bool:
-        """Whether all that the program writes aside on disk has a second place there. Seen to when it first runs with a
-        state."""
+        """Whether every leaf that the program writes speculatively on disk has a second extent there. Allocated when
+        the program first runs with a state."""
         if self._spare[0] is not self._last.trees or self._spare[1] is not self.program:
             self._spare = self._last.trees, self.program, tensor_storage.spare_for(self.program, state, self.mesh)
         return self._spare[2]
 
     @plain_numbers
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
-        """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,
-        measured)` shows it beside the plan.
+        """Takes one step, and then `steps` more on the same batch with each op timed. `train.plan.save_trace(path,
+        measured)` shows the times next to the plan.
 
         Args:
             state: donated, as in a step.
-            batch: this rank's part of the global batch, the same shapes on every rank.
-            steps: their number; the fastest is returned.
+            batch: this rank's shard of the global batch, with the same shapes on every rank.
+            steps: number of timed steps; the fastest one is returned.
 
-        Returns: the state after these steps, and the events of one.
+        Returns: the state after these steps, and the events of the fastest one.
 
         Raises:
             FzeroValueError: a number of steps below 1.

@@ -1,7 +1,7 @@
-"""Records the formats that `compress("auto")` has chosen in the state, as text in its slot.
+"""Records in the state the formats that `compress("auto")` has chosen, as text in its slot.
 
-So all programs of a state, and those of a run that goes on from its checkpoint, have the same formats. An axis that is
-not recorded, because it had one rank, is decided when it has more.
+Therefore all programs of a state, and those of a run that continues from its checkpoint, use the same formats. The
+format of an axis that is not recorded, because the axis had only one rank, is chosen when the axis has more ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fzero.transforms.compress import SLOT, AxisFormats, Formats
 
 
 def recorded(state: State) -> Formats | None:
-    """The formats in a state; None if it has none.
+    """Returns the formats recorded in a state; None if it has none.
 
     Raises:
-        FzeroValueError: other text than `record` writes.
+        FzeroValueError: the slot contains text that `record` did not write.
     """
     text = bytes(state.extras[SLOT].tolist()).strip(b"\0 ")
     try:
@@ -43,22 +43,23 @@ class ChosenFormats:
     """The formats that `compress("auto")` has chosen for the current state of a compiled step.
 
     Attributes:
-        formats: none for a step without it; None until the first program of a state that records none is lowered.
+        formats: empty for a step without `compress("auto")`; None until the first program is lowered for a state that
+            records none.
     """
 
     def __init__(self) -> None:
         self.formats: Formats | None = ()
 
     def read(self, step: Step, state: State) -> None:
-        """Begins with the formats of another state."""
+        """Takes over the formats of another state."""
         if open_formats(step) is not None:
             self.formats = recorded(state)
 
     def record(self, state: State, before: Formats | None) -> None:
-        """Records the formats in a state, if they are others than `before`."""
+        """Records the formats in a state if they differ from `before`."""
         if self.formats is not None and self.formats != before:
             record(state, self.formats)
 
     def add(self, formats: Iterable[AxisFormats]) -> None:
-        """Adds the formats of a program. Axes that have one rank now keep theirs."""
+        """Adds the formats of a program. Axes that have only one rank now keep theirs."""
         self.formats = tuple({x.axis: x for x in (*(self.formats or ()), *formats)}.values())

@@ -1,14 +1,15 @@
-"""Captures the runs of a program as a CUDA graph and replays them: one launch by the CPU in place of thousands.
+"""Captures the runs of a program as a CUDA graph and replays them: one launch by the CPU instead of thousands.
 
-A program that touches the device alone can be captured whole: its state, its pool and its places stay where they are,
-and nothing in it waits for the device. Two things change from call to call: the batch, which is copied into the graph's
-own buffers, and the state's addresses, which are compared.
+A program can be captured as one graph if it uses only the device: its state, its pool and its other buffers keep their
+addresses, and nothing in it waits for the device. Two things change from call to call: the batch, which is copied into
+the graph's own buffers, and the addresses of the state, which are compared.
 
-[Note: captured] The first `WARM_UP` runs are ordinary ones, for what libraries make on first use cannot be captured.
-Then the run is captured, which executes nothing, and replayed; so is every later one. A state that lies elsewhere
-begins anew. A capture that fails has written nothing, and the run is an ordinary one, as are all that follow. NCCL asks
-that what one rank captures all capture: ranks tell each other how it went, and replay together or not at all. A
-communicator cannot be destroyed while a graph has kernels of its: graphs are dropped before a rank leaves
+[Note: captured] The first `WARM_UP` runs are ordinary runs, because the initialization that libraries do on first use
+cannot be captured. Then the run is captured, which executes nothing, and replayed, as are all later runs. If the
+addresses of the state change, the process starts again. A capture that fails has written nothing; that run and all
+later ones are then ordinary runs. NCCL requires that a run that one rank captures is captured by all ranks. Therefore
+the ranks tell each other whether the capture succeeded, and either all of them replay or none. A communicator cannot be
+destroyed while a graph contains its kernels, so graphs are dropped before a rank leaves
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html).
 """
 
@@ -32,23 +33,23 @@ from fzero.mesh import Mesh
 from fzero.runtime.build.artifact_cache import logger
 
 WARM_UP = 3
-"""Ordinary runs before the one that is captured."""
+"""Number of ordinary runs before the run that is captured."""
 
 
 class Graphs:
-    """CUDA graphs on one device: captured on a stream and in a pool of memory that all of them share. They are replayed
-    one after the other, and results in that memory are copied before the next replay."""
+    """CUDA graphs on one device. All of them are captured on the same stream and share one memory pool. They are
+    replayed one after the other, and results in that memory are copied before the next replay."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def is_capturing(self) -> bool:
-        """Whether the caller captures a graph of his own."""
+        """Whether the caller is capturing a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def aside(self, run: Callable[[], Any]) -> Any:
-        """The result of a run on the stream that is captured on."""
+        """Runs `run` on the stream that is used for captures, and returns its result."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -57,11 +58,11 @@ class Graphs:
         return out
 
     def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """A graph of a run, which is not carried out, and its results, which every replay fills."""
+        """Captures a run without executing it. Returns the graph, and the results, which every replay fills."""
         here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         out, reason = None, None
         try:
-            # calls of other threads, a reader of batches or NCCL's watchdog, are no part of it and no error
+            # thread_local: calls by other threads (a data loader, NCCL's watchdog) are neither captured nor errors
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     out = run()
@@ -69,25 +70,26 @@ class Graphs:
                     reason = error
                     raise
         except BaseException as error:
-            if torch.cuda.is_current_stream_capturing():  # it failed where it began, and nobody has ended it
+            if torch.cuda.is_current_stream_capturing():  # the capture failed at its start, and has not been ended
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
-            torch.cuda.set_stream(here)  # which a capture that cannot be ended does not give back
-            if reason is not None and error is not reason:  # it only says that the capture is not valid
+            torch.cuda.set_stream(here)  # a capture that could not be ended does not restore the stream
+            # `error` only says that the capture is invalid; `reason` is its cause.
+            if reason is not None and error is not reason:
                 raise reason from None
             raise
         return graph, out
 
 
 def graphs_of(mesh: Mesh) -> Graphs | None:
-    """The CUDA graphs of a mesh, made on first use; None where its device has none."""
+    """Returns the CUDA graphs of a mesh, created on first use; None if its device does not support them."""
     if mesh.context.graphs is None and mesh.device.type == "cuda":
         mesh.context.graphs = Graphs(mesh.device)
     return mesh.context.graphs
 
 
 def obstacles(program: Program) -> list[str]:
-    """The lines of a program for which it cannot be captured, one of each kind."""
+    """Lists the ops because of which a program cannot be captured, one of each kind."""
     found: dict[str, str] = {}
     for line, _ in program.walk():
         if line.op in COPIES:
@@ -100,7 +102,7 @@ def obstacles(program: Program) -> list[str]:
 
 
 class NotCaptured(FzeroValueError):
-    """A capture that failed: nothing was carried out, and the state is as it was."""
+    """A capture failed. Nothing was executed, and the state is unchanged."""
 
 
 def check(program: Program, owner: str) -> None:
@@ -112,14 +114,14 @@ def check(program: Program, owner: str) -> None:
 
 
 class Replayed:
-    """A program's runs: as they are at first, and then replayed; see [Note: captured].
+    """The runs of a program: ordinary runs at first, and then replays. See [Note: captured].
 
     Args:
-        run: the program as a function of its trees, of which the batch is the last.
-        namespace: what it calls. While something else has been put there, a clock or a recorder, runs are ordinary
-            ones.
-        mesh: whose ranks all do the same.
-        graphs: of its device.
+        run: the program as a function of its trees, the last of which is the batch.
+        namespace: the functions that the program calls. While one of them is replaced, by a timer or a recorder, runs
+            are ordinary runs.
+        mesh: the mesh whose ranks all do the same.
+        graphs: the CUDA graphs of its device.
         required: whether a capture that fails is an error.
     """
 
@@ -128,20 +130,20 @@ class Replayed:
     ):
         self._run, self._mesh, self._graphs, self._required = run, mesh, graphs, required
         self._namespace, self._made_of = namespace, dict(namespace)
-        self.refused = ""  # why a capture failed
+        self.refused = ""  # why the capture failed; empty if it did not
         self.drop()
 
     def drop(self) -> None:
-        """Forgets the graph, and gives back its memory."""
+        """Drops the graph, and releases its memory."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_runs, self._at = 0, ()
         self._batch, self._outputs = list[torch.Tensor](), ()
 
     def prepare(self, *trees: Any) -> None:
-        """Called before a run, by all ranks: captures it if that is due.
+        """Called by all ranks before a run: captures the run if it is time to.
 
         Raises:
-            FzeroValueError: it is required, and cannot be done on some rank. Nothing has been written.
+            FzeroValueError: the capture is required and failed on some rank. Nothing has been written.
         """
         if self.refused or self._is_watched():
             return
@@ -173,13 +175,13 @@ class Replayed:
         for buffer, new in zip(self._batch, tree.leaves(trees[-1]), strict=True):
             buffer.copy_(new, non_blocking=True)
         self._graph.replay()
-        return tuple(x.clone() for x in self._outputs)  # the next replay writes there
+        return tuple(x.clone() for x in self._outputs)  # cloned, because the next replay overwrites them
 
     def _capture(self, trees: tuple[Any, ...]) -> str:
-        """Captures a run. Returns why it could not."""
+        """Captures a run. Returns the reason if it fails, and an empty text otherwise."""
         before_leaving(_drop_all)
         leaves, structure = tree.flatten(trees[-1])
-        own: dict[int, torch.Tensor] = {}  # by identity: leaves that are one tensor are one there
+        own: dict[int, torch.Tensor] = {}  # by identity, so that leaves that are the same tensor stay the same tensor
         try:
             for x in leaves:
                 if id(x) not in own:
@@ -195,7 +197,8 @@ class Replayed:
         return ""
 
     def _is_watched(self) -> bool:
-        """Whether something looks at a run's operations, which a replay has none of."""
+        """Whether something observes the operations of a run. A replay executes no operations that could be
+        observed."""
         if compat.dispatch_modes() or self._graphs.is_capturing():
             return True
         return any(self._namespace.get(name) is not value for name, value in self._made_of.items())
@@ -205,7 +208,7 @@ _captured: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
 def _drop_all() -> None:
-    """Called before a rank leaves the process groups whose kernels graphs have."""
+    """Called before a rank leaves the process groups whose kernels are in graphs."""
     for replayed in list(_captured):
         replayed.drop()
     _captured.clear()

@@ -1,4 +1,4 @@
-"""Tells errors of PyTorch in a running program in fzero's words: a full memory, an index out of range."""
+"""Replaces PyTorch's errors for full memory and for indices out of range by errors of fzero that explain them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from fzero import tree
 from fzero.errors import FzeroError, FzeroValueError, OutOfMemory
 
 _TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
-"""Parts of the texts of RuntimeErrors that PyTorch's allocators raise, on CPUs too."""
+"""Substrings of the RuntimeErrors that PyTorch's allocators raise when memory is full, on CPUs too."""
 
 
 def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[str]]) -> None:
-    """Raises in place of an error that says that memory is full; returns for any other. `advice`: lines on what takes
-    less."""
+    """Raises OutOfMemory in place of an error that says that memory is full; returns for any other error.
+
+    Args:
+        advice: returns lines that say what would take less memory.
+    """
     full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _TEXTS)
     if not full or isinstance(error, FzeroError):
         return
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     try:
         lines = advice()
-    except (FzeroError, RuntimeError, MemoryError):  # there is no memory for it either
+    except (FzeroError, RuntimeError, MemoryError):  # there may not be enough memory for the advice either
         lines = []
     fix = "apply what lowers it most, or " if any(text.startswith("with fz.") for text in lines) else ""
     fix += "use a smaller batch; fz.compile(..., memory_budget='70GB') plans for as much"
@@ -34,10 +37,10 @@ def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[
 
 @contextmanager
 def indices_explained(owner: str, batch: Any) -> Iterator[None]:
-    """Around a run of a program on a batch. Nothing is looked at unless it fails.
+    """Wraps a run of a program on a batch. The batch is examined only if the run fails.
 
     Raises:
-        FzeroValueError: for PyTorch's error of an index: with the whole numbers that the batch holds.
+        FzeroValueError: for PyTorch's error of an index out of range; shows the ranges of the integers in the batch.
     """
     try:
         yield

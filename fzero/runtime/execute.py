@@ -1,6 +1,6 @@
-"""Executes a program: its source, compiled once, over the functions and transfers it names.
+"""Executes a program: its source is compiled once, in a namespace of the functions and transfers that it names.
 
-What runs is the flat text of the program (`print(program)` shows it folded). Tracebacks show its lines.
+The executed code is the flat text of the program; `print(program)` shows it folded. Tracebacks show its lines.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def executable(
     graphs: bool | None = False,
     pairs: Iterable[tuple[str, int, int]] = (),
 ) -> Callable[..., tuple[Any, ...]]:
-    """The program as a Python function of the trees it names. All ranks of the mesh make it together. `graphs`: whether
-    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`."""
+    """Makes a Python function of the trees that a program names. All ranks of the mesh call this together.
+
+    Args:
+        graphs: whether runs are captured and replayed, if the program allows it; None: captured, unless a capture
+            fails.
+        pairs: the pairs of stages that send and receive, as `handed` returns them.
+    """
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
@@ -45,7 +50,7 @@ def executable(
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
     memory, places = arenas["device"], places_of(program, mesh, arenas)
     running = _Running(mesh, carrier, tiers, batch_axes)
-    # where a CPU stands for both, one function may be called on either side
+    # on a CPU that is both host and device, the same function may be called by ops of either
     same = mesh.device.type == "cpu" and mesh.unified_memory
     on_host = set() if same else {line.fn for line, _ in program.walk() if line.on_host}
     namespace: dict[str, Any] = {
@@ -74,28 +79,29 @@ def executable(
             try:
                 outputs = called(*trees)
             except BaseException:
-                if mesh.size == 1:  # else it is the last call on this mesh
+                if mesh.size == 1:  # with several ranks this is the last call on the mesh
                     tiers.abandon()
                 raise
             failed = tiers.end()
-        if failed is not None:  # on every rank, each at the end of its run
+        if failed is not None:  # on every rank, at the end of its run
             raise failed
-        # the pool is written again by the next run
+        # copy outputs that are in the pool, which the next run overwrites
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
-    whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions op_hooks.py acts around
-    whole_run.skips = running.attempt.skips  # type: ignore[attr-defined]  # lines that the step which runs leaves out
-    whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
+    whole_run.namespace = namespace  # type: ignore[attr-defined]  # op_hooks.py wraps its functions
+    whole_run.skips = running.attempt.skips  # type: ignore[attr-defined]  # ops that this step skips
+    whole_run.replayed = replayed  # type: ignore[attr-defined]  # on a GPU, if its runs can be captured
     return whole_run
 
 
 def _on_host(run: Callable[..., Any], function: Function, tiers: TierTransport) -> Callable[..., Any]:
-    """A function that the host runs, when nothing that it writes is on its way to the device."""
+    """Wraps a function that the host runs, so that it first waits until no copy to the device reads the memory it
+    writes."""
     return tiers.settled(run, lambda *args: (*(args[i] for i in function.writes), *args[-1]))
 
 
 class _Running:
-    """The surroundings that ops of a program run in."""
+    """The environment in which the ops of a program run."""
 
     def __init__(self, mesh: Mesh, carrier: Any, tiers: TierTransport, batch_axes: tuple[str, ...]):
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
@@ -105,7 +111,7 @@ class _Running:
     def part_of(
         self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
     ) -> tuple[Boxes, int]:
-        """This rank's part of a leaf, and its number of elements with padding."""
+        """Returns this rank's shard of a tensor, and its number of elements including padding."""
         key = shape, axis, dims
         if key not in self._parts:
             layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
@@ -124,8 +130,8 @@ class _Running:
         once: bool = False,
         through: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Leaves to another rank, `into` where that keeps leaves of these paths: nothing, if nobody keeps them, or does
-        not want them now."""
+        """Sends tensors to another rank, which stores them for the leaves with the paths `into`. Sends nothing if no
+        rank stores them, or if they are not due now."""
         wards = self.mesh.context.wards
         if wards is None or (places := wards.places(into, every, once)) is None:
             return TierCopy(lambda: None, ())
@@ -135,7 +141,7 @@ class _Running:
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True
     ) -> Sequence[torch.Tensor]:
-        """The results of a transfer of any kind."""
+        """Waits for a transfer of any kind and returns its results."""
         return moving.wait(into, host) if isinstance(moving, TierCopy) else self.carrier.wait(moving, into, together)
 
 

@@ -1,5 +1,7 @@
-"""Observes a running program: acts before and after each function and transfer that its source names. So it observes
-the program that runs."""
+"""Observes a running program: calls functions before and after each function and transfer that its source names.
+
+The observed program is the one that normally runs, not a variant of it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ def observe(
     before: Callable[[LinePlace, tuple[Any, ...]], Any],
     after: Callable[[LinePlace, Any, tuple[Any, ...], Any], None],
 ) -> Iterator[None]:
-    """Observes the one run of an executable in the body: `before(place, args)` is called before each line but loops,
-    and `after(place, noted, args, result)` after it, with what `before` returned."""
+    """Observes a single run of an executable, in the body of the `with`.
+
+    `before(place, args)` is called before each op except loops, and `after(place, noted, args, result)` after it, where
+    `noted` is the value that `before` returned.
+    """
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     following = Follower(program, run.skips)  # type: ignore[attr-defined]
 
@@ -46,8 +51,8 @@ def observed(
     before: Callable[[str, tuple[Any, ...], Mapping[str, Any]], Any],
     after: Callable[[str, Any, tuple[Any, ...], Mapping[str, Any], Any], None],
 ) -> dict[str, Callable[..., Any]]:
-    """These functions, by name, each with `before(name, args, kwargs)` called before it and `after(name, noted, args,
-    kwargs, result)` after it."""
+    """Wraps functions, given by name: `before(name, args, kwargs)` is called before each call, and `after(name, noted,
+    args, kwargs, result)` after it."""
 
     def around(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,15 +67,18 @@ def observed(
 
 
 class Follower:
-    """Follows the lines of a running program, as its functions and transfers are called one after the other. `skips`
-    says, while the program runs, of a line whether it is not called."""
+    """Follows the ops of a running program while its functions and transfers are called one after the other.
+
+    Args:
+        skips: returns, while the program runs, whether an op is skipped.
+    """
 
     def __init__(self, program: Program, skips: Callable[[Line], bool]):
         self._skips, self._result = skips, None
         self._coming = self._visit(program.lines, 0, 0)
 
     def called(self, name: str) -> LinePlace:
-        """The line that calls this now, its number and the turn of the loop around it."""
+        """Returns the op that makes this call, its number, and the iteration of the loop around it."""
         place = next(self._coming, None)
         assert place is not None and (place[0].fn or place[0].op) == name, (
             f"{name} is called where the program has {place and place[0]}"
@@ -78,7 +86,7 @@ class Follower:
         return place
 
     def returned(self, place: LinePlace, result: Any) -> None:
-        """Notes the result of that call."""
+        """Records the result of that call."""
         self._result = result
 
     def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[LinePlace]:
