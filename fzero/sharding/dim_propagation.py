@@ -243,6 +243,10 @@ computed from is cheaper overall, because they are gathered once for several wei
 
 
 class _Propagation:
+    """The propagation through one function. It visits the ops in order, chooses a strategy for each, and writes the op
+    on shards to the new graph. `made` has, for each value of the original function, the nodes of the new graph by
+    placement."""
+
     def __init__(
         self,
         source: Recorded,
@@ -330,6 +334,8 @@ class _Propagation:
             self._on_way(node, source, (*way, _said(node)))
 
     def result(self, handed_on: Sequence[Sequence[Exchanged]]) -> CutFunction:
+        """Propagates through the function and returns it on shards, with the values in `handed_on` as additional
+        outputs."""
         node = next(iter(self.source.graph.nodes))
         while node.op != "output":
             before = node.prev
@@ -436,6 +442,8 @@ class _Propagation:
         return True
 
     def _choose(self, node: fx.Node) -> None:
+        """Writes an op by the strategy with the lowest price. If none fits, the op is computed on replicated inputs,
+        and listed if values had to be gathered for it."""
         inputs = node.all_input_nodes
         whole = Strategy(dict.fromkeys(inputs), None)
         rule = rule_of(node.target)
@@ -537,6 +545,8 @@ class _Propagation:
         return ((v, p) for v, p in placed if isinstance(v, torch.Tensor))
 
     def _price(self, node: fx.Node, s: Strategy) -> float:
+        """The cost of a strategy in bytes per rank: converting the inputs, the later reduction of partial results, and
+        the reductions of the strategy itself."""
         share = (self.n - 1) / self.n
         later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL)
         if later and self._summed_later(node):
@@ -635,6 +645,8 @@ class _Propagation:
         return made[want]
 
     def _converted(self, node: fx.Node, want: Place) -> fx.Node:
+        """Converts a value to a placement: by recomputing a view of a converted value, by recomputing or slicing a
+        replicated value, or by a collective from the available placement with the lowest cost."""
         made = self.made[node]
         if want == PARTIAL:
             return self.write.first_ranks(self._get(node, None))

@@ -86,6 +86,9 @@ def propagate(
 
 
 class _RowPropagation:
+    """The propagation through one function. It visits the ops in order, chooses a way to compute each, and writes it to
+    the new graph. `made` has, for each value of the original function, the nodes of the new graph by form."""
+
     def __init__(
         self,
         source: Recorded,
@@ -301,6 +304,8 @@ class _RowPropagation:
     # --- values in forms ---
 
     def _get(self, node: fx.Node, form: Form) -> fx.Node:
+        """The node of the new graph for a value in a form; converts the value if it is not available in this
+        form yet."""
         made = self.made[node]
         if form not in made:
             natural = self.form[node]
@@ -348,6 +353,7 @@ class _RowPropagation:
     # --- ways ---
 
     def _ways(self, node: fx.Node) -> Iterator[Way]:
+        """The ways to compute an op on rows, other than on the rank's own rows."""
         target = node.target
         if target in (EXPERT_MM, EXPERT_OUTER):
             yield from self._numbered(node)

@@ -75,6 +75,7 @@ class GraphWriter:
         return self(target, *args, **kwargs)
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A view with another shape; of a contiguous copy, if the strides do not allow a view."""
         value, shape = x.meta["val"], list(shape)
         if list(value.shape) == shape:
             return x
@@ -98,6 +99,7 @@ class GraphWriter:
         return self.mark(all_reduce, x, shape_of(x), op)
 
     def mark(self, marker: Any, x: fx.Node, shape: Sequence[int], *extra: Any) -> fx.Node:
+        """Writes the marker of a collective, whose result has this shape."""
         value = x.meta["val"]
         if marker is not all_reduce:
             x = self.packed(x)
@@ -106,6 +108,7 @@ class GraphWriter:
         return node
 
     def index(self) -> fx.Node:
+        """The rank's index along the axis, int64[1]: an input that is added to the graph on first use."""
         if self.number is None:
             first = self.last_input
             with (

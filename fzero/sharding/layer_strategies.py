@@ -233,6 +233,8 @@ def _only(w: Writer, x: fx.Node, inside: fx.Node, behind: int) -> fx.Node:
 
 @rule(aten.index.Tensor)
 def _index(op: WholeOp) -> Iterator[Strategy]:
+    """A lookup keeps a sharding of the dims that are not indexed. If the indexed dim is sharded, each rank looks up the
+    rows that it has, and the result is partial. A sharding of the indices shards the result."""
     x = op["self"]
     if (found := _positions(op["indices"])) is None or x in found[1]:
         return
@@ -262,6 +264,8 @@ def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int
 
 @rule(aten.index_put.default)
 def _index_put(op: WholeOp) -> Iterator[Strategy]:
+    """As for lookups. If the indexed dim is sharded, each rank adds only the values whose rows it has. If the indices
+    are sharded and `self` is zeros, the result is partial."""
     x, values = op["self"], op["values"]
     if (found := _positions(op["indices"])) is None or len({x, values, *found[1]}) != 2 + len({*found[1]}):
         return
@@ -298,6 +302,8 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.embedding.default)
 def _embedding(op: WholeOp) -> Iterator[Strategy]:
+    """A table sharded by columns shards the result; if it is sharded by rows, each rank looks up the rows that it has,
+    and the result is partial. A sharding of the indices shards the result."""
     table, indices = op["weight"], op["indices"]
     count = len(shape_of(indices))
     yield from moves(op, table)
@@ -319,6 +325,7 @@ def _embedding(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.embedding_dense_backward.default)
 def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
+    """The gradient of the table is partial if the indices are sharded, and otherwise sharded by columns or by rows."""
     grad, indices = op["grad_output"], op["indices"]
     count = len(shape_of(indices))
     if op["scale_grad_by_freq"]:
@@ -346,6 +353,7 @@ def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.index_select.default)
 def _index_select(op: WholeOp) -> Iterator[Strategy]:
+    """As for `_index`, with a one-dimensional index."""
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     yield from moves(op, x)
     for p in unique([*(p for _, p in op.cut(x)), *(c for c in op.asked if c.dim != d)]):
@@ -366,6 +374,7 @@ def _index_select(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.gather.default)
 def _gather(op: WholeOp) -> Iterator[Strategy]:
+    """As for `_index`; dims other than the gathered one must have the same size in both arguments to be sharded."""
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     if x is index or not op.shape:
         return
@@ -400,6 +409,9 @@ def _index_add(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
 def _scatter(op: WholeOp) -> Iterator[Strategy]:
+    """Dims other than the scattered one keep their sharding. If the scattered dim is sharded, each rank adds only the
+    values whose rows it has; if the indices and values are sharded along it instead, the result is partial. Both
+    require a scatter_add to zeros."""
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     source = cast(fx.Node, op["src"])
     if not op.shape or len(set(op.inputs)) != 2 + (source is not None):
@@ -466,6 +478,7 @@ def _of_groups(
 
 @rule(aten.convolution_backward.default)
 def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
+    """Shards the gradients by samples, by output channels, or by input channels."""
     grad, x, weight = op["grad_output"], op["input"], op["weight"]
     into, out = (0, 1) if op["transposed"] else (1, 0)
     if len({grad, x, weight}) < 3 or len(shape_of(x)) != len(shape_of(weight)):

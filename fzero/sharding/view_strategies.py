@@ -149,6 +149,7 @@ def _slice_of(length: int, start: Any, end: Any) -> tuple[int, int]:
 
 @rule(aten.slice.Tensor, aten.slice_backward.default)
 def _slice(op: WholeOp) -> Iterator[Strategy]:
+    """A slice along the sharded dim must begin and end at the boundary of a group."""
     forward = op.target is aten.slice.Tensor
     x = op["self"] if forward else op["grad_output"]
     sizes = shape_of(x) if forward else op.shape
@@ -170,6 +171,7 @@ def _slice(op: WholeOp) -> Iterator[Strategy]:
 
 @rule(aten.cat.default, aten.stack.default)
 def _cat(op: WholeOp) -> Iterator[Strategy]:
+    """Tensors that are concatenated along the sharded dim must have groups of equal length."""
     items, stack = op["tensors"], op.target is aten.stack.default
     d, dims = op["dim"] % len(op.shape), len(op.shape)
     if op.partial(*items):

@@ -61,6 +61,8 @@ class Blocks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Makes calls of blocks in the body go to this object, and releases the autograd contexts of the calls
+        afterwards."""
         tokens = tracer.set(self), casting.set(self._casts)
         try:
             yield
@@ -74,6 +76,11 @@ class Blocks:
             self.contexts.clear()
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records one call of a block and returns its result.
+
+        Checks the arguments, finds the block with the same signature among those traced so far or traces it, and adds a
+        node for the call to the recorder's graph.
+        """
         self.recorder.check_default_dtype()
         flat, spec = tree.flatten((params, args, kwargs))
         num_params = len(tree.leaves(params))
@@ -111,6 +118,7 @@ class Blocks:
         body = Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
 
         def key() -> Hashable:
+            """Everything that decides which traced block a call uses."""
             of_code, of_arguments = (
                 settings(fn, *constants, *function_modes()).facts,
                 (spec, _orders((params, args, kwargs)), tuple(places), signature),
@@ -214,6 +222,8 @@ class _Call(torch.autograd.Function):
         restricted: Callable[[tuple[int, ...]], Joint],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Records the node of the call. Its outputs are new fake tensors with the metadata of the traced block's
+        outputs."""
         recorder = blocks.recorder
         blocks.contexts.append(ctx)
         ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = (
@@ -234,6 +244,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Records the node of the vjp. Records the block's operations inline instead if the vjp may itself be
+        differentiated, if autocast is enabled, or if it is for other outputs than those of the recorded node."""
         recorder, asked = ctx.recorder, {i: x for i, x in enumerate(tangents) if x is not None}
         given = list(asked.values())
         if not asked:

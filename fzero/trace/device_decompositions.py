@@ -28,12 +28,13 @@ aten = torch.ops.aten
 def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
     """Returns the graph in the form in which it should run on a device.
 
-    Matrix products in bfloat16 and float16 run in float32 if the device has no native products in these dtypes. `slow`
-    names these dtypes; without it, the device is queried. Products in 8 bits run by the device's own means
-    (fzero/ops/scaled_matmul.py). Row numbers are written out (fzero/ops/row_indices.py), and so are products of several
-    experts' rows on devices other than CPUs (fzero/ops/grouped_matmul.py). A CPU adds at indices in their order
-    (fzero/ops/index_sums.py), and has its own implementations of LSTM layers (fzero/ops/recurrent.py) and of batch
-    norms with two dtypes.
+    - Matrix products in bfloat16 and float16 run in float32 if the device has no native products in these dtypes.
+      `slow` names these dtypes; without it, the device is queried.
+    - Products in 8 bits run by the device's own means (fzero/ops/scaled_matmul.py).
+    - The operators that number rows of experts are replaced by functions of ATen ops (fzero/ops/row_indices.py). On
+      devices other than CPUs, so are the products of several experts' rows (fzero/ops/grouped_matmul.py).
+    - A CPU adds at indices in their order (fzero/ops/index_sums.py), and has its own implementations of LSTM layers
+      (fzero/ops/recurrent.py) and of batch norms with two dtypes.
 
     A product of bfloat16 matrices accumulates in float32 on every device. Computing it from upcast operands and
     rounding once is the same arithmetic, and on a CPU without bfloat16 instructions it is 3 to 80 times faster. The
@@ -160,6 +161,9 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
+    """A replacement for an op that upcasts its arguments of the `slow` dtypes to float32 and rounds its results to the
+    original dtype."""
+
     def up(x: Any) -> Any:
         return x.float() if isinstance(x, torch.Tensor) and x.dtype in slow else x
 

@@ -86,6 +86,9 @@ class _Calls(fx.Interpreter):
 
 
 class _Again(Recorder):
+    """Records a graph that is run again by `_Calls`, and turns the operator that stands for calls of blocks back into
+    the nodes of these calls."""
+
     def __init__(self, owner: str, graph: Recorded):
         super().__init__(owner)
         self.calls = [

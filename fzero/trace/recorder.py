@@ -108,6 +108,7 @@ class Recorder(compat.TorchDispatchMode):
         self._dtype = torch.get_default_dtype()
 
     def input(self, tensor: torch.Tensor, name: str, label: str | None = None) -> fx.Node:
+        """Adds an argument of the function to the graph. `label` is its name in errors, if that is not `name`."""
         node = self.graph.placeholder(name)
         self.track(tensor, node)
         self._labels[node] = label or name
@@ -142,6 +143,8 @@ class Recorder(compat.TorchDispatchMode):
         self._alive.append(tensor)
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor. Raises if the tensor must not be read: it is not an argument and was not computed from
+        one, its memory was written through another tensor, or its memory was replaced."""
         found = self._nodes.get(id(tensor))
         if (stale := self.memory.stale(tensor)) is not None:
             written = [f"written in place: {stale.where}"] if stale.where else []
@@ -281,6 +284,8 @@ class Recorder(compat.TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Records one op: checks that it is supported, infers its result, and adds a node for it to the graph. A few
+        ops are answered, rewritten or run without being recorded."""
         kwargs = kwargs or {}
         if not compat.is_operator(func):
             refuse_functions(self, str(func))

@@ -39,6 +39,7 @@ class Subgraph:
         return _signature(self.inputs, self.between, self.outputs, self.source.constants)
 
     def extract(self, names: Sequence[str] | None = None) -> Recorded:
+        """Copies the subgraph to a separate graph, with the given names for its inputs."""
         graph, env = compat.Graph(), {}
         for i, node in enumerate(self.inputs):
             env[node] = graph.placeholder(names[i] if names else f"x_{i}")
@@ -158,6 +159,8 @@ def _signature(
     outputs: Sequence[fx.Node],
     constants: Mapping[str, torch.Tensor],
 ) -> tuple[Any, ...]:
+    """The signature of a subgraph: one tuple per input, op and literal, with nodes replaced by their indices, and a
+    last one for the outputs."""
     index: dict[fx.Node, int] = {}
 
     def plain(value: Any) -> Any:

@@ -34,6 +34,7 @@ def _native(
     momentum: float,
     eps: float,
 ) -> Any:
+    """The rule for PyTorch's native batch norm."""
     if not training or mean is None or var is None:
         return None
     *results, new_mean, new_var = do(

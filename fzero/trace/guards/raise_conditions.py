@@ -44,8 +44,8 @@ class Conditions:
         return [torch.cat(self.flags)] if self.flags else []
 
     def poisoned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values, of which the floating-point ones are multiplied by NaN if one of the conditions holds, and by 1
-        otherwise."""
+        """The values, of which the floating-point and complex ones are multiplied by NaN if one of the conditions
+        holds, and by 1 otherwise."""
         if not self.flags:
             return list(values)
         factor = torch.where(torch.cat(self.flags).amax() > 0, math.nan, 1.0)
@@ -117,7 +117,7 @@ def _failed(error: BaseException, noted: Conditions) -> list[str]:
 
 
 def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
-    """Notes conditions: float32[n] flags, and the line of each."""
+    """Records conditions: their flags, float32[n], and the line of each."""
     noted = _noted.get()
     assert noted is not None
     noted.flags.append(flags)
@@ -125,7 +125,8 @@ def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
 
 
 def test_of(frame: FrameType | None) -> Test | None:
-    """The test that a frame makes now, if it decides only whether the frame raises, and somebody collects."""
+    """The test that a frame is evaluating, if its answer decides only whether the frame raises, and if conditions are
+    being collected."""
     return None if frame is None or _noted.get() is None else _test(frame.f_code, frame.f_lasti)
 
 
@@ -137,7 +138,7 @@ def wait(frame: FrameType, test: Test, flag: torch.Tensor) -> None:
 
 
 def waited(frame: FrameType, test: Test) -> torch.Tensor | None:
-    """The flag of the tests of the same condition before this one."""
+    """The flag of the earlier tests of the same condition."""
     noted = _noted.get()
     found = noted.waiting.pop(id(frame), None) if noted is not None else None
     same = found is not None and found.passing == test.passing and found.offset < frame.f_lasti
@@ -145,7 +146,7 @@ def waited(frame: FrameType, test: Test) -> torch.Tensor | None:
 
 
 def raises(frame: FrameType | None) -> bool:
-    """Whether a frame does nothing more but raise."""
+    """Whether a frame does nothing but raise from here on."""
     if frame is None:
         return False
     found, at = instructions_from(frame.f_code, frame.f_lasti)
@@ -161,6 +162,8 @@ def _test(code: CodeType, offset: int) -> Test | None:
 
 
 def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test | None:
+    """The test at an instruction, recognized by the conditional jump that follows: one of its two branches does nothing
+    but raise, or leads to another test that does."""
     if found[at].opname == "TO_BOOL":  # Python 3.13: right before the jump
         at += 1
     test = found[at]
@@ -182,7 +185,7 @@ def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test 
 
 
 def _place(found: Sequence[dis.Instruction], at: int) -> Hashable:
-    """Identifies the place in the code at which a function goes on.
+    """Identifies the place in the code at which a function continues.
 
     The compiler copies a short ending with `return` for each jump to it, so such an ending is identified by its
     instructions. Any other place is identified by its offset.

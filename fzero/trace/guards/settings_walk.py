@@ -102,6 +102,14 @@ class _Module(_Scope):
 
 
 class Walk:
+    """A breadth-first walk over the values that functions can read. The result is in `facts`, with the place of each
+    fact in `places`.
+
+    Which attributes of an object are read depends on the names that occur in code, and code is found during the walk.
+    So `run` visits values until none are left, then reads the attributes that have newly been named, and repeats until
+    nothing is added.
+    """
+
     def __init__(self, strict: bool, without: Callable[[Any], bool] = lambda value: False):
         self.facts: list[Hashable] = []
         self.places: list[str] = []
@@ -119,6 +127,7 @@ class Walk:
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
+        """Walks over these values and everything that they can read, up to `MOST` values."""
         self._todo += [(x, "") for x in values]
         todo, at = self._todo, 0
         while at < len(todo) and at < MOST:
@@ -154,6 +163,7 @@ class Walk:
         self.places.append(path)
 
     def _visit(self, x: Any, path: str) -> None:
+        """Records a fact about one value, and schedules the values that it contains."""
         kind = type(x)
         if kind in PLAIN_TYPES:
             return self._fact(exact(x), path)
@@ -185,6 +195,8 @@ class Walk:
         self._fact((tuple(x.shape), x.dtype, x.device.type) if known else (Same(x), x._version), path)
 
     def _function(self, fn: types.FunctionType, path: str) -> None:
+        """Records a function's code, and schedules its closure cells, defaults, attributes, and the globals and imports
+        that its code names."""
         code = fn.__code__
         self.modules.add(fn.__module__)
         self._fact(code, path or fn.__name__)
@@ -314,6 +326,8 @@ class Walk:
             self._todo.append((type(x), type(x).__name__))
 
     def _object(self, x: Any, path: str) -> None:
+        """Records an object of a type without a special handler: by its own report, its contents, its value, its
+        attributes, or its identity."""
         kind = type(x)
         if (state := progress(x)) is not None:
             self.states[path] = state
