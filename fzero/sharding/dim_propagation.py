@@ -609,7 +609,7 @@ class _Propagation:
         assert isinstance(have, Dim) and isinstance(want, Dim)
         return nbytes * 1.001 if have.dim == want.dim else nbytes / self.n
 
-    # --- values at places ---
+    # --- values at placements ---
 
     def _root(self, node: fx.Node) -> fx.Node | None:
         """The source of a view, if the view is to be recomputed from the replicated source, so that only the source is

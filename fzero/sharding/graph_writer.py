@@ -138,7 +138,7 @@ class GraphWriter:
                 own.add(x)
         return numbered, frozenset(own)
 
-    # --- between places ---
+    # --- conversions between placements ---
 
     def cut(self, x: fx.Node, place: Dim) -> fx.Node:
         """This rank's shard of a replicated value."""

@@ -174,7 +174,7 @@ def _in_float32(op: Any, slow: Collection[torch.dtype]) -> Callable[..., Any]:
             return out
         if isinstance(out, torch.Tensor):
             return out.to(low)
-        # its logsumexp is float32
+        # the second result of attention, its logsumexp, stays float32
         stays = 1 if op is aten._scaled_dot_product_flash_attention_for_cpu.default else len(out)
         return tuple(
             x.to(low) if i < stays and isinstance(x, torch.Tensor) and x.dtype is torch.float32 else x

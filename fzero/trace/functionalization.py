@@ -96,7 +96,7 @@ class _Again(Recorder):
             for n in graph.graph.nodes
             if n.op == "call_function" and not (compat.is_operator(n.target) or n.target is operator.getitem)
         ]
-        self._inputs: dict[int, tuple[fx.Node, ...]] = {}  # of each call
+        self._inputs: dict[int, tuple[fx.Node, ...]] = {}  # the inputs of each call of a block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not _CALL:

@@ -93,7 +93,7 @@ class Recorder(compat.TorchDispatchMode):
         # A rejection that the function may have caught. It then continues, but not as it would in PyTorch.
         self.refused: Exception | None = None
         self.owner = owner
-        self.in_place: dict[str, None] = {}  # lines with in-place operations
+        self.in_place: dict[str, None] = {}  # the user's lines with in-place ops
         self.source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # an id is valid only while its tensor is alive

@@ -53,8 +53,7 @@ def storage_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
         if not (is_view(node) or writes(node) or (node.target is operator.getitem and is_view(source))):
-            # not a view; the getitem case above covers the results of `unbind` and `split`
-            return node
+            return node  # the last condition is for the results of `unbind` and `split`
         node = source
     return node
 

@@ -31,7 +31,7 @@ class ArgumentMemory:
         self.written: dict[str, str | None] = {}
         self._labels: dict[int, str] = {}  # labels of the arguments, by their storage
         self._crossed: set[int] = set()  # storages that belong to arguments or to results of blocks
-        # for each storage: the storages that are one memory in PyTorch, and the block that makes each share it
+        # for each storage: those with the same memory in PyTorch, each with the block that makes it share memory
         self._shared: dict[int, dict[int, str]] = {}
         self._stale: dict[int, Stale] = {}  # storages whose memory was written through another storage
 

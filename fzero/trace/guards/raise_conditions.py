@@ -102,7 +102,7 @@ def collected(owner: str) -> Iterator[Conditions]:
             raise TraceError(owner, what, places, fix) from error
         raise
     finally:
-        noted.waiting.clear()  # it holds frames
+        noted.waiting.clear()  # releases the frames that it holds
         _noted.reset(token)
 
 
