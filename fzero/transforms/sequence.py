@@ -1,5 +1,7 @@
-"""Cuts what passes between blocks by position over a mesh axis: sequence_parallel. Acts on the program, in
-transforms/dim_sharding_pass.py; around attention ranks exchange positions for heads."""
+"""Shards the values that pass between blocks by position, over a mesh axis: sequence_parallel.
+
+Acts on the program, in transforms/dim_sharding_pass.py. Around attention, ranks exchange positions for heads.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class SequenceParallel(Cutting):
         return self.attention
 
     def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
-        """Raises where no values with positions pass between blocks, or these do not divide."""
+        """Raises if no values with positions pass between blocks, or their number of positions is not divisible by the
+        axis."""
         if not shapes:
             what = "does nothing: no values [batch, positions, ...] pass between blocks"
             fix = "mark the function of a layer with fz.block; of a module, its layers are blocks"
@@ -79,34 +82,36 @@ class SequenceParallel(Cutting):
 def sequence_parallel(
     step: Any = None, *, axis: str = "seq", attention: Attention = "auto", max_replicated_bytes: int | str = "1MiB"
 ) -> Any:
-    """Cuts what passes between blocks by position over `axis`; around attention ranks exchange positions for heads.
+    """Shards the values that pass between blocks by position over `axis`; around attention, ranks exchange positions
+    for heads.
 
-    Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same rows, whole;
-    their tokens are cut inside, along dim 1 of what blocks hand on. The trace sees the whole sequence, so that shifts,
-    masks and positions are right. Parameters are whole over `axis`, unless a ZeRO stage names it beside its own axes:
-    `fz.shard_params(axis=("data", "seq"))`. It cuts no batch.
+    Equal to the untransformed step, up to the order of summation. Every rank along `axis` gets the same complete
+    samples; their tokens are sharded inside the step, along dim 1 of the values that blocks return. The trace sees the
+    complete sequence, so that shifts, masks and positions are correct. Parameters are replicated over `axis`, unless a
+    ZeRO stage names it together with its other axes: `fz.shard_params(axis=("data", "seq"))`. The axis does not shard
+    the batch.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
         axis: the mesh axis.
-        attention: how `scaled_dot_product_attention` has all positions. "heads": ranks exchange positions for heads,
-            and back; heads of keys that are fewer are sent to each rank that reads them. "keys": keys and values are
-            gathered, queries stay. "auto": heads, where the heads of the queries divide by the axis. Attention that is
-            written in products gathers keys and values.
-        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of
-            these inputs. A larger one is an error.
+        attention: how `scaled_dot_product_attention` gets all positions. "heads": ranks exchange positions for heads,
+            and back; if keys have too few heads, they are sent to each rank that reads them. "keys": keys and values
+            are gathered, queries stay sharded. "auto": "heads" if the number of heads of the queries is divisible by
+            the axis, otherwise "keys". Attention that is written as matrix products gathers keys and values.
+        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of these
+            inputs. A larger one is an error.
 
     Communication: "heads": an attention exchanges 4 values of its size (queries, keys, values, results) in the forward
-        and 4 in the backward: (S-1)/S of a rank's part each, less for keys of fewer heads. "keys": it gathers 2 in the
-        forward and 2 in the backward, and scatters 2 sums: (S-1)/S of the whole each. Gradients are reduced over `axis`
-        as over a batch axis.
-    Memory: 1/S of activations. "heads" keeps the results of attention by position and by head; "keys" has the keys and
-        values of a layer whole, and a mask of [T/S, T] where it is causal.
+        and 4 in the backward: (S-1)/S of a rank's shard each, less for keys with fewer heads. "keys": it gathers 2 in
+        the forward and 2 in the backward, and scatters 2 sums: (S-1)/S of the unsharded values each. Gradients are
+        reduced over `axis` as over a batch axis.
+    Memory: 1/S of activations. "heads" keeps the results of attention by position and by head; "keys" has the unsharded
+        keys and values of a layer, and a mask of [T/S, T] if it is causal.
 
     Raises:
-        FzeroTypeError: an `axis` that is not a name, another `attention`.
-        FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
-            without blocks; an operation above `max_replicated_bytes`.
+        FzeroTypeError: `axis` is not a name; an unknown `attention`.
+        FzeroValueError: when the program is built, the number of positions, or that of heads with "heads", is not
+            divisible by the axis; a step without blocks; an operation above `max_replicated_bytes`.
         TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `fp8`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence

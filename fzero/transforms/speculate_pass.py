@@ -1,17 +1,19 @@
-"""Speculates on updates that would wait for all gradients, such as for a clipping norm: they run on a guess, and again
-if it was wrong.
+"""Speculative updates: runs updates that would wait for all gradients, such as for a clipping norm, on assumed scalars,
+and again if the assumption was wrong.
 
-The guess is the scalars' values if every reduction of gradients is zero: a norm below the clip, no overflow. So the
-update of a block runs right behind its backward, in the same function, and leaves on disk are written beside their old
-values. Once the scalars are known they are compared bit for bit. If they are the guess, the new values count; if not,
-the old ones do, and the same updates run again with the scalars as they are:
+The assumed scalars are those that result if every reduction of gradients is zero: a norm below the clipping threshold,
+and no overflow. So the update of a block runs directly after its backward, in the same op order as without clipping,
+and tensors on disk are written next to their old values. Once the scalars are known, they are compared bit for bit with
+the assumed ones. If they are equal, the new values are kept; otherwise the old values are restored, and the same
+updates run again with the actual scalars:
 
     if redo([scale], [guess_scale]):
         …
 
-Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of
-a leaf on disk the old value stays where it is, in the one of two extents; of every other a copy is kept, for which
-there must be memory: so updates of leaves in host memory are guessed only if a host budget says that there is.
+A wrong assumption affects only the time: the step after a wrong one does not speculate, and waits. For a tensor on
+disk, the old value stays where it is, in one of two extents; for every other tensor a copy is kept, for which there
+must be memory. Therefore updates of tensors in host memory are speculative only if a host budget says that there is
+enough.
 """
 
 from __future__ import annotations
@@ -29,27 +31,30 @@ if TYPE_CHECKING:
     from fzero.compiler.options import Choice
 
 TIERS = (("disk",), ("disk", "host"))
-"""The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
+"""The sets of tiers whose tensors can have speculative updates. With only the disk, no more memory is needed between
+steps."""
 
 
 def rewrite(program: Program, tiers: Sequence[str]) -> Program:
-    """A program whose update is cut, with the updates of leaves on these tiers on a guess, where they would wait for
-    reductions of gradients.
+    """Returns a program with speculative updates for the state on these tiers, if its updates would wait for reductions
+    of gradients.
 
-    The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly
-    ever be right.
+    Returns the program unchanged if no update would, or if the scalars they wait for depend on more than gradients:
+    then the assumption would hardly ever be right. The program's update must have been partitioned.
 
-    Cost: gradients wait until the end of the step, as without (offload_analysis.py says where); of leaves that are
-    updated on a guess and do not rest on disk a copy, made before the update. On disk twice the bytes at rest, and a
-    wrong guess reads and writes them twice. No communication.
+    Cost: gradients are held until the end of the step, as without speculation (offload_analysis.py determines where);
+        for tensors with speculative updates that are not stored on disk, a copy, made before the update. Tensors on
+        disk take twice the bytes, and a wrong assumption reads and writes them twice. No communication.
     """
     return _Guess(program, tiers).run()
 
 
 def with_old_values(program: Program) -> Program:
-    """The program, after its updates were hoisted, with copies of the leaves that updates on a guess overwrite, which
-    the `redo` puts back. A leaf on disk needs none: its new value is written beside the old one. Copies in the compute
-    dtype need none: no update reads them."""
+    """Adds copies of the tensors that speculative updates overwrite, and has `redo` restore them.
+
+    The updates must have been hoisted already. A tensor on disk needs no copy: its new value is written next to the old
+    one. Compute copies of masters need none: no update reads them.
+    """
     names, lines, kept = Names(program.values_by_name), list[Line](), dict[str, str]()
     tier_of = lambda name: program.leaves[name].layout.tier  # noqa: E731
     for line in program.lines:
@@ -70,27 +75,36 @@ def with_old_values(program: Program) -> Program:
 
 
 def starts(least: Choice, program: Program, budget: Any) -> list[Choice]:
-    """The least choice with updates on a guess, for each set of tiers by which more of them can be. In host memory only
-    a budget has room for the old values. `program`: whose update is cut."""
+    """Returns the options of least memory with speculative updates, for each set of tiers with which more updates can
+    be speculative.
+
+    Old values in host memory are possible only with a host budget. The program's update must have been partitioned.
+    """
     counts = [0, *(len(_Guess(program, tiers).updates) for tiers in TIERS)]
     more = [tiers for tiers, before, num in zip(TIERS, counts, counts[1:], strict=False) if before < num]
     return [replace(least, guess=tiers) for tiers in more if budget.host is not None or "host" not in tiers]
 
 
 def is_possible(program: Program) -> bool:
-    """Whether any update can be on a guess. `program`: whose update is cut."""
+    """Whether any update can be speculative. The program's update must have been partitioned."""
     return bool(_Guess(program, TIERS[-1]).updates)
 
 
 def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float]:
-    """Upper bounds of the shares of the state in host memory and on disk that are updated on a guess. `rests`: where
-    it is (compiler/cost_bounds.py); `copies`: whether masters have copies that are computed with."""
+    """Returns upper bounds of the shares of the state in host memory and on disk that have speculative updates.
+
+    Args:
+        tiers: the tiers whose updates may be speculative.
+        rests: where the state is stored (compiler/cost_bounds.py).
+        copies: whether masters have compute copies.
+    """
     (state_h, state_d), (params_h, _) = rests.state, rests.params
     if tiers != ("disk",) or not state_d:
         return float("host" in tiers), float("disk" in tiers)
     if state_h > rests.masters(copies)[0]:
-        return 0.0, 0.0  # most state on disk is updated together with state in host memory
-    return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)  # that of parameters in host memory is not
+        return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
+    # the state of parameters in host memory is not speculative
+    return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
 
 
 def decision(choice: Choice) -> tuple[str, str, str] | None:
@@ -115,8 +129,8 @@ class _Guess:
         return bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
 
     def _reductions(self, name: str) -> set[str]:
-        """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known
-        to all ranks."""
+        """Returns the reductions over tensors that a value of the optimizer depends on, by the names of their results
+        on all ranks."""
         line = self.made[name]
         if OPS[line.op].waits:
             return {name}
@@ -124,14 +138,14 @@ class _Guess:
         return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
 
     def _reduces(self, line: Line) -> bool:
-        """Whether a function makes scalars of a leaf: it reads a value from outside the optimizer, larger than a number
-        or a key."""
+        """Whether a call reduces a tensor to scalars: it reads a value from outside the optimizer that is larger than a
+        scalar or a key."""
         return bool(line.fn) and any(
             a not in self.made and a not in self.keys and self.values[a].shape for a in line.args
         )
 
     def _of_gradients(self, name: str) -> bool:
-        """Whether a reduction reads nothing but gradients."""
+        """Whether a reduction reads only gradients."""
         line = self.made[name]
         if OPS[line.op].waits:
             start = self.made[line.args[0]]
@@ -143,11 +157,11 @@ class _Guess:
             return self.program
         names = Names(self.values)
         zeros: dict[tuple[tuple[int, ...], str], str] = {}
-        known: dict[str, str] = {}  # by a scalar, the guess of it
+        known: dict[str, str] = {}  # scalar -> its assumed value
         new: list[Line] = []
 
         def guessed(name: str) -> str:
-            """The name of a scalar's guess; of one that depends on no gradients its own."""
+            """Returns the name of a scalar's assumed value; if it does not depend on gradients, its own name."""
             if name not in self.made or not (reductions := self._reductions(name)):
                 return name
             if name in known:

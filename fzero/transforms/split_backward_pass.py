@@ -1,7 +1,7 @@
-"""Splits the backward of each block in two, where the schedule of a pipeline has units of weights: the gradients that
-other blocks wait for, and behind them the gradients of parameters, which fill the bubble.
+"""Splits the backward of each block in two if the schedule of a pipeline has weight actions: first the gradients that
+other blocks wait for, then the gradients of parameters, which fill the bubble.
 
-What both need is made once, by the first part, and kept until the second has run.
+Values that both parts need are computed once, by the first part, and kept until the second has run.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
 """
@@ -24,20 +24,20 @@ from fzero.transforms.transform import find
 
 
 def wanted(program: Program) -> bool:
-    """Whether the program is of a pipeline of several stages whose schedule has units of weights."""
+    """Whether the program has a pipeline with several stages and a schedule with weight actions."""
     spec = find(program.transforms, Pipeline)
     return spec is not None and spec.has_weights and program.mesh.axes[spec.axis] > 1
 
 
 def rewrite(program: Program) -> Program:
-    """The program with two lines for each block's backward, two segments of one function.
+    """Returns the program with two ops for each block's backward, which are two segments of one subgraph.
 
     Raises:
-        FzeroValueError: no block has gradients that nothing else waits for.
+        FzeroValueError: no block has gradients that no other block waits for.
     """
     functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
     onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
-    lines, calls = list[Line](), dict[int | str, list[int]]()  # the numbers of the lines that call each function
+    lines, calls = list[Line](), dict[int | str, list[int]]()  # the indices of the ops that call each subgraph
     for line in program.lines:
         made = [line]
         first = tuple(i for i, v in enumerate(line.out) if v.name in onward)
@@ -65,7 +65,7 @@ def rewrite(program: Program) -> Program:
 
 
 def _onward(program: Program) -> set[str]:
-    """The values that calls of blocks read, by themselves or through other lines."""
+    """Returns the values that calls of blocks read, directly or through other ops."""
     found = set[str]()
     for line in reversed(program.lines):
         if line.op != "update" and (line.block is not None or any(v.name in found for v in line.out)):
@@ -76,20 +76,20 @@ def _onward(program: Program) -> set[str]:
 def _calls(
     line: Line, args: Sequence[Value], of: Pieces, functions: Functions, names: Names, named: Callable[[int], str]
 ) -> list[Line]:
-    """The lines of a call in pieces.
+    """Returns the ops of a call that is divided into pieces.
 
     Args:
         line: the call.
         args: its arguments.
-        of: its function in pieces.
-        functions: of the program, which get more.
-        names: of its values, likewise.
-        named: the name of the function that a piece is, by its number.
+        of: its subgraph, in pieces.
+        functions: the subgraphs of the program, which are extended.
+        names: the names of its values, which are extended.
+        named: returns the name of a piece's subgraph, by the index of the piece.
     """
     made = dict(zip(of.inputs, args, strict=True))
     made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
     own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
-    for x in of.inputs[0].graph.nodes:  # a rank has its own of a value along the axes of what that is made of
+    for x in of.inputs[0].graph.nodes:  # a value varies between ranks along all axes along which its inputs do
         if x not in own:
             own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
     assert line.block is not None

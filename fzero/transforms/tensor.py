@@ -1,5 +1,7 @@
-"""Computes with parameters that a mesh axis cuts along a dim: tensor_parallel. Acts on the program, in
-transforms/dim_sharding_pass.py; between blocks ranks exchange results instead of parameters."""
+"""Computes with parameters that a mesh axis shards along a dim: tensor_parallel.
+
+Acts on the program, in transforms/dim_sharding_pass.py. Ranks exchange activations instead of parameters.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class TensorParallel(Cutting):
         return super().__call__(step)
 
     def cut(self, leaf: Leaf) -> Dim | None:
-        """The cut of a leaf, by the first rule that matches its name; none while rules are to be chosen."""
+        """The dim along which a parameter is sharded, by the first rule that matches its name; None while rules have
+        not been chosen."""
         if self.rules is None:
             return None
         if callable(self.rules):
@@ -60,7 +63,8 @@ class TensorParallel(Cutting):
         return next((dim for glob, dim in self.rules if matches(name, glob)), None)
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-        """Raises naming rules that no leaf matches, or tied leaves that two rules cut in two ways."""
+        """Raises if a rule matches no parameter, or if two rules shard a tied parameter in different ways, and names
+        them."""
         if self.rules is None:
             return
         names = [dotted(leaf.path) for leaf in leaves if leaf.role != "mutable"]
@@ -93,7 +97,7 @@ class TensorParallel(Cutting):
 
     @property
     def shown_rules(self) -> str:
-        """The rules as they are passed."""
+        """The rules as a user would pass them."""
         if self.rules is None or callable(self.rules):
             return getattr(self.rules, "__name__", repr(self.rules))
         return "{" + ", ".join(f"{glob!r}: {_shown(dim)}" for glob, dim in self.rules) + "}"
@@ -109,36 +113,42 @@ def tensor_parallel(
     sequence: bool = False,
     max_replicated_bytes: int | str = "1MiB",
 ) -> Any:
-    """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
+    """Shards parameters along a dim over `axis`, and computes with the shards: ranks exchange activations, not
+    parameters.
 
     Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same batch; any ZeRO
-    stage may shard what is left over the other axes. A parameter without a rule stays whole. The function of a block is
-    rewritten by rules for each operation. One without a rule is computed whole, and the program's header lists it.
+    stage may shard the remaining parts over the other axes. A parameter without a rule stays replicated. The subgraph
+    of a block is rewritten with sharding rules for each operation. An operation without such a rule is computed on
+    unsharded values, and the program's header lists it.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
         axis: the mesh axis.
-        rules: a mapping from the end of a parameter's dotted name, in which `*` stands for anything, to the dim that is
-            cut. `(dim, groups)` cuts each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
-            None leaves a parameter whole. The first rule that matches counts. Or a function `(path, leaf)` that returns
-            one of these; `leaf` is a meta tensor. Without rules they are chosen for an example batch, which
-            `fz.compile` needs then: the cuts of matrices with the fewest bytes that ranks send, or compute alike. The
-            program's header prints them.
-        sequence: whether what passes between blocks is cut by position (dim 1) as well: norms, residuals and dropouts
-            are not repeated. Each all_reduce becomes a reduce_scatter and an all_gather.
-        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of
-            these inputs. A larger one is an error.
+        rules: a mapping from the end of a parameter's dotted name, in which `*` matches anything, to the dim to shard.
+            `(dim, groups)` shards each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
+            None leaves a parameter replicated. The first rule that matches is used. Or a function `(path, leaf)` that
+            returns one of these; `leaf` is a meta tensor. Without rules, they are chosen for an example batch, which
+            must then be given to `fz.compile`: the shardings of matrices with the fewest bytes that ranks send, or
+            compute redundantly. The program's header prints the rules.
+        sequence: whether values that pass between blocks are sharded by position (dim 1) as well, so that norms,
+            residuals and dropouts are not computed redundantly. Each all_reduce becomes a reduce_scatter and an
+            all_gather.
+        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of these
+            inputs. A larger one is an error.
 
-    Communication: of a transformer block whose first matrix of a pair is cut by columns and whose second by rows, two
-        all_reduces of its activations in the forward and two in the backward: 2 (M-1)/M of their bytes each.
-    Memory: 1/M of the cut parameters, their gradients and state, and of the activations between the matrices of a pair.
+    Communication: for a transformer block in which the first matrix of each pair is sharded by columns and the second
+        by rows, two all_reduces of its activations in the forward and two in the backward: 2 (M-1)/M of their bytes
+        each.
+    Memory: 1/M of the sharded parameters, their gradients and optimizer state, and of the activations between the
+        matrices of a pair.
 
     Raises:
-        FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
+        FzeroTypeError: `rules` are neither a mapping nor a function; `axis` is not a name.
         FzeroValueError: from `fz.compile` without `batch`, if there are no rules; when the program is built, a rule
-            that no parameter matches; a dim that does not divide; an operation above `max_replicated_bytes`.
-        TransformError: an evaluation, if there are no rules; another transform that cuts the batch, or a leaf, over
-            `axis`; `fp8`; tied leaves with two rules.
+            that no parameter matches; a dim that is not divisible by the axis; an operation above
+            `max_replicated_bytes`.
+        TransformError: an evaluation, if there are no rules; another transform that shards the batch, or a parameter,
+            over `axis`; `fp8`; tied parameters with different rules.
 
     Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
 
@@ -202,13 +212,13 @@ def _shown(dim: Dim | None) -> str:
 
 
 def rules_for(cuts: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], ...]:
-    """The rules that cut leaves so, by their dotted names: as few and as short as these allow."""
+    """Returns rules that shard parameters in this way, by their dotted names: as few and as short as possible."""
     rules: list[tuple[str, Dim | None]] = []
     for name, dim in cuts.items():
         if dim is None or any(matches(name, glob) for glob, _ in rules):
             continue
         parts = name.split(".")
-        alike = ["*" if part.isdigit() else part for part in parts]  # of all layers
+        alike = ["*" if part.isdigit() else part for part in parts]  # the same parameter of all layers
         globs = (".".join(x[i:]) for i in reversed(range(len(parts))) for x in (alike, parts))
         fits = lambda glob, dim=dim: all(of == dim for x, of in cuts.items() if matches(x, glob))  # noqa: E731
         rules.append((next((x for x in globs if x.strip("*.") and fits(x)), name), dim))
@@ -218,12 +228,12 @@ def rules_for(cuts: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], .
 
 
 def matches(name: str, glob: str) -> bool:
-    """Whether a rule is for this name: its pattern is the name, or how it ends."""
+    """Whether a rule applies to this name: its pattern matches the name or the end of it."""
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
 def _near(glob: str, names: Sequence[str]) -> list[str]:
-    """Names that a rule may have meant: a part of which is like a part of it."""
+    """Returns names that a rule may have meant: those with a component that is similar to one of the rule's."""
     parts = {part: name for name in reversed(names) for part in name.split(".")}
     unknown = [x for part in glob.split(".")[::-1] if (x := part.strip("*")) and x not in parts]
     within = [x for part in unknown for x in parts if len(x) > 1 and (x in part or part in x)]

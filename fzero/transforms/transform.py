@@ -1,8 +1,8 @@
-"""Defines transforms: each is a spec, frozen data that says what is wanted. Applying it adds the spec to the step,
-nothing more.
+"""Defines transforms: each is a spec, an immutable configuration that describes what is wanted. Applying a transform
+only adds its spec to the step.
 
 Specs commute: a step keeps them in one canonical order, so any order of application gives the same step and hence the
-same program. A spec that contradicts one already there raises at once and names both.
+same program. A spec that contradicts one that is already there raises immediately and names both.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ T = TypeVar("T", bound="Transform")
 
 @dataclass(frozen=True)
 class Transform:
-    """A spec. `order` is its place in the canonical order; `after` names the pass (fzero/compiler/passes.py), or the
-    transform, that its own rewrite follows; `ops` are rows of the op table for the lines that it adds;
-    `every_leaf` says whether `slots` gets all parameters, or None in place of those that are not trained."""
+    """The spec of a transform.
+
+    Attributes:
+        order: its position in the canonical order.
+        after: the pass (fzero/compiler/passes.py), or the transform, after which its own `rewrite` runs.
+        name: the public name.
+        ops: rows of the op table for the ops that it adds.
+        every_leaf: whether `slots` gets all parameters; otherwise it gets None in place of those that are not trained.
+    """
 
     order: ClassVar[int] = 0
     after: ClassVar[str] = "cut_update"
@@ -48,15 +54,15 @@ class Transform:
 
     @property
     def flops_axes(self) -> tuple[str, ...]:
-        """Mesh axes whose ranks divide the computation of the same samples among them."""
+        """Mesh axes whose ranks share the computation of the same samples."""
         return ()
 
     def __call__(self, step: Any) -> Any:
-        """The step with this spec added.
+        """Returns the step with this spec added.
 
         Raises:
-            TransformError: one that does nothing to an evaluation, which `fz.compose(*train.resolved.transforms)` may
-                have among others.
+            TransformError: the spec does nothing to an evaluation. (`fz.compose(*train.resolved.transforms)` may
+                contain such specs.)
         """
         if isinstance(step, EvalStep) and (reason := self.idle(step)):
             fix = (
@@ -67,7 +73,7 @@ class Transform:
         return self.add(step)
 
     def add(self, step: Any) -> Any:
-        """The step with this spec, whether it does anything to it or not."""
+        """Returns the step with this spec, whether or not the spec has an effect on it."""
         if not hasattr(step, "transforms"):
             raise no_step(self.name, "transforms", step, f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
         for other in step.transforms:
@@ -81,53 +87,70 @@ class Transform:
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
 
     def on_device(self, device: torch.device | None) -> Transform:
-        """This spec with what it leaves to the device decided. None: the usual device."""
+        """Returns this spec with everything that it leaves to the device decided. None means the default device."""
         return self
 
     def conflict(self, other: Transform) -> str | None:
-        """Why this and `other` cannot both hold, or None. Two different specs of one kind never can."""
+        """Returns the reason why this spec and `other` cannot be combined, or None. Two different specs of one kind
+        never can."""
         return f"two different {self.name}" if type(self) is type(other) else None
 
     def idle(self, step: EvalStep) -> str | None:
-        """Why this does nothing to an evaluation, or None."""
+        """Returns the reason why this spec does nothing to an evaluation, or None."""
         return None
 
     def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
-        """The mesh axes over which a parameter, and its state and gradient, rest cut along a dim, with that dim; the
-        first cuts first, and all before what shards it flat. A line that reads the parameter has it whole."""
+        """Returns the mesh axes over which a parameter, its optimizer state and its gradient are stored sharded along a
+        dim, with that dim.
+
+        The axes are in the order of sharding, and all come before the axes that shard it flat. An op that reads the
+        parameter gets it unsharded.
+        """
         return {}
 
     def slots(self, params: Any) -> Mapping[str, Any]:
-        """The state that this transform keeps, before the first step: by name a tree of tensors, made of the parameters
-        as an optimizer's `init` makes its state. It is `state.extras[name]`, in checkpoints under that name.
+        """Returns the state that this transform keeps, before the first step: a tree of tensors by name.
 
-        A leaf whose path ends in a parameter's and that has its shape rests as that parameter's optimizer state does:
-        sharded, and on its tier. Any other rests whole; a `fzero.transforms.transform_state.Local` is each rank's
-        own."""
+        It is made from the parameters, as an optimizer's `init` makes its state, and becomes `state.extras[name]`;
+        checkpoints contain it under that name. A tensor whose path ends in a parameter's path and that has its shape is
+        stored as that parameter's optimizer state is: sharded, and on the same tier. Any other tensor is stored
+        replicated; a `fzero.transforms.transform_state.Local` has a separate value on each rank.
+        """
         return {}
 
     def update(
         self, slots: Mapping[str, Any], grads: Any, params: Any, inner: Callable[[Any], Any]
     ) -> tuple[Any, Mapping[str, Any]]:
-        """New parameters and slots. `inner(grads)` makes new parameters as the optimizer does, and the transforms that
-        come before this one in the step; it is called once. A pure function of whole trees, recorded with the
-        optimizer's update and sharded as that is. In a step that is skipped all stay as they were."""
+        """Returns new parameters and slots.
+
+        `inner(grads)` returns new parameters as computed by the optimizer and by the transforms that come before this
+        one in the step; it must be called once. This method must be a pure function of unsharded trees; it is recorded
+        with the optimizer's update and sharded like the update. In a step that is skipped, all values stay as they
+        were.
+        """
         return inner(grads), slots
 
     def advance(self, slots: Mapping[str, Any], results: StepResults) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The slots behind a step, skipped or not, of what is known at its end; and metrics."""
+        """Returns the slots after a step, skipped or not, computed from the results that are known at its end; and
+        metrics."""
         return slots, {}
 
     def rewrite(self, program: Program) -> Program:
-        """The program with what this transform adds of its own, right behind the pass `after`; the passes of the
-        package (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on
-        every rank, wherever their leaves rest and whatever other specs there are. One that changes nothing is an error,
-        unless `idle_in` says why. Its lines may write its own slots."""
+        """Returns the program with the changes of this transform, directly after the pass `after`.
+
+        The passes of the package (compiler/passes.py) handle their own specs; this method is for other transforms.
+        Equal specs must rewrite programs with the same ops in the same way, on every rank, no matter where state is
+        stored and which other specs there are. Changing nothing is an error, unless `idle_in` returns a reason. The ops
+        that it adds may write the transform's own slots.
+        """
         return program
 
     def idle_in(self, program: Program) -> str | None:
-        """Why `rewrite` may leave a program as it is, or None. By default: an evaluation, and a mesh that has one rank
-        along the transform's `axis`, or along each of them."""
+        """Returns the reason why `rewrite` may leave a program unchanged, or None.
+
+        By default there are two reasons: the program is an evaluation, or the mesh has only one rank along the
+        transform's `axis` (along each of them, if there are several).
+        """
         axis = getattr(self, "axis", None)
         axes = (axis,) if isinstance(axis, str) else axis if isinstance(axis, tuple) else ()
         if not program.assigns:
@@ -135,13 +158,13 @@ class Transform:
         return f"one rank along {axis!r}" if axes and all(program.mesh.axes.get(x, 1) == 1 for x in axes) else None
 
     def placed(self, line: Line) -> bool:
-        """Whether a line that was placed `by` a spec of this kind is this one's, where a step has several: by default
-        one over its `axis`, or over some of them."""
+        """Whether an op that was inserted `by` a spec of this kind belongs to this one, if a step has several: by
+        default one over its `axis`, or over some of its axes."""
         axis = getattr(self, "axis", ())
         return {*line.axes} <= ({axis} if isinstance(axis, str) else {*axis})
 
     def in_program(self) -> str:
-        """As a program's header has it: the same on every rank and every machine."""
+        """Returns the text in a program's header: the same on every rank and every machine."""
         return str(self)
 
     def __str__(self) -> str:
@@ -150,17 +173,18 @@ class Transform:
 
 
 def applied(spec: Transform, step: Step | EvalStep | None) -> Any:
-    """The transformed step, or the transform itself when called without a step."""
+    """Returns the transformed step, or the transform itself when called without a step."""
     return spec if step is None else spec(step)
 
 
 def on_device(step: Any, device: torch.device | None) -> Any:
-    """A step, or an evaluation, with what its specs leave to the device decided. None: the usual device."""
+    """Returns a step, or an evaluation, with everything that its specs leave to the device decided. None means the
+    default device."""
     return replace(step, transforms=tuple(t.on_device(device) for t in step.transforms))
 
 
 def find(transforms: tuple[Transform, ...], kind: type[T]) -> T | None:
-    """The spec of a kind, if the step has one."""
+    """Returns the spec of a kind, if the step has one."""
     return next((t for t in transforms if isinstance(t, kind)), None)
 
 

@@ -1,4 +1,5 @@
-"""Defines what a transform says of the state that it keeps (`Transform.slots`), and what it is told of a step."""
+"""Defines the types with which a transform describes the state that it keeps (`Transform.slots`), and the results of a
+step that it is given."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from fzero.transforms.precision_statistics import Watched
 
 
 class Local:
-    """A slot of which each rank along the axes that cut the batch has its own, zeros before the first step.
+    """A slot that has a separate value on each rank along the axes that shard the batch, with zeros before the first
+    step.
 
-    In the state it is one leaf with a row for each rank, so that a checkpoint has all of them.
+    In the state it is one tensor with a row for each rank, so that a checkpoint contains all values.
 
     Args:
-        like: its shape and dtype.
-        adds: whether its values are summands of one value. On another number of ranks such a slot is restored with the
-            same sum; any other is refused there.
+        like: a tensor with the shape and dtype of one value.
+        adds: whether the values are summands of one value. On another number of ranks, such a slot is restored with the
+            same sum; restoring any other slot is then an error.
     """
 
     def __init__(self, like: torch.Tensor, adds: bool = False):
@@ -27,16 +29,17 @@ class Local:
 
 @dataclass(frozen=True, eq=False)
 class StepResults:
-    """The numbers of a step that are known at its end, all of them the same on every rank.
+    """The results of a step that are known at its end, all of them the same on every rank.
 
     Attributes:
-        paths: of all parameters.
+        paths: the paths of all parameters.
         loss, norm, finite: as in the metrics.
-        overflow: whether the step is skipped because a gradient overflows; None: no step ever is.
+        overflow: whether the step is skipped because a gradient overflows; None if no step is ever skipped for this
+            reason.
         empty: whether the loss is a mean over nothing, so that parameters, optimizer state and slots stay as they are;
-            None: no loss ever is.
-        watched: the blocks whose numbers are watched; None: they are not.
-        statistics: makes the statistics of those, once.
+            None if the loss never is.
+        watched: the watched blocks; None if blocks are not watched.
+        statistics: computes the statistics of the watched blocks, once.
     """
 
     paths: Sequence[str]

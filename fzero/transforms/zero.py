@@ -1,6 +1,8 @@
-"""Shards state over mesh axes: data_parallel, shard_opt_state, shard_grads, shard_params (ZeRO). Acts on the program,
-all four through one pass: fzero/transforms/zero_pass.py, by what they ask for together
-(fzero/transforms/zero_placement.py)."""
+"""Shards state over mesh axes: data_parallel, shard_opt_state, shard_grads, shard_params (ZeRO).
+
+All four act on the program through one pass, fzero/transforms/zero_pass.py, according to the sharding that they request
+together (fzero/transforms/zero_placement.py).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Where = Predicate
 
 @dataclass(frozen=True)
 class Parallel(Transform):
-    """The common part of the four specs: axes, and how much is sharded over them (`stage`)."""
+    """The common part of the four specs: the axes, and how much is sharded over them (`stage`)."""
 
     axis: str | tuple[str, ...] = "data"
     where: Where | None = None
@@ -26,7 +28,7 @@ class Parallel(Transform):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes, the first of which cuts first."""
+        """The axes, in the order in which they shard."""
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     def conflict(self, other: Transform) -> str | None:
@@ -38,12 +40,12 @@ class Parallel(Transform):
             if zero and more[: len(fewer)] != fewer:
                 return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
             for one, two in ((self, other), (other, self)):
-                if one.covers(two) and two.stage:  # `data_parallel` asks for nothing that a stage would not do
+                if one.covers(two) and two.stage:  # `data_parallel` requests nothing that a ZeRO stage would not do
                     return f"{one.name} (ZeRO-{one.stage}) does all that {two.name} (ZeRO-{two.stage}) does"
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
 
     def covers(self, other: Parallel) -> bool:
-        """Whether `other` is a lower stage that adds nothing to this one: over no further axis and leaf."""
+        """Whether `other` is a lower stage that adds nothing to this one, neither axes nor parameters."""
         within = {*other.axes} <= {*self.axes} and self.where in (None, other.where)
         return other.stage < self.stage and within
 
@@ -77,19 +79,20 @@ class ShardParams(Parallel):
 
 @keywords
 def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
-    """Gives every rank along `axis` its own part of the batch; everything else is whole on each.
+    """Gives every rank along `axis` its own shard of the batch; everything else is replicated.
 
-    Equal to the untransformed step on the whole batch, up to the order of summation, unless the loss combines rows, in
-    its forward (batch statistics) or in its backward (a hook that clips by norm): it sees those of a rank. A ZeRO stage
-    over `axis` divides the batch along it too; together with one, `data_parallel` changes nothing.
+    Equal to the untransformed step on the whole batch, up to the order of summation, unless the loss combines samples,
+    in its forward (batch statistics) or in its backward (a hook that clips by norm): such operations see only the
+    samples of one rank. A ZeRO stage over `axis` shards the batch along it too; together with one, `data_parallel`
+    changes nothing.
 
     Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step.
-    Memory: parameters, gradients and optimizer state, whole, on every rank.
+    Memory: unsharded parameters, gradients and optimizer state on every rank.
 
     Raises:
         TransformError: `sequence_parallel` over `axis`.
-        FzeroTypeError: an `axis` that is not a name.
-        FzeroValueError: when the program is built, an axis the mesh does not have.
+        FzeroTypeError: `axis` is not a name.
+        FzeroValueError: when the program is built, the mesh does not have the axis.
 
     Paper: Li et al., PyTorch distributed: experiences on accelerating data parallel training, VLDB 2020.
 
@@ -110,22 +113,23 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
 
     Args:
         step: a step; without one a transform is returned.
-        axis: the mesh axis; the batch is cut along it too. Or several, the fastest first: `("data", "node")` cuts by
-            `data`, and each part by `node`. What moves goes over one after the other, so that each byte crosses the
-            last axis once. Another stage may have the first of them: `shard_params(axis="data")`.
-        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta
-            tensor.
+        axis: the mesh axis; it shards the batch too. Or several, the fastest first: `("data", "node")` shards by
+            `data`, and each of these shards by `node`. Values are communicated over one axis after the other, so that
+            each byte crosses the last axis once. Another stage may have the first of these axes:
+            `shard_params(axis="data")`.
+        where: predicate `(path, leaf)` that selects the parameters whose state is sharded; by default all. `leaf` is a
+            meta tensor.
 
-    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
-        sent per rank and step in fp32, the volume of `data_parallel`. Over two axes of L and M ranks (L-1)/L of it over
-        the first, (M-1)/M/L over the second.
-    Memory: at rest 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
+    Communication: reduce_scatter of gradients, once per step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
+        sent per rank and step in fp32, the volume of `data_parallel`. Over two axes of L and M ranks, (L-1)/L of it
+        over the first and (M-1)/M/L over the second.
+    Memory: between steps 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
 
     Raises:
-        TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
-            with them; a lower stage (1 to 3) to which a higher one leaves nothing, neither axes nor parameters.
-        FzeroTypeError: an `axis` that is not a name or tuple of different names.
-        FzeroValueError: when the program is built, an axis the mesh does not have.
+        TransformError: a different `shard_opt_state`; another stage, unless the axes of one of the two are the first
+            axes of the other; a lower stage (1 to 3) to which a higher one leaves nothing, neither axes nor parameters.
+        FzeroTypeError: `axis` is not a name or a tuple of different names.
+        FzeroValueError: when the program is built, the mesh does not have an axis.
 
     Paper: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, SC 2020.
 
@@ -142,18 +146,18 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
 
 @keywords
 def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
-    """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
+    """ZeRO-2: like `shard_opt_state`; additionally, no unsharded gradient outlives the backward of its block.
 
-    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated. With the
-    layerwise schedule the sum of a block's gradients leaves, once per step.
+    With `accumulate`, the gradients of every micro-batch are reduced to shards, and shards are accumulated. With the
+    layerwise schedule, the sum of a block's gradients is reduced once per step.
 
-    Args: as `shard_opt_state`.
+    Args: as for `shard_opt_state`.
 
-    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, except with
-        `accumulate(n, schedule="layerwise")`.
-    Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
+    Communication: as for `shard_opt_state`, but gradients are reduced once per micro-batch, except with `accumulate(n,
+        schedule="layerwise")`.
+    Memory: between steps as for `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
 
-    Raises: as `shard_opt_state`.
+    Raises: as for `shard_opt_state`.
 
     Paper: Rajbhandari et al., ZeRO, SC 2020.
 
@@ -175,23 +179,24 @@ def shard_params(
     axis: str | tuple[str, ...] = "data",
     where: Where | None = None,
 ) -> Any:
-    """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it runs.
+    """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are unsharded only while it
+    runs.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
-        axis: the mesh axis, or several, as for `shard_opt_state`; the batch is cut along them too.
-        where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
-            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than there are shards are
-            always whole.
+        axis: the mesh axis, or several, as for `shard_opt_state`; they shard the batch too.
+        where: predicate `(path, leaf)` that selects the parameters that are sharded; by default all. Keep small ones
+            replicated with `where=lambda path, leaf: leaf.numel() > 10_000`. Parameters with fewer elements than there
+            are shards are always replicated.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
-        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
-        under `accumulate`, except with its layerwise schedule. Over several axes as for `shard_opt_state`;
-        with `hierarchical`, once per step over the last axis.
-    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
-        two blocks' gathered parameters and one block's gradients besides.
+        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch with
+        `accumulate`, except with its layerwise schedule. Over several axes as for `shard_opt_state`; with
+        `hierarchical`, once per step over the last axis.
+    Memory: between steps 12P/N bytes per rank with fp32 Adam (plus padding to a multiple of N per parameter); during
+        the step additionally at most two blocks' gathered parameters and one block's gradients.
 
-    Raises: as `shard_opt_state`.
+    Raises: as for `shard_opt_state`.
 
     Paper: Rajbhandari et al., ZeRO, SC 2020.
 
@@ -207,7 +212,7 @@ def shard_params(
 
 
 def _checked(spec: Parallel) -> Parallel:
-    """The spec, if its arguments are of the right kind. A tuple of one axis is that axis."""
+    """Returns the spec, if its arguments have the right types. A tuple of one axis is replaced by that axis."""
     if isinstance(spec.axis, tuple) and len(spec.axis) == 1 and isinstance(spec.axis[0], str):
         spec = replace(spec, axis=spec.axis[0])
     several = isinstance(spec.axis, tuple) and bool(spec.axis) and spec.stage

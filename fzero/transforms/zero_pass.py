@@ -1,15 +1,18 @@
-"""Spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves
-sharded.
+"""Shards a program over the mesh, for every parallel transform: they all produce the same program, with more or fewer
+tensors sharded.
 
-The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
-A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
-reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
+The batch becomes varying (each rank has its own samples), so gradients and sums become partial, and every partial value
+gets a reduction. A sharded parameter is gathered before each op that reads it and dropped afterwards; a sharded
+gradient is reduced by a reduce_scatter, one for all parameters of a block. The optimizer's update reads and writes
+shards.
 
-[Note: hops] Values cut over several axes move over one axis after the other: a gather begins with the axis that cut
-last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends only its part of a
-cut over the faster axes, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
-own on that way. A parameter is gathered once a step as far as it stays gathered, and the rest of the way around each
-reader. Gradients leave the backward sharded for accumulation; once a step they are sharded further for the update.
+[Note: hops] Values that are sharded over several axes are communicated over one axis after the other: a gather begins
+with the axis that sharded last, a reduction with the one that sharded first. So over a slow axis, which shards last,
+each rank sends only its part of a shard over the faster axes, and each byte crosses the slow axis once. There is a
+separate number of axes over which a parameter is sharded while it is stored, while it is kept for a step, while its
+gradients accumulate, and while it is updated. A parameter is gathered once per step as far as it stays gathered, and
+the rest of the way around each reader. Gradients leave the backward sharded for accumulation; once per step they are
+sharded further for the update.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ from fzero.transforms.zero_placement import Zero
 def rewrite(
     program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: Collection[str] = ()
 ) -> Program:
-    """Spreads a base program over the mesh.
+    """Shards a base program over the mesh.
 
     Args:
         program: a base program, or one with a loop over micro-batches.
-        zero: the demands of the parallel transforms.
-        whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
-        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `hierarchical`.
-        cast_once: the leaves of which a loop over micro-batches gathers shards that were cast before it.
+        zero: the sharding that the parallel transforms request.
+        whole_grads: whether unsharded gradients are accumulated over micro-batches, whatever the ZeRO stage, and
+            reduced once per step.
+        stay: the share of blocks, counted from the last, whose parameters stay gathered over the axis of
+            `hierarchical`.
+        cast_once: the parameters of which a loop over micro-batches gathers shards that were cast before the loop.
     """
     return _Rewrite(program, zero, whole_grads, stay, cast_once).run()
 
@@ -52,25 +57,28 @@ class _Rewrite:
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )
-        # blocks whose parameters are gathered once a step over a slow axis
+        # blocks whose parameters are gathered once per step over a slow axis
         self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk()}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
-        # a sharded parameter, or its cast -> the leaf and the cast
+        # name of a sharded parameter, or of its cast -> the parameter and the cast
         self.leaf_of: dict[str, tuple[str, Line | None]] = {}
-        self.kept: dict[str, str] = {}  # whole copies made once a step
-        self.renamed: dict[str, str] = {}  # a partial value -> its reduction
-        self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
-        # of a pipeline: whether parameters stay whole until their last micro-batch, or are gathered for each
+        self.kept: dict[str, str] = {}  # copies that are gathered once per step
+        self.renamed: dict[str, str] = {}  # partial value -> its reduction
+        self.shared: dict[str, str] = {}  # gathered copies that an op and its repetitions for other micro-batches read
+        # with a pipeline: "step" if parameters stay gathered until their last micro-batch, "micro" if they are gathered
+        # for each
         self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
         self.own: set[str] = set()  # values that differ between ranks along a batch axis
-        self.brought: dict[str, Sequence[str]] = {}  # of handles, the axes of which they bring what all ranks have
-        # of a function in segments, what they read, and the names of what was gathered for the first, for a micro-batch
+        # by handle of a collective: the axes over which its results are the same on all ranks
+        self.brought: dict[str, Sequence[str]] = {}
+        # For a subgraph in segments: the values they read, and the names gathered for the first segment, by
+        # micro-batch.
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
         self.gathered_for: dict[tuple[int, tuple[int, int] | None], dict[str, str]] = {}
         for line, _ in program.walk():
@@ -79,7 +87,8 @@ class _Rewrite:
         self._name_sums()
 
     def _name_sums(self) -> None:
-        """Gradients and sums by the names under which the backward makes them, and their totals over a loop."""
+        """Collects gradients and sums by the names under which the backward makes them, and their totals over a
+        loop."""
         program, update = self.program, self.program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
@@ -90,7 +99,7 @@ class _Rewrite:
             a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
         }
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
-        # sums that the backward waits for, each by itself
+        # sums that the backward waits for, each reduced separately
         ahead = {summand.get(a, a) for x in program.lines if x.of_sums for a in x.args} if update is not None else set()
         self.ahead = ahead.intersection(self.sums)
         self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
@@ -115,7 +124,7 @@ class _Rewrite:
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
-        # gradients that are reduced together: those of a block
+        # gradients that are reduced together: those of one block
         together = {g: self._owner(leaf) for g, leaf in self.grads.items()}
         awaited = Counter(together.values())  # gradients that each still lacks
         ready: dict[int, list[str]] = defaultdict(list)
@@ -138,7 +147,7 @@ class _Rewrite:
             elif line.op == "update":
                 out += self._update(line)
             else:
-                if line.of_sums:  # all that it reads is reduced, so what it makes is the same on every rank
+                if line.of_sums:  # all values that it reads are reduced, so its results are the same on every rank
                     made = tuple(replace(v, placement=WHOLE) for v in line.out)
                     line = replace(line.rename(self.renamed), out=made)
                 new, gathers = self._reads(line)
@@ -161,16 +170,17 @@ class _Rewrite:
         return out
 
     def _param(self, name: str) -> Leaf:
-        """The parameter that a value is to be the whole of."""
+        """Returns the parameter that a value is a shard or a cast of."""
         return self.program.leaves[self.program.leaves[self.leaf_of[name][0]].master]
 
     def _owner(self, leaf: str) -> int:
         return self.program.owners.get(leaf, -1)
 
-    # --- reading parameters ---
+    # --- reads of parameters ---
 
     def _reads(self, line: Line) -> tuple[Line, list[Line]]:
-        """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
+        """Returns the op with the gathered values of the sharded parameters that it reads, and the ops that gather
+        them."""
         part, micro = line.segment.of, line.micro if self.gathers == "micro" else None
         if (part, micro) in self.gathered_for:
             return line.rename(self.gathered_for[part, micro]), []
@@ -191,12 +201,12 @@ class _Rewrite:
         return line.rename({**names, **gathered}), lines + more
 
     def _computed(self, name: str) -> tuple[str, ...]:
-        """The axes over which a parameter is cut where functions read it."""
+        """The axes over which a parameter is still sharded when subgraphs read it."""
         layout = self._param(name).layout
         return tuple(a for a in layout.axes[: len(layout.dims)] if a in self.zero.computed)
 
     def _unflatten(self, name: str, shard: str) -> tuple[str, Line]:
-        """The part of a parameter, a flat shard, as the tensor that functions read; its name and the line."""
+        """Reshapes the flat shard of a parameter to the tensor that subgraphs read. Returns its name and the op."""
         at = self.placement[shard]
         cuts = tuple(zip(at.axes, at.dims, strict=True))
         value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_cut"))
@@ -205,8 +215,8 @@ class _Rewrite:
         return value.name, Line("unflatten", (shard,), (value,), by=self.by)
 
     def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Line]:
-        """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: leaves to cast, which
-        need not stay so."""
+        """Gathers parameters once per step, as far as they stay gathered until its end. `cast`: parameters that are
+        only cast once, even if they do not stay gathered."""
         groups: dict[int, list[str]] = defaultdict(list)
         for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
             path, by = self.leaf_of[a]
@@ -221,8 +231,8 @@ class _Rewrite:
         return lines
 
     def _stays(self, name: str) -> tuple[str, ...]:
-        """The axes over which a parameter is still cut when it stays as it is until the end of the step."""
-        if self.gathers == "step":  # forwards and backwards of micro-batches take turns
+        """The axes over which a parameter is still sharded in the form that is kept until the end of the step."""
+        if self.gathers == "step":  # forwards and backwards of micro-batches alternate
             return self._computed(name)
         staying = self._owner(self.leaf_of[name][0]) in self.staying
         return (self.zero.stays if staying else self.zero.params)(self._param(name))
@@ -230,12 +240,12 @@ class _Rewrite:
     def _gather(
         self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
     ) -> tuple[dict[str, str], list[Line]]:
-        """The lines that gather parameters, hop by hop, and the names of the results.
+        """Returns the names of gathered parameters, and the ops that gather them, one axis after the other.
 
         Args:
-            sources: for each name that lines read, its source: the leaf itself, or a shard gathered as far as it stays
-                gathered.
-            to: the axes that still cut each one afterwards; by default none.
+            sources: for each name that ops read, its source: the parameter itself, or a shard that is gathered as far
+                as it stays gathered.
+            to: the axes that still shard each one afterwards; by default none.
         """
         lines, now = [], dict[str, Value]()
         for a, source in sources.items():
@@ -252,8 +262,8 @@ class _Rewrite:
     def _hops(
         self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
     ) -> tuple[dict[str, Value], list[Line]]:
-        """Gathers values, by any key, until only these axes cut them: over one axis after the other, all values of one
-        axis together."""
+        """Gathers values, by any key, until only these axes shard them: over one axis after the other, all values of
+        one axis in one transfer."""
         now, lines = multi_axis_gather.gathered(
             values, to, named, self.names, lambda: moving(self.names.numbered("gather")), self.by
         )
@@ -263,7 +273,7 @@ class _Rewrite:
     # --- gradients and sums ---
 
     def _placed(self, line: Line) -> Line:
-        """The line with the placements of its results: local as soon as it reads anything local."""
+        """Returns the op with the placements of its results: varying as soon as it reads any varying value."""
         local = line.op in ("part_index", "take_part") or not self.own.isdisjoint(line.args)
         if line.op in ("all_gather_start", "all_reduce_start"):
             self.brought[line.out[0].name] = line.axes
@@ -271,7 +281,7 @@ class _Rewrite:
         out = []
         for value in line.out:
             self.own |= {value.name} if local else set()
-            # values that these axes cut, or sum, belong to all of their rows
+            # along axes that shard or sum a value, it belongs to the samples of all ranks
             cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
             axes = tuple(a for a in self.zero.batch_axes if a not in cut)
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
@@ -288,15 +298,15 @@ class _Rewrite:
         return replace(line, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
-        """The reduction of a block's gradients, right behind the last of them; in a loop only of gradients that must
-        not pile up whole."""
+        """Returns the reduction of a block's gradients, directly after the last of them has been computed. In a loop,
+        only gradients that must not be accumulated unsharded are reduced."""
         if not self.totals:
             return self._reduce(names)
         lines = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
     def _adds_up(self, path: str) -> tuple[str, ...]:
-        """The axes that cut a parameter's gradients while micro-batches add up in a loop."""
+        """The axes that shard a parameter's gradients while a loop accumulates them over micro-batches."""
         return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
@@ -315,8 +325,8 @@ class _Rewrite:
         )
 
     def _after_loop(self, added: Collection[str]) -> list[Line]:
-        """Remaining reductions of a loop's totals: of shards over the axes that do not shard them, of the rest over all
-        axes. Once a step."""
+        """Returns the remaining reductions of a loop's totals, which run once per step: sharded totals are reduced over
+        the axes that do not shard them, the others over all axes."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if name in added and self.placement[self.totals[name]].partial:
@@ -329,7 +339,8 @@ class _Rewrite:
         return lines
 
     def _reduce(self, names: Sequence[str]) -> list[Line]:
-        """Gradients as updates read them: cut as their optimizer state is, and reduced over all axes."""
+        """Reduces gradients to the form that updates read: sharded like their optimizer state, and reduced over all
+        axes."""
         finest = {n: self._finest(n) for n in names}
         lines = self._scatter(finest)
         return (
@@ -339,18 +350,18 @@ class _Rewrite:
         )
 
     def _finest(self, name: str) -> tuple[str, ...]:
-        """The axes that cut a gradient, or its total over micro-batches, for the update."""
+        """The axes that shard a gradient, or its total over micro-batches, for the update."""
         return self.zero.opt_state(self._param_of(name))
 
     def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
-        """Gradients cut over these axes, and reduced over the axes of this cut: one axis after the other, all values of
-        one axis together."""
+        """Shards gradients over these axes, which also reduces them over these axes: one axis after the other, all
+        values of one axis in one transfer."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
         lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
             axes = {n: to[n][len(cut[n]) :][:1] for n in left}
-            # the axes that a whole is padded for; of a shard its placement says it
+            # the axes that an unsharded value is padded for; for a shard, its placement determines it
             padding = {n: () if cut[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
             nearest = min(left, key=lambda n: len(cut[n]))
             axis, padded = axes[nearest], padding[nearest]
@@ -377,7 +388,7 @@ class _Rewrite:
         return lines
 
     def _flatten(self, now: dict[str, str], grad: str) -> Line:
-        """A gradient of a part as the flat shard that the part rests as."""
+        """Flattens the gradient of a shard along dims to the flat shard in which it is stored."""
         at, value = self.placement[now[grad]], self.values[now[grad]]
         axes, dims = zip(*at.cuts, strict=True)
         flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
@@ -392,7 +403,7 @@ class _Rewrite:
     def _split(
         self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Dim, ...]
     ) -> Line:
-        """Lays a gradient out in the parts that an axis cuts along a dim."""
+        """Arranges a gradient as permuted shards: the parts into which an axis divides it along a dim."""
         source, value = self.placement[now[grad]], self.values[now[grad]]
         placement = replace(source, kind="parts", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
         parts = replace(value, name=self.names(f"{grad}_parts"), placement=placement)
@@ -401,7 +412,7 @@ class _Rewrite:
         return line
 
     def _all_reduce(self, names: Sequence[str], op: str = "sum") -> list[Line]:
-        """Values reduced over all axes over which they are summands."""
+        """Returns the reductions of values over all axes over which they are partial."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
         base = dict(now)
         for axis in (*self.zero.batch_axes, *self.zero.computed):
@@ -429,9 +440,10 @@ class _Rewrite:
     # --- the update ---
 
     def _update(self, line: Line) -> list[Line]:
-        """The update on shards, and new whole parameters if parameters rest whole."""
+        """Returns the update on shards and, if parameters are stored unsharded, the gathers of their new values."""
         before, rename, aliases = [], dict(self.renamed), dict[str, str]()
-        groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)  # of each block, what is gathered as far
+        # by block and number of axes: the values that are gathered together
+        groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)
         for path in line.args:
             leaf = self.program.leaves.get(path)
             if (
@@ -460,7 +472,8 @@ class _Rewrite:
 
 
 def _both(over_batch: Placement, computed: Placement) -> Placement:
-    """The placement of a value over the batch axes and, if functions compute with parts, over other axes."""
+    """Combines the placement of a value over the batch axes with that over axes along which subgraphs compute on
+    shards."""
     if computed == WHOLE:
         return over_batch
     assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)

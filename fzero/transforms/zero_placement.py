@@ -1,5 +1,7 @@
-"""Says how the parallel transforms of a step (ZeRO) cut each leaf, together, on a mesh. Acts on nothing: passes and
-layouts ask it."""
+"""Determines how the parallel transforms of a step (ZeRO) together shard each parameter on a mesh.
+
+This file does not rewrite anything: passes and layouts query it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from fzero.transforms.zero import Parallel, ShardParams
 
 
 def keeps_gathers(transforms: tuple[Transform, ...]) -> Hierarchical | None:
-    """The `hierarchical` among them, if parameters are gathered over its axis."""
+    """Returns the `hierarchical` among the transforms, if parameters are gathered over its axis."""
     once = find(transforms, Hierarchical)
     gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
     return once if gathers else None
@@ -26,73 +28,80 @@ def keeps_gathers(transforms: tuple[Transform, ...]) -> Hierarchical | None:
 
 @dataclass(frozen=True)
 class Zero:
-    """The sharding that the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
+    """The sharding that the parallel transforms of a step request, on a given mesh. Axes with one device are
+    ignored."""
 
     specs: tuple[Parallel, ...]
     mesh: AbstractMesh
-    casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
+    casts: Callable[[Leaf], bool]  # whether a parameter is computed in another dtype than it is stored in
     once: Hierarchical | None = None
-    cutting: tuple[Cutting, ...] = ()  # the specs that cut anything on this mesh, in order
+    cutting: tuple[Cutting, ...] = ()  # the specs that shard along dims on this mesh, in order
     stages: str | None = None  # the axis of a pipeline
-    # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
+    # by path of a parameter and ZeRO stage, the axes of the specs that shard it: each predicate is called once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes along which the batch is cut, in mesh order."""
+        """The axes that shard the batch, in mesh order."""
         wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
         wanted |= {spec.axis for spec in self.cutting if spec.cuts_batch}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Axes along which functions compute with parts: of one batch, or of experts."""
+        """The axes along which subgraphs compute on shards: of the same batch, or of experts."""
         return tuple(spec.axis for spec in self.cutting)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
-        """The mesh axes that shard a leaf at a ZeRO stage: the longest list among the specs of that stage and higher
-        ones."""
+        """The mesh axes that shard a parameter at a ZeRO stage: the longest list among the specs of that stage and
+        higher ones."""
         found = self._known.get(leaf.path)
         if found is None:
             cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage}
             found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.specs if r.stage and r.shards(leaf)}
-        # the axes that cut it along dims, before it is cut flat
+        # the axes that shard it along dims, before it is sharded flat
         dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
         flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
         finest = max(flat.values(), key=len, default=())
-        # new values of mutable leaves come whole to every rank; of small leaves some ranks would have nothing
+        # New values of mutable tensors are computed unsharded on every rank; of small tensors, some ranks would have
+        # nothing.
         if leaf.role == "mutable" or math.prod(left) < self.mesh.axis_size(finest):
             return dims
         return dims + max((axes for at, axes in flat.items() if at >= stage), key=len, default=())
 
     def opt_state(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that a parameter's optimizer state is cut over, and its update: its finest cut."""
+        """The axes over which a parameter's optimizer state and its update are sharded: its finest sharding."""
         return self._axes(param, 1)
 
     def grads(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that the gradients of its micro-batches are cut over when they add up."""
+        """The axes over which a parameter's gradients are sharded while micro-batches are accumulated."""
         axes = self._axes(param, 2)
         return self.once.before(axes) if self.once and self.once.reductions else axes
 
     def params(self, param: Leaf) -> tuple[str, ...]:
-        """The axes along which it is whole only around the lines that read it."""
+        """The axes along which a parameter is unsharded only around the ops that read it."""
         return self._axes(param, 3)
 
     def stays(self, param: Leaf) -> tuple[str, ...]:
-        """The axes that cut parameters gathered once a step, of blocks whose parts stay gathered."""
+        """The axes that shard a parameter that is gathered once per step, if its block keeps gathered parameters."""
         return self.once.before(self.params(param)) if self.once else self.params(param)
 
     def rests(self, param: Leaf, coded: bool = False) -> Leaf:
-        """The parameter as it rests: a master that is only read to be cast, or `coded`, as finely cut as its state."""
+        """Returns the parameter with the layout in which it is stored.
+
+        A master that is only read to be cast, or a parameter that is sent encoded (`coded`), is sharded as finely as
+        its optimizer state.
+        """
         finest = self.opt_state(param)
         return param.with_layout(axes=finest if coded or self.casts(param) else self.params(param), grid=finest)
 
     def check_once(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if none of these parameters is cut over the axis of `hierarchical`, though a transform names it."""
+        """Raises if none of these parameters is sharded over the axis of `hierarchical`, although a transform names
+        it."""
         once = self.once
         cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.specs if r.stage > 1]
         if once is None or not any(once.axis in axes[1:] for axes in cut):
-            return  # there is one rank along it, or along all that cut before it
+            return  # there is one rank along it, or along all axes that shard before it
         if any(once.axis in self._axes(leaf, 2) for leaf in leaves):
             return
         num = max(self.mesh.axis_size(axes) for axes in cut)
@@ -125,7 +134,7 @@ class Zero:
             )
 
     def _check_once(self, once: Hierarchical) -> None:
-        """Raises if a step has nothing that would cross the axis less often."""
+        """Raises if nothing in a step would cross the axis less often."""
         axis, cut = once.axis, [r for r in self.specs if once.axis in r.axes and r.stage > 1]
         if cut and any(r.axes[0] != axis for r in cut):
             return
