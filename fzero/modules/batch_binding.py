@@ -1,6 +1,7 @@
-"""Maps the entries of a batch to the arguments of a forward, and finds those that nobody reads.
+"""Maps the entries of a batch to the arguments of a forward, and finds entries that nothing reads.
 
-An entry is read if the forward gets it, or if the loss function uses one of its tensors in any way, its shape included.
+An entry is read if the forward gets it, or if the loss function uses one of its tensors in any way, including only
+its shape.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from fzero.errors import FzeroTypeError, TraceError
 
 
 class Arguments(NamedTuple):
-    """The arguments of a forward, and the entries of the batch that are none of them, by key.
+    """The arguments of a forward, and the entries of the batch that are not among them, by key.
 
     Attributes:
-        optional: the number of entries of a tuple that forward could take by position in addition to `args`, for its
-            parameters with defaults.
+        optional: the number of entries of a tuple that the forward could take by position in addition to `args`, for
+            its parameters with defaults.
     """
 
     args: tuple[Any, ...]
@@ -35,14 +36,15 @@ class Arguments(NamedTuple):
 def arguments(
     forward: Callable[..., Any], name: str, batch: Any, settings: dict[str, Any], alone: bool, more: int = 0
 ) -> Arguments:
-    """Forward's arguments in a batch; all of it if nobody else reads it. And the settings.
+    """Returns the forward's arguments from a batch, plus the settings. If nothing else reads the batch (`alone`), all
+    of it is passed.
 
     Args:
-        name: of the module.
-        more: the number of entries of a tuple that forward gets in addition to those that it needs.
+        name: name of the module.
+        more: the number of entries of a tuple that the forward gets in addition to those that it needs.
 
     Raises:
-        FzeroTypeError: forward does not take these, or needs more.
+        FzeroTypeError: if the forward does not take these arguments, or needs more.
     """
     signature = inspect.signature(forward)
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -75,7 +77,9 @@ def arguments(
 def _misfit(
     error: TypeError, signature: inspect.Signature, needed: Sequence[inspect.Parameter], args: Any, kwargs: Any
 ) -> list[str]:
-    """The argument that forward has no parameter for; if there is none, the parameters that lack one."""
+    """Returns the argument that the forward has no parameter for; if there is none, the parameters that lack an
+    argument.
+    """
     try:
         bound = signature.bind_partial(*args, **kwargs).arguments
     except TypeError as other:
@@ -84,10 +88,10 @@ def _misfit(
 
 
 class Reading(TorchFunctionMode):
-    """Notes which entries of a batch a function reads, while it runs.
+    """Records which entries of a batch a function reads while it runs.
 
     Args:
-        given: forward's arguments, of which an entry may be one too.
+        given: the forward's arguments. An entry may be one of them too.
     """
 
     def __init__(self, given: Arguments):
@@ -103,15 +107,15 @@ class Reading(TorchFunctionMode):
         self._seen.update(id(x) for x in values if isinstance(x, torch.Tensor))
 
     def unread(self) -> dict[Any, Any]:
-        """The entries that neither forward nor the function has read."""
+        """Returns the entries that neither the forward nor the function has read."""
         return {k: x for k, x in self._others.items() if not any(id(y) in self._seen for y in tree.leaves(x))}
 
     def check(self, forward: Callable[..., Any], name: str, result: Any, could_take: bool) -> None:
-        """Raises if there are entries that neither forward nor the function has read.
+        """Raises an error if there are entries that neither the forward nor the function has read.
 
         Args:
-            result: of the function, which may be an entry.
-            could_take: whether only those count that forward might have been meant to get.
+            result: the result of the function, which may be an entry.
+            could_take: whether only entries count that the forward might have been meant to get.
         """
         self.note(tree.leaves(result))
         signature = inspect.signature(forward)
@@ -131,7 +135,7 @@ class Reading(TorchFunctionMode):
 
 
 def check_spelling(error: KeyError, batch: Any) -> None:
-    """Raises if a loss function has asked for an entry whose name is nearly one of the batch."""
+    """Raises an error if a loss function asked for an entry whose name is similar to one in the batch."""
     asked = error.args[0] if len(error.args) == 1 else None
     if not isinstance(batch, dict) or not isinstance(asked, str) or asked in batch:
         return
@@ -142,7 +146,9 @@ def check_spelling(error: KeyError, batch: Any) -> None:
 
 
 def _takes_more(signature: inspect.Signature, by_name: bool) -> bool:
-    """Whether a forward takes arguments beyond those that it needs: by a name of any text, or by position."""
+    """Returns whether a forward takes arguments beyond those that it needs: by arbitrary keyword (`by_name`), or by
+    position.
+    """
     kinds = [(p.kind, p.default is not p.empty) for p in signature.parameters.values()]
     if by_name:
         return any(kind is inspect.Parameter.VAR_KEYWORD for kind, _ in kinds)

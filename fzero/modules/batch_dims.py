@@ -1,8 +1,9 @@
-"""Follows the rows of a batch through a rehearsal: which elements of a dim belong to which row.
+"""Infers batch dimensions: which elements of a dimension belong to which sample, followed through a dry run.
 
-In a rehearsal a dim of `k * ROWS` elements holds every row k times. Its elements lie as `(outer, rows, inner)`, of
-which the middle one is the batch: `x.flatten(0, 1)` of (rows, time) is (1, rows, time), `torch.cat([x, x])` is
-(2, rows, 1). The operations that make such a dim tell; whatever keeps its size keeps its order.
+In the dry run ("rehearsal") the batch has `ROWS` samples, and a dimension of `k * ROWS` elements holds every sample k
+times. Its elements are laid out as `(outer, rows, inner)`, where the middle one is the batch: `x.flatten(0, 1)` of
+(rows, time) is (1, rows, time), and `torch.cat([x, x])` is (2, rows, 1). The operations that make such a dimension
+determine its layout; an operation that keeps its size keeps its order.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from fzero import tree
 
 aten = torch.ops.aten
 ROWS = 10007
-"""The rows of a batch in a rehearsal: a prime number."""
+"""The number of samples of a batch in the dry run: a prime number."""
 
 Outer = dict[int, "int | None"]
-"""The outer size of dims of a tensor; None: its elements mix rows."""
+"""The outer size of the dimensions of a tensor; None if the elements of a dimension mix samples."""
 
 
 def has_rows(size: int) -> bool:
-    """Whether a dim of this size has the batch."""
+    """Returns whether a dimension of this size contains the batch."""
     return size > 0 and size % ROWS == 0
 
 
 def at_hand(size: int, rows: int) -> int:
-    """A size in a rehearsal, as it is for a batch of so many rows."""
+    """Converts a size of the dry run to the size for a batch of `rows` samples."""
     times = 1
     while has_rows(size):
         size, times = size // ROWS, times * rows
@@ -38,25 +39,27 @@ def at_hand(size: int, rows: int) -> int:
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of an operation by name."""
-    # of a dtype, a schema has a number
+    """Returns the arguments of an operation by name."""
+    # the default of a dtype is a number in a schema, so it is left out
     given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value() and a.name != "dtype"}
     return given | {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
 
 class Places:
-    """The order of rows in the tensors of a rehearsal."""
+    """The order of samples in the tensors of a dry run."""
 
     def __init__(self) -> None:
-        self._outer = WeakTensorKeyDictionary()  # of tensors that hold rows several times, or mix them
+        self._outer = WeakTensorKeyDictionary()  # for tensors that contain samples several times, or mix them
 
     def outer(self, size: int, reads: Iterable[torch.Tensor]) -> int | None:
-        """The outer size of a dim that is made of these tensors. None: nothing says it, or not all say the same."""
+        """Returns the outer size of a dimension that is computed from these tensors; None if nothing determines it,
+        or the tensors disagree.
+        """
         known = self._known(size, reads) or ({1} if size == ROWS else {None})
         return known.pop() if len(known) == 1 else None
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Notes the rows in what an operation returns."""
+        """Records the order of samples in the results of an operation."""
         made = [x for x in tree.tensors(out) if any(map(has_rows, x.shape))]
         reads = [x for x in tree.tensors((args, tuple(kwargs.values()))) if any(map(has_rows, x.shape))]
         several = any(n > ROWS and has_rows(n) for x in (*made, *reads) for n in x.shape)
@@ -66,7 +69,7 @@ class Places:
         told = rule(self, arguments(func, args, kwargs), made) if rule else [{}] * len(made)
         for x, places in zip(made, told, strict=True):
             if any(x is y for y in reads) and x in self._outer:
-                continue  # it is written in place
+                continue  # it was written in place
             found = dict(places)
             for dim in (d for d, n in enumerate(x.shape) if has_rows(n) and d not in found):
                 if known := self._known(x.shape[dim], reads):
@@ -75,22 +78,24 @@ class Places:
                 self._outer[x] = found
 
     def of(self, x: torch.Tensor, dim: int) -> int | None:
-        """The outer size of a dim."""
+        """Returns the outer size of a dimension."""
         return self._noted(x).get(dim, 1 if x.shape[dim] == ROWS else None)
 
     def _known(self, size: int, reads: Iterable[torch.Tensor]) -> set[int | None]:
-        """The outer sizes that these tensors have noted for a dim of this size."""
+        """Returns the outer sizes that are recorded in these tensors for a dimension of this size."""
         return {outer for x in reads for d, outer in self._noted(x).items() if x.shape[d] == size}
 
     def _noted(self, x: torch.Tensor) -> Outer:
         return self._outer.get(x, None) or {}
 
 
-# --- rules of operations that change the size of such a dim: the outer sizes in each result ---
+# --- rules for operations that change the size of such a dimension: the outer sizes in each result ---
 
 
 def _viewed(places: Places, given: dict[str, Any], made: Sequence[torch.Tensor]) -> list[Outer]:
-    """A view has the same elements in the same order: from row to row it is as many of them as before."""
+    """A view has the same elements in the same order, so the distance from sample to sample, in elements, is
+    unchanged.
+    """
     x, out = given["self"], made[0]
     strides = [
         x.shape[d] // (ROWS * outer) * math.prod(x.shape[d + 1 :])
@@ -124,7 +129,8 @@ def _repeated(places: Places, given: dict[str, Any], made: Sequence[torch.Tensor
             outer = places.of(x, d - first)
             found[d] = outer and outer * times
         elif has_rows(n):
-            found[d] = 1 if times == ROWS else None  # something that is the same for all, once for each row
+            # a value that is the same for all samples, repeated once per sample
+            found[d] = 1 if times == ROWS else None
     return [found]
 
 

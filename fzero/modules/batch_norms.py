@@ -1,6 +1,7 @@
-"""Computes batch norms that average their statistics over all batches (`momentum=None`) without a tensor's value.
+"""Computes batch norms that average their statistics over all batches (`momentum=None`) without reading a tensor's
+value.
 
-PyTorch's own forward makes a Python number of `num_batches_tracked`.
+PyTorch's own forward converts `num_batches_tracked` to a Python number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import nn
 
 
 def without_counts_read(skeleton: nn.Module) -> nn.Module:
-    """Gives the batch norms of a skeleton that have no momentum a forward that computes with their count."""
+    """Gives the batch norms of a meta module that have no momentum a forward that computes with their count as a
+    tensor.
+    """
     for m in skeleton.modules():
         if type(m).forward is nn.BatchNorm1d.forward and m.momentum is None and m.track_running_stats:
             m.forward = types.MethodType(_averaging, m)  # type: ignore[method-assign]
@@ -22,13 +25,14 @@ def without_counts_read(skeleton: nn.Module) -> nn.Module:
 
 
 def _averaging(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """As `_BatchNorm.forward`: running statistics are the mean of those of all batches."""
+    """Computes the same as `_BatchNorm.forward`: the running statistics are the mean over all batches."""
     if not norm.training:
         return type(norm).forward(norm, x)
     norm._check_input_dim(x)
     norm.num_batches_tracked.add_(1)
     mean, var = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_var)
-    out = F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)  # 1.0: those of this batch
+    # momentum 1.0 stores the statistics of this batch
+    out = F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
     share = 1.0 / norm.num_batches_tracked
     norm.running_mean.mul_(1 - share).add_(mean * share)
     norm.running_var.mul_(1 - share).add_(var * share)

@@ -1,4 +1,4 @@
-"""Lets a function that calls a module itself call its forward on the tensors of a step: the module's stand-in."""
+"""Lets a user's function call a module's forward on the tensors of a step, through a stand-in for the module."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fzero.modules.loss_weighting import Counting
 
 
 class Forward:
-    """A module on given tensors: it is called as the module is, and has its attributes.
+    """A module on given tensors: it is called like the module, and has its attributes.
 
-    Its parts and tensors are the module's own, whose use `outside` refuses.
+    Its submodules and tensors are those of the module itself, whose use `outside` rejects.
 
     Attributes:
-        counting: of the cross entropies in its calls.
-        outside: of the tensors that who calls it reaches besides.
-        finish: what outputs go through.
+        counting: counts the targets of the cross entropies in its calls.
+        outside: handles the other tensors that its caller uses.
+        finish: a function that its outputs are passed through.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., tuple[Any, Any]], key: torch.Tensor | None):
@@ -46,14 +46,14 @@ class Forward:
         return getattr(self._module, name)
 
     @property
-    def __class__(self) -> Any:  # for code that asks what it is
+    def __class__(self) -> Any:  # for code that checks its type
         return type(self._module)
 
     def overwritten(self) -> Any:
-        """The new values of buffers, of the one call; None without any.
+        """Returns the new values of buffers from the only call; None if there are none.
 
         Raises:
-            TraceError: it was not called once, and there are some.
+            TraceError: if there are new values, and the module was called more than once.
         """
         if len(self._new) > 1 and any(tree.leaves(new) for new in self._new):
             what = f"{type(self._module).__name__} overwrites buffers, and is called {len(self._new)} times in a loss"

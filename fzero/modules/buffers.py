@@ -1,8 +1,8 @@
-"""Finds the buffers that a forward overwrites, by reading its code: they are leaves whose new values a loss returns.
+"""Finds the buffers that a forward overwrites, by reading its code. A loss returns the new values of these buffers.
 
-A buffer counts as overwritten if code of the modules binds it (`self.ema = ...`, `self.count += 1`), calls a writing
-method (`self.ema.mul_(0.9)`), writes its items, or passes it to a function that writes its argument. What is
-overwritten in another way is refused when it runs, and `mutable=` names it.
+A buffer counts as overwritten if code of the modules binds it (`self.ema = ...`, `self.count += 1`), calls a method
+that writes it (`self.ema.mul_(0.9)`), writes its items, or passes it to a function that writes its argument. A buffer
+that is overwritten in another way is rejected when the forward runs, and can be named in `mutable=`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fzero.trace.guards.bytecode import stores
 
 
 def overwritten(module: nn.Module, slots: Sequence[TensorSlot], mutable: Sequence[str]) -> frozenset[str]:
-    """The names of buffers that the forward of a module may overwrite in its mode, and of the buffers and frozen
-    parameters that `mutable` names.
+    """Returns the names of the buffers that the forward of a module may overwrite in its current mode, and of the
+    buffers and frozen parameters that `mutable` names.
 
     Raises:
-        FzeroValueError: listing patterns of `mutable` that name none of these.
+        FzeroValueError: listing patterns of `mutable` that match none of these.
     """
     written = written_names(module)
     buffers = [s for s in slots if s.of == "_buffers"]
@@ -49,7 +49,7 @@ def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
 
 
 def written_names(module: nn.Module) -> set[str]:
-    """The attributes that the forwards of a module's classes overwrite, with the methods that they name."""
+    """Returns the attributes that the forwards of a module's classes overwrite, including methods that they name."""
     classes = dict.fromkeys(type(m) for m in module.modules())
     methods: dict[str, list[Any]] = {}
     for base in dict.fromkeys(b for cls in classes for b in cls.__mro__ if b not in (object, nn.Module)):

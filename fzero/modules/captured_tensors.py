@@ -1,8 +1,8 @@
-"""Gives a function that calls a module itself the tensors that it reaches otherwise than as arguments.
+"""Gives a function that calls a module itself the tensors that it captures, rather than takes as arguments.
 
-Those that nobody trains, class weights or another module, are literals of the program, as `torch.tensor([...])` within
-it is: who runs the program asks whether they still are what they were (`Outside.read`). The module's own tensors are
-those of the step, and no other way leads to them than a call.
+Captured tensors that nothing trains, such as class weights or another module, become literals of the program, like
+`torch.tensor([...])` in traced code. The code that runs the program checks whether they have changed
+(`Outside.read`). The module's own tensors are those of the step, and can be used only by calling the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fzero._compat import compat
 from fzero.errors import TraceError
 from fzero.trace.guards.user_frames import own_line
 
-# questions about a tensor that are none of its value
+# queries about a tensor that do not depend on its values
 _ASKED = frozenset({"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex"})
 _ASKED |= frozenset({"__len__", "is_contiguous", "get_device", "data_ptr"})
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
@@ -26,20 +26,20 @@ _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 
 
 class OwnTensors(TorchFunctionMode):
-    """Knows the tensors of a module among the arguments of operations."""
+    """Recognizes the tensors of a module among the arguments of operations."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.look(module)
 
     def look(self, module: nn.Module) -> None:
-        """Looks where the tensors of a module are now."""
+        """Records where the tensors of a module are now."""
         self._name = type(module).__name__
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         self._own = {_memory(x): name for name, x in reversed(named)}
 
     def own(self, func: Any, args: Any, kwargs: Any) -> list[str]:
-        """The names of the module's tensors whose values an operation reads or writes."""
+        """Returns the names of the module's tensors whose values an operation reads or writes."""
         if _asks(func, args, kwargs):
             return []
         tensors = tree.tensors((args, kwargs))
@@ -47,10 +47,10 @@ class OwnTensors(TorchFunctionMode):
 
 
 class Outside(OwnTensors):
-    """Sees the operations of a function but for those in calls of its module, while `inside` is set.
+    """Sees the operations of a function, except those in calls of its module, during which `inside` is set.
 
     Attributes:
-        read: the tensors that became literals, or decided what is computed, by id.
+        read: by id, the tensors that became literals, or that determined what is computed.
     """
 
     def __init__(self, module: nn.Module):
@@ -99,7 +99,9 @@ class Outside(OwnTensors):
         return self._literals[id(x)]
 
     def _check(self) -> None:
-        """Raises if one of the tensors was written to: it would be once, while the function is traced."""
+        """Raises an error if one of the captured tensors was written to: the write would happen only once, while the
+        function is traced.
+        """
         for x in (*self.read.values(), *self._literals.values()):
             if version_of(x) != self._versions[id(x)]:
                 self._refuse(f"writes to a tensor that it has not made, {tree.describe(x)}", WRITTEN)
@@ -109,7 +111,7 @@ class Outside(OwnTensors):
 
 
 class _Drawing(compat.TorchDispatchMode):
-    """Notes operations that draw."""
+    """Records operations that draw random numbers."""
 
     drawn = ""
 
@@ -131,15 +133,15 @@ WRITTEN = (
 
 
 def _asks(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation asks for what is known of a tensor without its values."""
+    """Returns whether an operation queries a property of a tensor that does not depend on its values."""
     name = getattr(func, "__name__", "")
     if name == "type":
-        return len(args) + len(kwargs) == 1  # with a dtype it casts
+        return len(args) + len(kwargs) == 1  # with a dtype, it casts
     return name in _ASKED or (name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUES)
 
 
 def version_of(x: torch.Tensor) -> int:
-    """The number of times that a tensor was written to; 0 of one that does not count them."""
+    """Returns how often a tensor was written to; 0 for a tensor that does not count writes."""
     return 0 if x.is_inference() else x._version
 
 

@@ -1,4 +1,4 @@
-"""Computes the cross entropies of a model in chunks of their rows, so that a step never holds all logits.
+"""Computes the cross entropies of a model in chunks of samples, so that a step never holds all logits.
 
 A model computes its logits and their cross entropy in its own forward. Between the two it may scale the logits, cap
 them and shift them, and each model does that in its own way. So the forward runs as it is written, while each
@@ -30,7 +30,7 @@ class _Logits(NamedTuple):
     """
 
     linear: tuple[torch.Tensor, ...]  # hidden, weight, and the bias if there is one
-    versions: tuple[int, ...]  # theirs, when the layer ran
+    versions: tuple[int, ...]  # their versions when the layer ran
     inner: float = 1.0
     capped: bool = False
     outer: float = 1.0
@@ -70,7 +70,8 @@ class Chunked(TorchFunctionMode):
             made = [x for x in tree.tensors(out) if x.is_floating_point()]
             lost = _name(func) + (f", which makes {', '.join(map(tree.describe, made))}" if made else "")
             lost = next((found for _, _, found in given if isinstance(found, str)), lost)
-            self._note([x for x, version, _ in given if version_of(x) != version], lost)  # written to, as by x[i] = y
+            # written to in place, for example by x[i] = y
+            self._note([x for x, version, _ in given if version_of(x) != version], lost)
             before = {id(x): found for x, _, found in given}
             self._note(made, _through(_name(func), args, kwargs, out, before) or lost)
         return out
@@ -80,17 +81,19 @@ class Chunked(TorchFunctionMode):
         return super().__exit__(*error)
 
     def check(self, owner: str) -> None:
-        """Raises if no cross entropy was computed.
+        """Raises an error if no cross entropy was computed in chunks.
 
         Raises:
-            FzeroTypeError: the loss is made of something else.
+            FzeroTypeError: if the loss is computed in another way.
         """
         if not self._replaced:
             what = f"the loss of {owner} is not computed by torch.nn.functional.cross_entropy"
             raise FzeroTypeError("functionalize", f"{_WHAT}: {what}", fix=_FIX)
 
     def _of(self, x: Any) -> _Logits | str | None:
-        """How a tensor was computed; a text if that is not known, None if it does not come from a linear layer."""
+        """Returns how a tensor was computed; a text if that is not known, None if it does not come from a linear
+        layer.
+        """
         if (known := self._known.get(id(x))) is None:
             return None
         if x.is_inference():
@@ -104,10 +107,10 @@ class Chunked(TorchFunctionMode):
             self._known[id(x)] = x, version_of(x), how
 
     def _chunked(self, given: dict[str, Any]) -> torch.Tensor:
-        """The cross entropy with these arguments, in chunks.
+        """Returns the cross entropy with these arguments, computed in chunks.
 
         Raises:
-            FzeroTypeError: listing why it cannot be computed so.
+            FzeroTypeError: listing why it cannot be computed in chunks.
         """
         logits, target, reduction = given["input"], given["target"], given.get("reduction", "mean")
         found = self._of(logits)
@@ -162,7 +165,9 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", 
 
 
 def _name(func: Any) -> str:
-    """The name of a function of PyTorch: "mul" for `x * y`, `x.mul(y)` and `x.mul_(y)`; of a property that of it."""
+    """Returns the name of a PyTorch function: "mul" for `x * y`, `x.mul(y)` and `x.mul_(y)`; for a property, the
+    property's name.
+    """
     name = getattr(func, "__name__", str(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name.strip("_")
 
@@ -175,7 +180,7 @@ def _of_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _through(name: str, args: Any, kwargs: Any, out: Any, before: Mapping[int, _Logits | str | None]) -> _Logits | None:
-    """How the result of an operation was computed, given how its arguments were; None if that is not known."""
+    """Returns how the result of an operation was computed, given how its arguments were; None if that is not known."""
     at = next((i for i, x in enumerate(args) if isinstance(before.get(id(x)), _Logits)), None)
     if at is None or not isinstance(out, torch.Tensor) or "out" in kwargs:
         return None
@@ -197,7 +202,9 @@ def _through(name: str, args: Any, kwargs: Any, out: Any, before: Mapping[int, _
 
 
 def _rows_of(hidden: torch.Tensor, logits: torch.Tensor, index: Any, out: torch.Tensor) -> torch.Tensor | None:
-    """The rows of `hidden` that a slice of the logits has; None if it is not a slice of rows alone."""
+    """Returns the rows of `hidden` that correspond to a slice of the logits; None if the index does more than slice
+    rows.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if hidden.shape[:-1] != logits.shape[:-1] or not all(isinstance(x, slice) or x is ... for x in parts):
         return None

@@ -1,4 +1,4 @@
-"""Defines `functionalize`: a module as a pytree of tensors and functions of it."""
+"""Defines `functionalize`: represents a module as a pytree of tensors and pure functions of it."""
 
 from __future__ import annotations
 
@@ -53,23 +53,24 @@ _log = logging.getLogger("fzero")
 
 @keywords
 def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: Sequence[str] = ()) -> Functional:
-    """A module as a pytree of its tensors and pure functions of it.
+    """Returns a module as a pytree of its tensors and pure functions of it.
 
-    Nothing of the module is changed. Its forward is run, as it is written, on tensors that are given for each call; its
-    repeated layers are blocks. Refused by name: an attribute that the forward changes, a buffer it unexpectedly
-    overwrites, a branch on a tensor's value.
+    The module is not changed. Its forward runs, as it is written, on tensors that are given for each call, and its
+    repeated layers become blocks. An error names everything that is not supported: an attribute that the forward
+    changes, a buffer that it unexpectedly overwrites, a branch on a tensor's value.
 
     Args:
-        module: any module, real or on the meta device. Its training mode is that of `apply`.
-        blocks: names of submodules ("model.layers.*": `*` is any text) and classes of them that become blocks; by
-            default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of their class.
-            Of modules within each other the outermost. `()`: none.
-        mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, besides those found in its code,
-            and parameters without a gradient, such as those of a teacher.
+        module: any module, real or on the meta device. Its training mode is the mode of `apply`.
+        blocks: names of submodules ("model.layers.*": `*` matches any text) and classes of submodules that become
+            blocks; by default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of
+            their class. Of nested matches, the outermost is the block. `()`: none.
+        mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, in addition to those found in
+            its code, and parameters without a gradient, such as those of a teacher.
 
     Raises:
-        FzeroTypeError: what is not a module, or cannot be copied; scripted parts; lazy ones that have not run.
-        FzeroValueError: `blocks` or `mutable` that name nothing, or a parameter that requires a gradient.
+        FzeroTypeError: if `module` is not a module, or cannot be copied; if parts of it are scripted, or lazy and
+            have not run.
+        FzeroValueError: if `blocks` or `mutable` match nothing, or match a parameter that requires a gradient.
 
     Example:
         >>> import torch, fzero as fz
@@ -92,13 +93,13 @@ class Functional(SelfChecked):
     """A module as functions of its tensors. Made by `functionalize`.
 
     Attributes:
-        params: its parameters and buffers as they are now, a tree whose dotted names are those of `state_dict()`; tied
-            ones once, under the name that `_tied_weights_keys` ties to, or the first. They share memory with the
-            module.
+        params: its parameters and buffers as they are now: a tree whose dotted names are those of `state_dict()`.
+            Tied tensors occur once, under the name that `_tied_weights_keys` ties to, or otherwise the first name.
+            They share memory with the module.
         blocks: the names of the submodules that are blocks.
         trainable: predicate `(path, leaf)` of the parameters that require a gradient, for `train_step`.
-        mutable: predicate `(path, leaf)` of the tensors that the forward overwrites in training, for `train_step`; None
-            if there are none.
+        mutable: predicate `(path, leaf)` of the tensors that the forward overwrites in training, for `train_step`;
+            None if there are none.
     """
 
     if not TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Functional(SelfChecked):
         check_plain({n: x.get() for n, x in own.items()}, self._own(), self._train.overwritten)
         self._original = Original(module, written_names(module), [m.training for m in training.modules()])
         if not module.training:
-            self._eval  # noqa: B018 made before a trace is
+            self._eval  # noqa: B018 created here, before any trace runs
         trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}
         changes = {path_of[name] for name in self._train.overwritten}
         self._untrained, self._warned = {name for name in self._names if path_of[name] not in trained}, False
@@ -142,28 +143,28 @@ class Functional(SelfChecked):
 
     @functools.cached_property
     def classes(self) -> list[type]:
-        """The classes of its modules, whose code may read more than a module."""
+        """The classes of its modules. Their code may read more than the module."""
         return [*{type(m): None for m in self._still.modules()}]
 
     @property
     def params(self) -> Any:
-        """The module's tensors as they are now, a tree."""
-        with compat.no_modes(), compat.no_function_modes():  # whoever asks, and whatever is being traced
+        """The module's tensors as they are now, as a tree."""
+        with compat.no_modes(), compat.no_function_modes():  # whoever calls this, and whatever is being traced
             return nested({name: x.detach() for name, x in self._own().items()})
 
     @property
     def named_params(self) -> dict[str, torch.Tensor]:
-        """`params` by their dotted names."""
+        """The tensors of `params` by their dotted names."""
         return dict(zip(self._names, tree.leaves(self.params), strict=True))
 
     @property
     def unstored(self) -> set[str]:
-        """The names of tensors that `state_dict()` does not have: buffers that are not persistent."""
+        """The names of tensors that `state_dict()` does not contain: buffers that are not persistent."""
         return {*self._names} - self._still.state_dict().keys()
 
     @functools.cached_property
     def aliases(self) -> dict[str, list[str]]:
-        """The other names that `state_dict()` has for tied tensors, by that of their leaf."""
+        """The other names that `state_dict()` has for tied tensors, by the name under which `params` has the tensor."""
         found: dict[str, list[str]] = {}
         for name, leaf in self._leaf_of.items():
             if leaf != name:
@@ -175,17 +176,17 @@ class Functional(SelfChecked):
         return Mode(copy.deepcopy(self._still).eval(), self.blocks, self._extra)
 
     def apply(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """The module's outputs for these tensors, in the mode that it was given in.
+        """Returns the module's outputs for these tensors, in the mode that the module was given in.
 
         Args:
             params: a tree like `self.params`.
-            args, kwargs: of its forward.
-            key: int64[3], from which it draws (dropout).
+            args, kwargs: arguments of its forward.
+            key: int64[3], the key for its random numbers (dropout).
 
         Raises:
-            FzeroTypeError: a tree with other leaves.
-            TraceError: it draws and no key is given; it overwrites buffers, of which `apply_mutable` returns the new
-                values.
+            FzeroTypeError: if the tree has other leaves.
+            TraceError: if it draws random numbers and no key is given; if it overwrites buffers (`apply_mutable`
+                returns their new values).
         """
         out, new = self.apply_mutable(params, *args, key=key, **kwargs)
         if new is not None:
@@ -195,12 +196,14 @@ class Functional(SelfChecked):
         return out
 
     def apply_mutable(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> tuple[Any, Any]:
-        """As `apply`; and the new values of the buffers that the forward overwrites, a tree like `params` without the
-        other leaves. None where it overwrites none."""
+        """Returns the outputs as `apply` does, and the new values of the buffers that the forward overwrites: a tree
+        like `params` without the other leaves, or None if it overwrites none.
+        """
         mode = self._train if self._module.training else self._eval
         flat = self._flat(params)
-        # A loss that calls `apply` does not tell `fz.train_step` what the module itself would train. Gradients of the
-        # other leaves may be wanted, as with `torch.func.functional_call`, so this is said and not refused.
+        # A loss that calls `apply` does not tell `fz.train_step` which tensors the module itself would train.
+        # Gradients of the other tensors may be wanted, as with `torch.func.functional_call`, so this is a warning and
+        # not an error.
         kept = sorted(name for name, x in flat.items() if x.requires_grad and name in self._untrained)
         if kept and not self._warned:
             self._warned = True
@@ -214,35 +217,37 @@ class Functional(SelfChecked):
         return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs))
 
     def init(self, key: torch.Tensor) -> Any:
-        """The tensors' first values, drawn from a key by the module's own initialisation: for `train.init(model.init)`,
-        shard by shard. Of a module on the meta device it is the way to begin.
+        """Returns initial values of the tensors, drawn from a key by the module's own initialization.
+        `train.init(model.init)` calls it shard by shard. A module on the meta device is initialized in this way.
 
         Raises:
-            TraceError: tensors that nothing in the module initialises.
+            TraceError: if nothing in the module initializes some of the tensors.
         """
         made = initialized(self._still, self._own(), key)
         return tree.unflatten(self._structure, [made[name] for name in self._names])
 
     def loss(self, fn: Loss | Literal["chunked"] | None = None, **settings: Any) -> Callable[..., Any]:
-        """A loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
+        """Returns a loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
 
         Args:
-            fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`, or `(loss, aux)` for `has_aux`. None: the model's
-                own, the `loss` among its outputs. If one cross entropy is computed for it, it is averaged over the
-                targets that are not ignored, exactly, whatever the parts of the batch have of them. "chunked": as None,
-                but cross entropies are computed by `fz.chunked_cross_entropy` from the input of the linear layer that
-                makes the logits, so that a compiled step never holds all logits. The model may scale the logits by
-                numbers, cap them by tanh, cast, reshape and shift them. Anything else that it does between the layer
-                and the cross entropy is an error that names the operation.
+            fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`, or `(loss, aux)` for `has_aux`. None: the
+                model's own loss, the `loss` among its outputs. If one cross entropy is computed for it, it is
+                averaged exactly over the targets that are not ignored, however they are distributed over the parts of
+                the batch. "chunked": like None, but cross entropies are computed by `fz.chunked_cross_entropy` from
+                the input of the linear layer that computes the logits, so that a compiled step never holds all
+                logits. The model may scale the logits by numbers, cap them by tanh, cast, reshape and shift them.
+                Anything else that it does between the layer and the cross entropy is an error that names the
+                operation.
             settings: further arguments of the forward, the same in each call.
 
-        `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
-        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument. If `fn` has
-        no result (None or an error) and leaves entries of a tuple unread, forward gets these too, for its arguments
-        with defaults: a batch `(x, y)` for `forward(idx, targets=None)` with `lambda out, batch: out[1]`. An entry that
-        neither forward gets nor `fn` reads is refused.
+        `batch` is a dict of the forward's arguments (with `fn`, entries that the forward has no parameter for are
+        passed only to `fn`), a tuple that begins with the forward's arguments without defaults, or the forward's only
+        argument. If `fn` has no result (None or an error) and leaves entries of a tuple unread, the forward gets
+        these too, for its arguments with defaults: for example a batch `(x, y)` for `forward(idx, targets=None)` with
+        `lambda out, batch: out[1]`. An entry that neither the forward gets nor `fn` reads is an error.
 
-        Returns: with overwritten buffers the function returns `(loss, new values)`.
+        Returns:
+            The loss function. If the forward overwrites buffers, it returns `(loss, new values)`.
         """
         reduce, chunked = _own(fn)
         if reduce is not None and (problems := function("fn", reduce, "outputs", "batch")):
@@ -274,11 +279,11 @@ class Functional(SelfChecked):
         has_aux: bool = False,
         **settings: Any,
     ) -> Step:
-        """`fz.train_step(self.loss(loss, **settings), optimizer, has_aux=has_aux, trainable=self.trainable,
-        mutable=self.mutable)`; with `fz.remat("full")` if gradient checkpointing was enabled in the module.
+        """Returns `fz.train_step(self.loss(loss, **settings), optimizer, has_aux=has_aux, trainable=self.trainable,
+        mutable=self.mutable)`, with `fz.remat("full")` if gradient checkpointing was enabled in the module.
 
-        `loss` may be "chunked", as of `self.loss`. With `has_aux`, it returns `(loss, aux)`. A forward's own argument
-        `has_aux` is given to `self.loss`.
+        `loss` may be "chunked", as for `self.loss`. With `has_aux`, it returns `(loss, aux)`. If the forward itself
+        has an argument `has_aux`, pass that through `self.loss`.
         """
         if has_aux and _own(loss)[0] is None:
             fix = "model.train_step(optimizer, lambda out, batch: (out.loss, {'metric': ...}), has_aux=True)"
@@ -291,9 +296,11 @@ class Functional(SelfChecked):
         return step
 
     def eval_step(self, fn: Loss | Literal["chunked"] | None = None, **settings: Any) -> EvalStep:
-        """`fz.eval_step` of the module in evaluation mode, with the same params: `(params, batch) -> outputs`, or what
-        `fn(outputs, batch)` makes of them. With "chunked" the result is the model's own loss, computed as by
-        `model.loss("chunked")`. It changes no state: what the forward writes to buffers is dropped."""
+        """Returns `fz.eval_step` of the module in evaluation mode, with the same params: `(params, batch) ->
+        outputs`, or the result of `fn(outputs, batch)`. With "chunked" the result is the model's own loss, computed
+        as by `model.loss("chunked")`. It changes no state: values that the forward writes to buffers are dropped.
+
+        """
 
         reduce, chunked = _own(fn)
         mode, counts = self._eval, dict[Any, int]()
@@ -309,9 +316,10 @@ class Functional(SelfChecked):
         return eval_step(self.marked(evaluate, "eval"))
 
     def calling(self, fn: Callable[..., Any], *, train: bool) -> Callable[..., Any]:
-        """A function `(params, batch, *, key)` for `fz.train_step`, or for `fz.eval_step` in evaluation mode, of what
-        `fn(forward, batch)` makes: `forward` is called as the module is, and has its attributes. Where the forward
-        overwrites buffers, `train` returns `(result, new values)`."""
+        """Returns a function `(params, batch, *, key)` that computes `fn(forward, batch)`, for `fz.train_step`, or,
+        in evaluation mode, for `fz.eval_step`. `forward` is called like the module, and has its attributes. If the
+        forward overwrites buffers, with `train` the function returns `(result, new values)`.
+        """
         mode = self._train if train else self._eval
 
         def run(params: Any, batch: Any, *, key: torch.Tensor | None = None) -> Any:
@@ -324,7 +332,7 @@ class Functional(SelfChecked):
 
             called = Forward(self._module, forward, key)
             traced = any(isinstance(x, compat.FakeTensor) for x in flat.values())
-            with called.outside if traced else nullcontext():  # where values are at hand none becomes a literal
+            with called.outside if traced else nullcontext():  # when values are available, no tensor becomes a literal
                 result = fn(called, batch)
             new = called.overwritten() if train else None
             return result if new is None else (result, new)
@@ -332,22 +340,24 @@ class Functional(SelfChecked):
         return self.marked(run, "loss" if train else "eval")
 
     def shapes(self, fn: Callable[..., Any], batch: Any) -> Any:
-        """The results of a function of `calling` for such a batch, without values: it is run on fake tensors, and draws
-        from a fake key."""
+        """Returns the results of a function made by `calling` for such a batch, without values: it runs on fake
+        tensors, and draws from a fake key.
+        """
         with emptied(), compat.FakeTensorMode(), torch.no_grad():
             params, batch = tree.map(_empty_like, (self.params, batch))
             return fn(params, batch, key=torch.empty(3, dtype=torch.int64))
 
     def write_back(self, params: Any) -> None:
-        """Copies whole tensors into the module that was given; one on the meta device gets them as its own.
+        """Copies unsharded tensors into the original module. A module on the meta device gets them as its own
+        tensors.
 
         Raises:
-            FzeroTypeError: a tree with other leaves.
-            FzeroValueError: listing leaves of another shape: shards; or what of the module has changed.
+            FzeroTypeError: if the tree has other leaves.
+            FzeroValueError: listing tensors of another shape, such as shards; or what has changed in the module.
         """
         check_whole(params, "write_back")
         given = self._flat(params, whole=False)
-        self.check()  # else weights are lost where it has others now
+        self.check()  # otherwise weights would be lost if the module has other tensors now
         slots = list(self.slots(self._module).values())
         wrong = [
             f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
@@ -362,7 +372,8 @@ class Functional(SelfChecked):
             for s in slots:
                 old, new = s.get(), given[s.name]
                 if not old.is_meta:
-                    if not torch.equal(old.to(new.dtype), new.to(old.device)):  # else frozen, and no more than rounded
+                    # otherwise it is frozen, and differs only by rounding
+                    if not torch.equal(old.to(new.dtype), new.to(old.device)):
                         old.copy_(new)
                 elif isinstance(old, nn.Parameter):
                     s.put(made.setdefault(s.name, nn.Parameter(new.clone().to(old.dtype), old.requires_grad)))
@@ -370,27 +381,31 @@ class Functional(SelfChecked):
                     s.put(made.setdefault(s.name, new.clone().to(old.dtype)))
 
     def slots(self, module: nn.Module) -> dict[str, TensorSlot]:
-        """The places of tensors in a copy of the module, by the names of its `state_dict()`, each with its leaf's."""
+        """Returns the tensor slots of a copy of the module, by the names of its `state_dict()`, each with the name of
+        its leaf in `params`.
+        """
         return {name: slot._replace(name=self._leaf_of[name]) for name, slot in named(module)}
 
     @functools.cached_property
     def _leaf_of(self) -> dict[str, str]:
-        """The leaf of each name in `state_dict()`."""
+        """The name in `params` of each name in `state_dict()`."""
         leaves = {id(s.get()): s.name for s in slots_of(self._still)}
         return {name: leaves[id(slot.get())] for name, slot in named(self._still)}
 
     def marked(self, fn: Any, what: str) -> Any:
-        """A step's function, with its name, the leaves that it gets in their own dtype, and what it is of, which
-        `fz.train_step` and `CompiledStep.load` ask for."""
+        """Marks a step's function with its name, the tensors that it gets in their own dtype, and the model that it
+        belongs to, which `fz.train_step` and `CompiledStep.load` read.
+        """
         fn.__name__, fn.exact, fn.model = f"{_snake(self._name)}_{what}", self._exact, self
         return fn
 
     def stands_for(self) -> tuple[Any, tuple[Any, ...]]:
-        """The changes of the module, and the code that it runs besides PyTorch's."""
+        """Returns the changes of the module, and the code that it runs besides PyTorch's."""
         return tuple(self._original.changes()), self._original.read
 
     def check(self) -> None:
-        """Raises if the module is not what it was when it was given, but for the values of its tensors.
+        """Raises an error if the module has changed since it was functionalized, other than in the values of its
+        tensors.
 
         Raises:
             FzeroValueError: listing what has changed, by name.
@@ -398,11 +413,13 @@ class Functional(SelfChecked):
         self._original.check()
 
     def changes(self) -> list[str]:
-        """The differences between what the module was when it was given and is, but for the values of its tensors."""
+        """Returns the differences between the module now and when it was functionalized, other than in the values of
+        its tensors.
+        """
         return self._original.changes()
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The module's own tensors by the names of their leaves."""
+        """Returns the module's own tensors, by the names that they have in `params`."""
         try:
             read = operator.attrgetter
             own = {n: read(n)(self._module) if slot is None else slot.get() for n, slot in self._places.items()}
@@ -410,7 +427,7 @@ class Functional(SelfChecked):
                 raise KeyError
             return own
         except (KeyError, AttributeError):
-            self.check()  # they are gone
+            self.check()  # the tensors are gone
             raise
 
     # --- calls ---
@@ -421,7 +438,7 @@ class Functional(SelfChecked):
         return out, tree.unflatten(self._structure, map(new.get, self._names)) if new else None
 
     def _own_loss(self, mode: Mode, given: Given, chunked: bool) -> tuple[Any, Any]:
-        """The loss that the model computes itself, and the new values of buffers."""
+        """Returns the loss that the model computes itself, and the new values of buffers."""
         counting, replacing = Counting(), Chunked() if chunked else None
         with replacing or nullcontext():
             out, new = self._call(mode, given, counting)
@@ -431,7 +448,7 @@ class Functional(SelfChecked):
         return loss, new
 
     def _flat(self, params: Any, whole: bool = True) -> dict[str, torch.Tensor]:
-        """The tensors of a tree by name. `whole`: they have the shapes of the module's."""
+        """Returns the tensors of a tree by name. `whole`: check that they have the shapes of the module's tensors."""
         names = tree.names(params)
         if names != self._names:
             missing, more = sorted({*self._names} - {*names}), sorted({*names} - {*self._names})
@@ -454,11 +471,11 @@ class Functional(SelfChecked):
     def _bound(
         self, fn: Loss | None, mode: Mode, batch: Any, settings: dict[str, Any], counts: dict[Any, int]
     ) -> Arguments:
-        """The forward's arguments in a batch that `fn` reads too.
+        """Returns the forward's arguments from a batch that `fn` reads too.
 
         A forward such as `forward(idx, targets=None)` returns no loss without its optional arguments. If `fn` has no
-        result without them, and leaves entries of the batch unread, the forward gets these entries. Whether that is so
-        is found on fake tensors, once for each kind of batch.
+        result without them, and leaves entries of the batch unread, the forward gets these entries. Whether that is
+        so is determined on fake tensors, once for each kind of batch.
 
         Args:
             counts: the number of optional arguments, by kind of batch.
@@ -499,10 +516,11 @@ class Functional(SelfChecked):
         return tried if missing else 0
 
     def _read(self, fn: Loss, out: Any, batch: Any, given: Arguments, could_take: bool) -> Any:
-        """The result of a function of outputs and batch.
+        """Returns the result of a function of outputs and batch.
 
         Raises:
-            TraceError: entries of the batch that neither forward nor the function reads, or one that it lacks.
+            TraceError: for entries of the batch that neither the forward nor the function reads, or one that the
+                function misses.
         """
         try:
             with Reading(given) as reading:
@@ -510,19 +528,23 @@ class Functional(SelfChecked):
         except KeyError as error:
             check_spelling(error, batch)
             raise
-        if found is None and not could_take:  # the first fault: `split_loss` says so
+        if found is None and not could_take:  # the first fault counts: `split_loss` reports it
             return found
         reading.check(self._module.forward, self._name, found, could_take)
         return found
 
 
 def _own(fn: Loss | Literal["chunked"] | None) -> tuple[Loss | None, bool]:
-    """The function of a loss, None for the model's own, and whether the model's own is computed in chunks."""
+    """Returns the function of a loss (None for the model's own), and whether the model's own loss is computed in
+    chunks.
+    """
     return (None, True) if isinstance(fn, str) and fn == "chunked" else (cast("Loss | None", fn), False)
 
 
 def _empty_like(x: Any) -> Any:
-    """An uninitialized tensor of this shape and dtype on the default device; anything but a tensor as it is."""
+    """Returns an uninitialized tensor of this shape and dtype on the default device; anything but a tensor is
+    returned as it is.
+    """
     return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
 
 
@@ -531,7 +553,7 @@ def _has_none(values: Any) -> bool:
 
 
 def _rows(values: Any) -> int | None:
-    """The rows of a batch: the length that most of its tensors have."""
+    """Returns the number of samples of a batch: the length that most of its tensors have."""
     lengths = Counter(x.shape[0] for x in tree.tensors(values) if x.dim())
     return lengths.most_common(1)[0][0] if lengths else None
 

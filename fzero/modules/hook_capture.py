@@ -1,7 +1,7 @@
-"""Captures what transformers' hooks collect inside a layer (router logits, attentions), so that it leaves the layer as
-a result: a tensor that leaves it any other way is no value of a program.
+"""Captures what transformers' hooks collect inside a layer (router logits, attentions), and returns it as results of
+the layer: a tensor that leaves a layer in another way is not a value of a program.
 
-It reads the collector of the library if that is loaded, and imports nothing.
+This file uses the library's collector if that is loaded, and imports nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _library() -> Any:
 
 
 def install(module: nn.Module) -> None:
-    """The hooks that the library would install in the first forward that collects something."""
+    """Installs the hooks that the library would install in the first forward that collects something."""
     library = _library()
     for m in () if library is None else module.modules():
         if hasattr(m, "_can_record_outputs") and hasattr(m, "config"):
@@ -31,7 +31,7 @@ def install(module: nn.Module) -> None:
 
 
 def wanted() -> tuple[str, ...] | None:
-    """The names of what is being collected; None if nothing is."""
+    """Returns the names of what is being collected; None if nothing is."""
     library = _library()
     found = None if library is None else library._active_collector.get()
     return tuple(k for k, x in found.items() if isinstance(x, list)) if found else None
@@ -39,10 +39,11 @@ def wanted() -> tuple[str, ...] | None:
 
 @contextmanager
 def aside(names: tuple[str, ...] | None) -> Iterator[dict[str, list[Any]]]:
-    """Collects these in a place of its own. Hidden states are those of whole layers, collected outside of them.
+    """Collects these outputs separately. Hidden states are outputs of complete layers, and are collected outside of
+    them.
 
     Raises:
-        TraceError: hidden states are collected inside.
+        TraceError: if hidden states are collected inside.
     """
     if names is None:
         yield {}

@@ -1,9 +1,9 @@
-"""Finds the layers of a module, its repeated submodules, and makes each a block.
+"""Finds the layers of a module, which are its repeated submodules, and makes each a block.
 
-Layers that are alike are traced once: a block's signature is what its code reads, by value
-(trace/guards/captured_settings.py), so two layers are one function exactly where their classes, attributes and shapes
-are equal. The one attribute that tells layers apart everywhere, their number, stands for itself while a block is traced
-(`_Number`): a layer whose code asks for its value is traced for itself.
+Equal layers are traced once: a block's signature is everything that its code reads, by value
+(trace/guards/captured_settings.py), so two layers are one subgraph exactly if their classes, attributes and shapes
+are equal. One attribute always differs between layers: their number. While a block is traced, a symbolic `_Number`
+takes its place. A layer whose code asks for the value is traced separately.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ Blocks = Sequence[str | type[nn.Module]]
 
 
 def find_layers(module: nn.Module) -> list[str]:
-    """The names of repeated submodules: the outermost members of a list that has two or more of their class. Members of
-    which no two have the same shapes are looked into first: stages, whose own layers are alike."""
+    """Returns the names of repeated submodules: the outermost members of a list that has two or more of their class.
+    If no two of the members have the same shapes, they are stages, and the layers inside them are taken instead.
+
+    """
     return [name for name, _ in _layers(module, "")]
 
 
@@ -58,10 +60,10 @@ def _shapes(m: nn.Module) -> tuple[Any, ...]:
 
 
 def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
-    """The names of the submodules that `blocks` names or is of the classes of, the outermost alone.
+    """Returns the names of the submodules that `blocks` names or whose classes it lists, only the outermost.
 
     Raises:
-        FzeroValueError: listing what is no submodule.
+        FzeroValueError: listing entries that match no submodule.
     """
     found, names = dict[str, None](), [name for name, _ in module.named_modules() if name]
     missed = []
@@ -85,8 +87,9 @@ def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a whole module: what draws in it, what each layer draws, in the order that they are called in, and
-    whether a block is being run. In a rehearsal what they draw is found."""
+    """One call of a complete module: what draws random numbers in it, the draws of each layer in the order in which
+    layers are called, and whether a block is running. A dry run fills in the draws.
+    """
 
     draws: Draws | Rehearsal
     layers: list[Dims]
@@ -106,14 +109,14 @@ def _within(call: LayerCall) -> Iterator[None]:
 
 
 def in_block() -> bool:
-    """Whether the layer of a block runs around the caller."""
+    """Returns whether the caller is running inside a layer that is a block."""
     call = _call.get(None)
     return call is not None and call.inside
 
 
 @contextmanager
 def as_blocks(layers: Sequence[Layer], call: LayerCall) -> Iterator[None]:
-    """Calls of these layers inside are calls of blocks."""
+    """Makes calls of these layers inside the context calls of blocks."""
     for layer in layers:
         vars(layer.module)["forward"] = layer
     try:
@@ -125,13 +128,13 @@ def as_blocks(layers: Sequence[Layer], call: LayerCall) -> Iterator[None]:
 
 
 class Layer:
-    """A layer of a skeleton, whose forward is a call of a block while `as_blocks` holds.
+    """A layer of a meta module, whose forward is a call of a block inside `as_blocks`.
 
     Args:
-        name: of the layer in the skeleton.
+        name: name of the layer in the meta module.
         module: the layer.
         mutable: names of the buffers that the forward overwrites.
-        kept: a part of the names of parameters that stay in float32.
+        kept: a pattern for the names of parameters that stay in float32.
     """
 
     def __init__(self, name: str, module: nn.Module, mutable: frozenset[str], kept: re.Pattern[str] | None):
@@ -174,7 +177,7 @@ class Layer:
         return out
 
     def _tried(self, run: Callable[[], Any]) -> Any:
-        """With numbers that stand for themselves; where the code cannot do with those, with plain ones."""
+        """Runs with symbolic layer numbers; if the code does not work with those, runs again with plain ones."""
         standing = [number for number in self.numbers.values() if not number.asked]
         try:
             with self._itself(), attempt() if standing else nullcontext():
@@ -188,14 +191,16 @@ class Layer:
             return run()
 
     def restore(self) -> None:
-        """The forward that the layer has itself."""
+        """Restores the layer's own forward."""
         vars(self.module).pop("forward", None)
         if self._forward is not None:
             vars(self.module)["forward"] = self._forward
 
     @contextmanager
     def _itself(self) -> Iterator[None]:
-        """The layer with its own forward, its numbers standing for themselves where nobody has asked for them."""
+        """Runs the layer with its own forward, and with symbolic layer numbers unless their values have been asked
+        for.
+        """
         self.restore()
         asked = {at: n for at, n in self.numbers.items() if not n.asked}
         for (m, name), number in asked.items():
@@ -210,7 +215,7 @@ class Layer:
 
 
 def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[str]) -> Callable[..., Any]:
-    """The function of a block: the layer's own forward with the tensors that it is given."""
+    """Returns the function of a block: the layer's own forward on the tensors that it is given."""
 
     name = type(layer).__name__
 
@@ -239,7 +244,7 @@ def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[s
 def check_bound(
     slots: Sequence[TensorSlot], given: Mapping[str, Any], overwritten: Collection[str], owner: str
 ) -> None:
-    """Raises if a forward has bound a parameter anew, or a buffer that is not known to be overwritten."""
+    """Raises an error if a forward has rebound a parameter, or a buffer that is not known to be overwritten."""
     bound = [s for s in slots if s.name not in overwritten and s.get() is not given[s.name]]
     if bound:
         fix = "overwrite buffers by name: fz.functionalize(module, mutable=['*.ema']); parameters are the optimizer's"
@@ -253,14 +258,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 class Returned:
-    """The results of a block: tensors, new values of buffers, and, as a part of the tree's structure, all else."""
+    """The results of a block: its tensors, the new values of buffers, and everything else as part of the tree's
+    structure.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], new: Mapping[str, torch.Tensor], rest: Any):
         self.tensors, self.new, self.rest = tensors, new, rest
 
     @classmethod
     def of(cls, owner: str, out: Any, new: Mapping[str, torch.Tensor]) -> Returned:
-        """Raises if something is returned that is neither a tensor nor a plain value."""
+        """Makes the results of a block. Raises an error if something is returned that is neither a tensor nor a plain
+        value.
+        """
         flat, spec = tree.flatten(out)
         flat = [_value(x) if type(x) is _Number else x for x in flat]
         wrong = [
@@ -275,7 +284,7 @@ class Returned:
         return cls([x for x in flat if isinstance(x, torch.Tensor)], dict(new), (spec, constants))
 
     def whole(self) -> tuple[Any, Mapping[str, torch.Tensor]]:
-        """The forward's outputs, and the new values of buffers."""
+        """Returns the forward's outputs, and the new values of buffers."""
         (spec, constants), tensors = self.rest, iter(self.tensors)
         return tree.unflatten(spec, [next(tensors) if c is None else c[0] for c in constants]), self.new
 
@@ -289,8 +298,9 @@ tree.register(Returned, lambda x: ((x.tensors, x.new), x.rest), lambda rest, par
 def layers_of(
     skeleton: nn.Module, names: Sequence[str], mutable: frozenset[str], kept: re.Pattern[str] | None
 ) -> list[Layer]:
-    """The layers of these names; those of a class in a list share the numbers that count them, unless their code tells
-    types apart: what stands for a number is of a class of its own."""
+    """Returns the layers with these names. Layers of one class in one list share symbolic layer numbers, unless their
+    code distinguishes types: the symbolic number has a class of its own.
+    """
     layers = [Layer(name, skeleton.get_submodule(name), mutable, kept) for name in names]
     kinds: dict[tuple[type, str], list[Layer]] = {}
     for layer in layers:
@@ -309,8 +319,9 @@ _COUNTS = re.compile(r"(^|_)(idx|index|id|number|depth)$")
 
 
 class _Number:
-    """A number that stands for itself: the number of a layer, while one function is traced for many. Who asks for its
-    value gets that of the layer at hand, and the function is that layer's alone."""
+    """A symbolic layer number, used while one subgraph is traced for many layers. If code asks for its value, it gets
+    that of the current layer, and the subgraph is used for this layer only.
+    """
 
     def __init__(self) -> None:
         self.value, self.live, self.asked = 0, False, False
@@ -319,7 +330,7 @@ class _Number:
     def __class__(self) -> type:  # type: ignore[override]
         return int
 
-    def __repr__(self) -> str:  # which decides whether functions are alike
+    def __repr__(self) -> str:  # the repr determines whether subgraphs are equal
         return repr(_value(self)) if self.live else "the number of a layer"
 
     __hash__: Any = lambda self: hash(_value(self))

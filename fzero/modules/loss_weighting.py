@@ -1,5 +1,6 @@
-"""Weights the loss that a model computes itself by the targets it is a mean over: the mean of all, however the batch is
-cut."""
+"""Weights the loss that a model computes itself by the number of targets it is a mean over, so that the result is the
+mean over all targets, however the batch is divided.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from fzero.modules.layers import in_block
 
 
 class Counting(TorchFunctionMode):
-    """Counts the targets that each cross entropy inside is a mean over. One of no target at all is 0, not NaN."""
+    """Counts the targets that each cross entropy inside is a mean over. The mean over no targets is 0, not NaN."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[torch.Tensor] = []
-        self.ignored: list[int] = []  # the labels that each leaves out
+        self.ignored: list[int] = []  # the label that each cross entropy ignores
         self.in_blocks = False
 
     def clear(self) -> None:
-        """Forgets them, before a call that is made again."""
+        """Resets the counts before a call is repeated."""
         self.counts.clear()
         self.ignored.clear()
 
@@ -36,9 +37,10 @@ class Counting(TorchFunctionMode):
         target = given.get("target")
         if func not in (F.cross_entropy, F.nll_loss) or not isinstance(target, torch.Tensor):
             return func(*args, **kwargs)
-        if given.get("reduction", "mean") != "mean" or target.is_floating_point():  # of which each row has as many
+        # every sample then has the same number of targets
+        if given.get("reduction", "mean") != "mean" or target.is_floating_point():
             return func(*args, **kwargs)
-        if in_block():  # whose values are its own
+        if in_block():  # counts inside a block cannot leave it
             self.in_blocks = True
             return func(*args, **kwargs)
         self.ignored.append(given.get("ignore_index", -100))
@@ -46,7 +48,7 @@ class Counting(TorchFunctionMode):
         counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
         count = counted.sum().to(torch.float32)
         kept = {k: x for k, x in given.items() if k in _KEPT}
-        if kept["input"].dtype == torch.float16:  # in which a sum of some ten thousand losses is infinite
+        if kept["input"].dtype == torch.float16:  # the sum of some ten thousand losses overflows float16
             kept |= {k: kept[k].to(torch.float32) for k in ("input", "weight") if kept.get(k) is not None}
         total = func(**kept, reduction="sum")
         self.counts.append(count)
@@ -58,11 +60,11 @@ _KEPT = ("input", "target", "weight", "ignore_index", "label_smoothing")
 
 
 def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
-    """The loss among a model's outputs, weighted by the targets that it is a mean over: the one output, the output
-    named `loss`, or the only scalar in a tuple.
+    """Returns the loss among a model's outputs, weighted by the number of targets it is a mean over: the only output,
+    the output named `loss`, or the only scalar in a tuple.
 
     Raises:
-        FzeroTypeError: there is none, or it is made of several means.
+        FzeroTypeError: if there is no loss, or it is computed from several means.
     """
     loss = out if isinstance(out, torch.Tensor) else out.get("loss") if isinstance(out, Mapping) else None
     loss = getattr(out, "loss", None) if loss is None else loss

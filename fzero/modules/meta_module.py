@@ -1,7 +1,7 @@
-"""Makes skeletons: modules on the meta device, whose tensors are given for each call.
+"""Makes meta modules (skeletons): modules on the meta device, whose tensors are given for each call.
 
-A skeleton computes with what it is given or not at all: a use of the module's own weights would be of a meta tensor. It
-must not know of blocks, or of steps.
+A meta module computes only with the tensors that it is given: if it used the module's own weights, it would read a
+meta tensor. This file must not know about blocks or steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from fzero.trace.guards.user_frames import own_line
 
 
 class TensorSlot(NamedTuple):
-    """A place of a module that holds a tensor: `_parameters` or `_buffers` of `owner`, under `attribute`. Tied places
-    have one name, under which the tree has their tensor."""
+    """A slot of a module that holds a tensor: `_parameters` or `_buffers` of `owner`, under `attribute`. Tied slots
+    share one `name`, under which the tree has their tensor.
+    """
 
     owner: nn.Module
     of: str
@@ -36,20 +37,20 @@ class TensorSlot(NamedTuple):
 
     def put(self, value: Any) -> None:
         getattr(self.owner, self.of)[self.attribute] = value
-        flat = vars(self.owner).get("_flat_weights_names")  # of recurrent layers, which read a list of their own
+        flat = vars(self.owner).get("_flat_weights_names")  # for recurrent layers, which read a separate list
         if flat and self.attribute in flat:
             self.owner._flat_weights[flat.index(self.attribute)] = value  # type: ignore[operator,index]
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device, with its ties. Tensors that are plain attributes become buffers, which no
-    state dict has.
+    """Returns a copy of a module on the meta device, with its ties. Tensors that are plain attributes become buffers
+    that are not in the state dict.
 
     Raises:
-        FzeroTypeError: a module that cannot be copied.
+        FzeroTypeError: if the module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    tied: dict[Any, Any] = {}  # parameters that are the same elements are one, and so are buffers
+    tied: dict[Any, Any] = {}  # parameters with the same elements are one parameter, and likewise buffers
     for m in module.modules():
         held = [*m._parameters.values(), *m._buffers.values(), *vars(m).values()]
         for x in held:
@@ -76,8 +77,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
 
 
 class SparseBuffer:
-    """Takes the place of a sparse buffer in a skeleton, because a state cannot hold one. The forward must not read
-    it."""
+    """Replaces a sparse buffer in a meta module, because a state cannot hold one. The forward must not read it."""
 
     def __init__(self, name: str, layout: str):
         self._name, self._layout = name, layout
@@ -88,7 +88,7 @@ class SparseBuffer:
         return TraceError("functionalize", what, list(own_line()), fix)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(torch.Tensor, name):  # asked when a module is copied or compared
+        if name.startswith("_") or not hasattr(torch.Tensor, name):  # queried when a module is copied or compared
             raise AttributeError(name)
         raise self._refused()
 
@@ -97,14 +97,16 @@ class SparseBuffer:
 
 
 def _elements(x: torch.Tensor) -> Any:
-    """The elements of memory that a tensor is, and as what it is used; of one without memory, itself."""
+    """Returns a key for the elements of memory that a tensor covers and how it is used; for a tensor without memory,
+    its identity.
+    """
     if x.is_meta or not x.numel() or x.layout is not torch.strided:
         return id(x)
     return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, isinstance(x, nn.Parameter), x.requires_grad
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Raises if hooks of PyTorch's own set a parameter anew in each forward, from others."""
+    """Raises an error if hooks of PyTorch itself recompute a parameter from others in each forward."""
     found = [
         f"{name or type(module).__name__}: {type(hook).__module__} sets {_set_by(hook)}"
         for name, m in module.named_modules()
@@ -126,12 +128,13 @@ _SETTERS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm", "torch
 
 
 def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
-    """Raises if tensors of a module are more than their values: have hooks, or lie in the memory of others.
+    """Raises an error if tensors of a module are more than their values: if they have hooks, or share memory with
+    others.
 
     Args:
         own: the tensors by all of their names.
-        leaves: each once, by the name of its leaf.
-        written: the names of those leaves that the forward overwrites.
+        leaves: each tensor once, by its name in `params`.
+        written: the names of those that the forward overwrites.
     """
     by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     problems = [
@@ -161,11 +164,11 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
 
 
 def renumber_hooks(module: nn.Module) -> None:
-    """Numbers the hooks of each module from its own first one on, so that those of alike modules are alike."""
+    """Numbers the hooks of each module from its own first one, so that equal modules have equal hooks."""
     for m in module.modules():
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             hooks = vars(m)[kind]
-            new = {old: at - len(hooks) for at, old in enumerate(hooks)}  # none that a later hook may get
+            new = {old: at - len(hooks) for at, old in enumerate(hooks)}  # numbers that no later hook can get
             for name, held in vars(m).items():
                 if name.startswith(kind) and name.removeprefix(kind) in ("", "_with_kwargs", "_always_called"):
                     items = [(new.get(k, k), x) for k, x in held.items()]
@@ -174,13 +177,14 @@ def renumber_hooks(module: nn.Module) -> None:
 
 
 def plain_tensors(module: nn.Module) -> list[str]:
-    """The attributes of a module that are tensors and neither parameters nor buffers."""
+    """Returns the attributes of a module that are tensors but neither parameters nor buffers."""
     return [name for name, x in vars(module).items() if isinstance(x, torch.Tensor)]
 
 
 def named(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
-    """Every place of a tensor, by the name that `state_dict()` has for it, in its order; a module that is in several
-    places has several names. `TensorSlot.name` is this name. Sparse buffers have none."""
+    """Yields every tensor slot, by the name that `state_dict()` has for it, in its order. A module that occurs
+    several times has several names. `TensorSlot.name` is this name. Sparse buffers are left out.
+    """
     for prefix, m in module.named_modules(remove_duplicate=False):
         for of in ("_parameters", "_buffers"):
             for attribute, x in getattr(m, of).items():
@@ -190,8 +194,9 @@ def named(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
 
 
 def slots_of(module: nn.Module) -> list[TensorSlot]:
-    """The places of all tensors of a module. Of tied ones the model's own name counts: the source in
-    `all_tied_weights_keys` where there is one, else the first."""
+    """Returns the slots of all tensors of a module. For tied tensors the model's own name is used: the source in
+    `all_tied_weights_keys` if there is one, otherwise the first name.
+    """
     tied_to: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
     aliases: dict[int, list[str]] = {}
     found = list(named(module))
@@ -203,7 +208,7 @@ def slots_of(module: nn.Module) -> list[TensorSlot]:
 
 
 def nested(flat: Mapping[str, Any]) -> Any:
-    """The tree whose dotted names these are: lists where the keys are 0, 1, 2, ..."""
+    """Returns the tree with these dotted names, with lists where the keys are 0, 1, 2, ..."""
     root: dict[str, Any] = {}
     for name, x in flat.items():
         *outer, last = name.split(".")
@@ -216,11 +221,11 @@ def nested(flat: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A skeleton with these tensors in its places. Afterwards these are as before, also those that the body has bound
-    anew.
+    """Puts these tensors into the slots of a meta module. Afterwards the slots are as before, including those that
+    the body has rebound.
 
     Raises:
-        TraceError: the body casts or moves the tensors of a module by `self.part.to(dtype)`, which lasts.
+        TraceError: if the body permanently casts or moves tensors of a module by `self.part.to(dtype)`.
     """
     before = [slot.get() for slot in slots]
     try:
@@ -234,7 +239,9 @@ def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _check_unchanged(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises if `fn`, with which `module.to(...)` or a similar method converts tensors, changes any of a module's."""
+    """Raises an error if `fn`, by which `module.to(...)` or a similar method converts tensors, changes any of a
+    module's tensors.
+    """
     found = []
     for name, x in (*module._parameters.items(), *module._buffers.items()):
         if x is None:
@@ -253,12 +260,12 @@ def _check_unchanged(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
 
 
 def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
-    """The result of `run()`, which runs a forward of this module. An attribute may settle in the first call (a size
-    that depends on the input's): then the second is what counts.
+    """Returns the result of `run()`, which runs a forward of this module. An attribute may change in the first call,
+    for example a size that depends on the input's; then the second call counts.
 
     Raises:
-        TraceError: listing attributes that change again, or hold tensors, and hooks that keep what they see: when a
-            step runs, nobody would change them. They are as before.
+        TraceError: listing attributes that change again, or that hold tensors, and hooks that keep what they see:
+            when a step runs, nothing would change them. The attributes are restored.
     """
     for again in (False, True):
         before, hooks = _Attributes(module), _hooks(module)
@@ -275,7 +282,7 @@ def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
 
 
 def _hooks(module: nn.Module) -> dict[str, tuple[Any, Settings]]:
-    """The user's own forward hooks, by module and place in a file, and what they hold."""
+    """Returns the user's own forward hooks, by module and source location, and what they hold."""
     found = {}
     for name, m in module.named_modules():
         for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
@@ -287,14 +294,16 @@ def _hooks(module: nn.Module) -> dict[str, tuple[Any, Settings]]:
 
 
 class _Attributes:
-    """The attributes of all modules of a skeleton, and what their containers hold, to tell what a forward changes."""
+    """The attributes of all modules of a meta module, and what their containers hold, to detect what a forward
+    changes.
+    """
 
     def __init__(self, module: nn.Module):
         self._names = {m: name for name, m in module.named_modules()}
         self._before = {m: _attributes(m) for m in module.modules()}
 
     def changes(self, prefix: str) -> list[Change]:
-        """The differences since."""
+        """Returns the changes since the object was created."""
         found = []
         for m, old in self._before.items():
             new = _attributes(m)
@@ -306,7 +315,7 @@ class _Attributes:
 
 
 class Change(NamedTuple):
-    """An attribute of a module that a forward has changed."""
+    """A change that a forward has made to an attribute of a module."""
 
     owner: nn.Module
     attribute: str
@@ -316,7 +325,7 @@ class Change(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether one plain value was put in place of another, or of none."""
+        """Whether a plain value replaced another plain value, or a missing one."""
         return all(pair is None or isinstance(pair[0], (*_PLAIN, type(None))) for pair in (self.old, self.new))
 
     def __str__(self) -> str:
@@ -347,7 +356,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def _attributes(m: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Attributes and what they hold: a shallow copy of containers."""
+    """Returns attributes and what they hold: a shallow copy of containers."""
     own = {k: x for k, x in vars(m).items() if k not in _OF_TORCH}
     own |= {f"_buffers[{k!r}]": x for k, x in m._buffers.items() if x is None}
     return {k: (x, _items(x)) for k, x in own.items()}
@@ -374,7 +383,7 @@ def _same(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
 
 
 def _holds_tensors(pair: Any) -> bool:
-    """Whether an attribute is a tensor, or a container of some."""
+    """Returns whether an attribute is a tensor, or a container of tensors."""
     if pair is None:
         return False
     x, inside = pair
@@ -415,7 +424,7 @@ def _undo(m: nn.Module, key: str, old: Any) -> None:
 
 
 def check_kinds(module: nn.Module) -> None:
-    """Raises if tensors of a module have no shape yet, or TorchScript runs a part of it."""
+    """Raises an error if tensors of a module have no shape yet, or if TorchScript runs a part of it."""
     lazy, scripted = [], []
     for name, m in module.named_modules():
         unmade = [

@@ -1,9 +1,8 @@
-"""Tells what of a module has changed since it was given to `functionalize`, but for the values of its tensors.
+"""Detects what has changed in a module since it was given to `functionalize`, other than the values of its tensors.
 
-A look costs about a microsecond a submodule: copies of the dictionaries and lists that the module consists of are
-compared with these, which Python does by identity. Only where one differs are all facts compared that a step depends
-on.
-It must not know of steps.
+A check takes about a microsecond per submodule: copies of the dictionaries and lists that the module consists of are
+compared with the originals, which Python does by identity. Only if one differs are all the facts compared that a step
+depends on. This file must not know about steps.
 """
 
 from __future__ import annotations
@@ -29,27 +28,29 @@ from fzero.trace.guards.settings_walk import KNOWN, Walk, installed, package
 from fzero.trace.guards.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
 
 _DEPTH = 4
-"""Containers and objects within each other in an attribute, beyond which nothing is compared."""
+"""Nesting depth of containers and objects in an attribute beyond which nothing is compared."""
 _MANY = 1000
-"""Items of a container above which their number alone is compared."""
+"""Number of items of a container above which only the number is compared."""
 _SMALL = 4096
-"""Bytes of an array above which a change in place is not looked for."""
+"""Bytes of an array above which in-place changes are not looked for."""
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
-"""Classes of Python's own whose objects have the attributes that they are given."""
+"""Python's own classes whose objects have the attributes that they are given."""
 _NOT_READ = frozenset(
     {"__init__", "__new__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__"}
     | {"__str__", "__del__", "__copy__", "__deepcopy__"}
 )
-"""Methods of an object that a forward does not call where it names none; dataclasses name all that they hold there."""
+"""Methods of an object that a forward does not call unless it names one. Dataclasses name all their fields in these
+methods.
+"""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_TORCH = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl"}
-"""Attributes of PyTorch's own, of which those that matter are compared by themselves."""
+"""Attributes of PyTorch itself. Those that matter are compared separately."""
 _LIBRARIES = frozenset({"transformers", "peft", "accelerate", "diffusers"})
 _BY_LIBRARIES = frozenset(
     {"generation_config", "use_cache", "_cache", "dtype", "torch_dtype", "name_or_path", "_name_or_path"}
     | {"architectures", "transformers_version", "_commit_hash", "_gradient_checkpointing_func"}
 )
-"""Attributes that these libraries write where models are prepared, saved or generate; a step reads none of them."""
+"""Attributes that these libraries write when models are prepared, saved or generate. A step reads none of them."""
 _PREFIXES = ("_hf_", "hf_", "_is_hf_", "_accelerate", "_old_forward", "gradient_checkpointing")
 _OF_MEMORY = "make_inputs_require_grads"
 """A hook of transformers that gradient checkpointing needs, and that changes no number."""
@@ -67,15 +68,16 @@ _ABSENT = _Fact(None, "none")
 
 
 class Original:
-    """A module as it was, but for the values of its tensors.
+    """A module as it was, other than the values of its tensors.
 
     Args:
-        module: as it is now.
+        module: the module as it is now.
         written: names of attributes that its forwards write themselves.
-        training: whether each of its submodules, in their order, is in training mode where the module is trained.
+        training: for each of its submodules, in order, whether it is in training mode when the module is trained.
 
     Attributes:
-        read: what its code reads besides its attributes: the classes and functions that are not an installed library's.
+        read: what its code reads besides its attributes: the classes and functions that do not belong to an installed
+            library.
     """
 
     def __init__(self, module: nn.Module, written: Collection[str], training: list[bool]):
@@ -87,14 +89,15 @@ class Original:
         self._unnamed, self._known = not WHOLE.isdisjoint(walk.names), dict[str, _Fact]()
         self._flags = [m.training for m in module.modules()]
         held = -1
-        while held != (held := len(self._functions)):  # the classes of what it holds name attributes of that
+        # the classes of the objects that it holds name further attributes of those objects
+        while held != (held := len(self._functions)):
             self._names = walk.names | _reached(module, [x for x in self._functions.values() if isinstance(x, type)])
             known, self._look = self._facts()
         self._known = known
         self.read = (*classes, *self._functions.values())
 
     def changes(self) -> list[str]:
-        """The differences between what the module was and is, by name: `temperature: 1.0 then, 2.0 now`."""
+        """Returns the differences between the module then and now, by name: `temperature: 1.0 then, 2.0 now`."""
         if self._same():
             return []
         (now, look), was = self._facts(), self._known
@@ -107,10 +110,10 @@ class Original:
         return found
 
     def check(self) -> None:
-        """Raises if the module is another than it was.
+        """Raises an error if the module has changed.
 
         Raises:
-            FzeroValueError: listing all that has changed.
+            FzeroValueError: listing everything that has changed.
         """
         if changed := self.changes():
             what = f"{type(self._module).__name__} is not what it was when it was given to functionalize"
@@ -127,13 +130,13 @@ class Original:
     def _same(self) -> bool:
         try:
             return self._look.same()
-        except Exception:  # values that cannot be compared were put in place of others
+        except Exception:  # a value was replaced by one that cannot be compared
             return False
 
     # --- what of it matters ---
 
     def _facts(self) -> tuple[dict[str, _Fact], _Look]:
-        """All that is compared, by name; and what it takes to see that nothing is another."""
+        """Returns everything that is compared, by name, and what is needed to see quickly that nothing has changed."""
         self._live: list[Any] = []
         self._slotted: list[Any] = []
         self._arrays: list[Any] = []
@@ -179,12 +182,12 @@ class Original:
             found[f"{path}.hooks"] = _Fact(tuple(map(Same, hooks)), f"{len(hooks)} hooks for its gradient")
 
     def _counts(self, owner: Any, name: str, path: str) -> bool:
-        """Whether code may read an attribute of a module, or of an object that one holds."""
+        """Returns whether code may read an attribute of a module, or of an object that a module holds."""
         if name.startswith(_PREFIXES) or name in self._written:
             return False
         if name in _BY_LIBRARIES and any(package(c.__module__) in _LIBRARIES for c in type(owner).__mro__):
             return False
-        if name == "forward" and "_hf_hook" in vars(owner):  # of accelerate: it calls the one that was there
+        if name == "forward" and "_hf_hook" in vars(owner):  # the forward of accelerate calls the previous one
             return False
         if name in self._names:
             return True
@@ -244,7 +247,9 @@ class Original:
     # --- training mode ---
 
     def _other_modes(self) -> list[str]:
-        """The submodules that are neither in the mode that they were in, nor in that of training or evaluation."""
+        """Returns the submodules that are neither in their original mode, nor in their mode for training or
+        evaluation.
+        """
         modules = list(self._module.modules())
         now = [m.training for m in modules]
         if not any(now) or len(now) != len(self._flags):
@@ -262,7 +267,7 @@ def _said(path: str, then: str, now: str) -> str:
 
 
 class _Look:
-    """Copies of what a module consists of, to be compared with it."""
+    """Copies of what a module consists of, to be compared with the module."""
 
     def __init__(
         self,
@@ -289,7 +294,7 @@ class _Look:
 
 @functools.cache
 def _slots(cls: type) -> tuple[str, ...]:
-    """The names of the slots of a class's objects."""
+    """Returns the names of the slots of a class's objects."""
     own = [vars(base).get("__slots__", ()) for base in cls.__mro__]
     names = [name for x in own for name in ((x,) if isinstance(x, str) else x)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
@@ -303,7 +308,9 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 
 def _hooks(m: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """The hooks of a module that may change what it computes: kind, name and hook; not those of transformers' own."""
+    """Yields the hooks of a module that may change what it computes: kind, name and hook. Hooks of transformers
+    itself are left out.
+    """
     for kind in _HOOKS:
         for hook in vars(m)[kind].values():
             name, home = getattr(hook, "__name__", type(hook).__name__), getattr(hook, "__module__", "")
@@ -312,13 +319,14 @@ def _hooks(m: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 
 def _own_method(m: nn.Module, name: str, x: Any) -> bool:
-    """Whether an attribute is the method that a module has anyway, as accelerate leaves it behind."""
+    """Returns whether an attribute is the method that the module has anyway, which accelerate leaves behind."""
     return isinstance(x, types.MethodType) and x.__self__ is m and x.__func__ is getattr(type(m), name, None)
 
 
 def _reached(module: nn.Module, held: list[type]) -> frozenset[str]:
-    """The names in the forwards of a module's classes, and in the methods that these name, or that Python calls of
-    objects that it holds."""
+    """Returns the names in the forwards of a module's classes, in the methods that these name, and in the methods
+    that Python calls on objects that the module holds.
+    """
     methods: dict[str, list[types.CodeType]] = {}
     kinds = [*(type(m) for m in module.modules()), *held]
     for cls in dict.fromkeys(c for kind in kinds for c in kind.__mro__ if c not in (nn.Module, object)):
@@ -336,7 +344,7 @@ def _reached(module: nn.Module, held: list[type]) -> frozenset[str]:
 
 @functools.cache
 def _methods(cls: type) -> list[tuple[str, types.CodeType]]:
-    """The code of a class, by name."""
+    """Returns the code of a class, by name."""
     own = [(n, getattr(x, "fget", None) or getattr(x, "__func__", x)) for n, x in vars(cls).items()]
     functions = [(n, inspect.unwrap(x)) for n, x in own if isinstance(x, types.FunctionType)]
     return [(n, x.__code__) for n, x in functions if isinstance(x, types.FunctionType)]
@@ -344,7 +352,9 @@ def _methods(cls: type) -> list[tuple[str, types.CodeType]]:
 
 @functools.cache
 def _asks_mode(cls: type) -> bool:
-    """Whether a class may compute something else in training mode: not one of PyTorch's that never asks."""
+    """Returns whether a class may compute something else in training mode. Classes of PyTorch that never read the
+    mode do not.
+    """
     classes = [c for c in cls.__mro__ if c not in (nn.Module, object)]
     if not all(c.__module__.startswith("torch.nn.") for c in classes if issubclass(c, nn.Module)):
         return True
@@ -353,13 +363,15 @@ def _asks_mode(cls: type) -> bool:
 
 @functools.cache
 def _asks_parts(cls: type) -> bool:
-    """Whether a class that is no library's may read the mode of its parts: a `training` that is not `self.training`."""
+    """Returns whether a class that does not belong to a library may read the mode of its submodules: a `training`
+    that is not `self.training`.
+    """
     codes = [code for c in cls.__mro__ if not installed(c.__module__) for _, code in _methods(c)]
     return any(_reads_training(code, code.co_varnames[:1]) for code in codes)
 
 
 def _reads_training(code: types.CodeType, own: tuple[str, ...]) -> bool:
-    """Whether code reads `training` of another object than that of this name."""
+    """Returns whether code reads `training` of an object other than the one with this name."""
     for inner in nested(code):
         held: Any = None
         for x in instructions(inner):

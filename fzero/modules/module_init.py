@@ -1,7 +1,7 @@
-"""Initialises a module's tensors from a key, by what the module itself does: transformers' `initialize_weights`, else
-`reset_parameters` of each submodule.
+"""Initializes a module's tensors from a key, with the module's own methods: transformers' `initialize_weights`, or
+else `reset_parameters` of each submodule.
 
-So a module that was made on the meta device gets its first values shard by shard, the same on every mesh.
+So a module that was made on the meta device gets its initial values shard by shard, the same on every mesh.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fzero.modules.meta_module import holding, slots_of
 from fzero.modules.rng_mode import Draws
 
 MOST = 1 << 20
-"""Elements of a tensor that becomes a literal of a program."""
+"""Largest number of elements of a tensor that becomes a literal of a program."""
 
 
 def initialized(skeleton: nn.Module, own: Mapping[str, torch.Tensor], key: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first values of a skeleton's tensors by name. What nothing initialises has the value of `own`, which small
-    buffers may be.
+    """Returns the initial values of a meta module's tensors by name. Small tensors that nothing initializes, such as
+    buffers, keep their value in `own`.
 
     Raises:
-        TraceError: listing tensors that nothing initialises and that have no value, or too large a one.
+        TraceError: listing tensors that nothing initializes and that have no value, or too large a value.
     """
     slots = slots_of(skeleton)
     for m in skeleton.modules():
-        vars(m).pop("_is_hf_initialized", None)  # as transformers marks what it has been through
+        vars(m).pop("_is_hf_initialized", None)  # the mark that transformers puts on modules that it has initialized
     given = {s.name: torch.empty(s.get().shape, dtype=s.get().dtype, device=key.device) for s in slots}
     with holding(slots, given), torch.no_grad(), Draws(key, None), compat.truncated_normal(_truncated_normal):
         if hasattr(skeleton, "initialize_weights"):
@@ -49,14 +49,14 @@ def initialized(skeleton: nn.Module, own: Mapping[str, torch.Tensor], key: torch
 
 
 def _truncated_normal(x: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
-    """By the inverse of the distribution function."""
+    """Draws from a truncated normal distribution, by the inverse of its distribution function."""
     low, high = (0.5 + 0.5 * math.erf((at - mean) / std / math.sqrt(2)) for at in (a, b))
     u = torch.rand(x.shape, device=x.device) * (high - low) + low
     return x.copy_((torch.erfinv(2 * u - 1) * (std * math.sqrt(2)) + mean).clamp(a, b))
 
 
 def _reset(module: nn.Module) -> None:
-    """Children first, as modules are made."""
+    """Resets the children first, as when modules are constructed."""
     for child in module.children():
         _reset(child)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -1,4 +1,4 @@
-"""Runs the forward of a module in its training or its evaluation mode, on given tensors."""
+"""Runs the forward of a module in its training or evaluation mode, on given tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from fzero.trace.guards.write_guard import Untouched
 
 
 class Given(NamedTuple):
-    """The arguments of a call: a module's tensors by name, the key, rows of the batch, forward's arguments."""
+    """The arguments of a call: a module's tensors by name, the key, the number of samples in the batch, and the
+    forward's arguments.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     key: torch.Tensor | None
@@ -36,17 +38,18 @@ class Given(NamedTuple):
 
 
 class Mode:
-    """A skeleton in training or in evaluation mode, its layers as blocks."""
+    """A meta module in training or evaluation mode, with its layers as blocks."""
 
     def __init__(self, skeleton: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
         self._skeleton, self._slots = skeleton, slots_of(skeleton)
         self.overwritten = overwritten(skeleton, self._slots, mutable)
         self._layers = layers_of(skeleton, blocks, self.overwritten, kept_in_fp32(skeleton).get("fp16"))
         self._draws = may_draw(skeleton)
-        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments, and rows
+        # by the shapes of the arguments, and the number of samples
+        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}
 
     def __call__(self, given: Given, counting: Counting | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The forward's outputs, and the new values of buffers."""
+        """Returns the forward's outputs, and the new values of buffers."""
         dims = self._dims(given) if self._draws and given.key is not None else ((), [])
         try:
             return self._settled(given, dims, counting)
@@ -59,7 +62,7 @@ class Mode:
         return self._settled(given, self._dims(given), counting)
 
     def outline(self, given: Given) -> Any:
-        """The forward's outputs for fake tensors; draws have no values."""
+        """Returns the forward's outputs for fake tensors. Random numbers have no values."""
         with raise_conditions.collected("functionalize"):
             run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
             return settled(self._skeleton, "", run)[0]
@@ -77,7 +80,8 @@ class Mode:
         changes = self.overwritten
         tensors = {name: x.clone() if name in changes else x for name, x in given.tensors.items()}
         with ExitStack() as stack:
-            if not any(isinstance(x, compat.FakeTensor) for x in tensors.values()):  # else the trace sees it
+            # otherwise the trace detects writes
+            if not any(isinstance(x, compat.FakeTensor) for x in tensors.values()):
                 stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
             stack.enter_context(as_blocks(self._layers, call))
             stack.enter_context(compat.without_checkpoints())
@@ -88,11 +92,11 @@ class Mode:
         return out, new
 
     def _dims(self, given: Given) -> tuple[Dims, list[Dims]]:
-        """The draws of the module, and of each of its layers.
+        """Returns the draws of the module, and of each of its layers.
 
         Raises:
-            TraceError: the module does not run on another number of rows; draws of which nothing says what belongs to
-                which row.
+            TraceError: if the module does not run with another number of samples, or if nothing determines which
+                elements of a draw belong to which sample.
         """
         flat, spec = tree.flatten((given.args, given.kwargs))
         key = *kind_of((given.args, given.kwargs)), given.rows
@@ -128,7 +132,9 @@ class Mode:
                         found, layers = Rehearsal(given.rows), []
                         if not asks:
                             run([_rehearsing(x, None) for x in flat])
-                    except Exception:  # nor on the batch: the trace, which draws as much before, says it
+                    # It does not run on the batch either: the trace, which draws as much before that point, reports
+                    # the error.
+                    except Exception:
                         return known
                     name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
                     text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
@@ -142,7 +148,7 @@ class Mode:
 
 
 def _rehearsing(x: Any, rows: int | None) -> Any:
-    """An argument of a rehearsal."""
+    """Returns an argument of a dry run."""
     if not isinstance(x, torch.Tensor):
         return x
     shape = (ROWS, *x.shape[1:]) if rows is not None and x.dim() and x.shape[0] == rows else x.shape
@@ -150,7 +156,7 @@ def _rehearsing(x: Any, rows: int | None) -> Any:
 
 
 def kind_of(values: Any) -> tuple[Any, ...]:
-    """The structure of a tree with the shapes and dtypes of its tensors."""
+    """Returns the structure of a tree with the shapes and dtypes of its tensors."""
     flat, spec = tree.flatten(values)
     shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat)
     return spec, shapes

@@ -1,4 +1,6 @@
-"""Prepares the copy of a module that runs: without caches, checkpointing, and hooks that come later."""
+"""Prepares the copy of a module that runs: without caches and checkpointing, and with the hooks that a library would
+install later.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _log = logging.getLogger("fzero")
 
 
 def prepared(skeleton: nn.Module) -> nn.Module:
-    """A skeleton without what a step does itself, or cannot do: caches, checkpointing, hooks that come later."""
+    """Prepares a meta module: turns off caches and gradient checkpointing, which a step does itself or cannot do, and
+    installs the hooks that a library would install in a later forward.
+    """
     for config in {id(c): c for m in skeleton.modules() for c in _configs(getattr(m, "config", None))}.values():
         if getattr(config, "use_cache", None):
             config.use_cache = False
@@ -35,7 +39,7 @@ def prepared(skeleton: nn.Module) -> nn.Module:
 
 
 def kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:
-    """For each dtype to compute in, parameters that transformers keeps in float32, by a part of their names."""
+    """Returns, for each compute dtype, a pattern for the names of the parameters that transformers keeps in float32."""
     strict = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules_strict", None) or ()}
     half = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules", None) or ()}
     named = {"bf16": strict, "fp16": strict | half}
@@ -47,14 +51,14 @@ def kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
+    """Yields a configuration and those inside it."""
     if config is not None and hasattr(config, "__dict__") and not isinstance(config, type):
         yield config
         yield from (c for c in vars(config).values() if hasattr(c, "use_cache"))
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether a module has mixtures whose products are still to be chosen."""
+    """Returns whether a module has mixtures of experts whose implementation is still to be chosen."""
     if not hasattr(module, "set_experts_implementation"):
         return False
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or ""

@@ -1,13 +1,14 @@
-"""Draws from keys what a module would draw from torch's global generator.
+"""Draws from keys the random numbers that a module would draw from torch's global generator.
 
-Below autograd, where a draw is a constant: what it is multiplied with is differentiated as ever. Each draw has a key of
-its own, the given one with the number of the draw folded in. What is drawn for an element of the batch depends on its
-place in the global batch (see [Note: keys and parts] of random.py), so it must be known which dim of a draw is the
-batch's. That shows in a rehearsal: the module runs on tensors without values, of a number of rows that no other size is
-a multiple of. A draw without such a dim is the same on every rank and in every micro-batch.
+This happens below autograd, where a draw is a constant: what it is multiplied with is differentiated as usual. Each
+draw has its own key: the given key with the number of the draw folded in. The random numbers of a sample depend on
+its position in the global batch (see [Note: keys and parts] of random.py), so it must be known which dimension of a
+draw is the batch. A dry run ("rehearsal") determines that: the module runs on tensors without values, with a number
+of samples that no other size is a multiple of. A draw without such a dimension is the same on every rank and in every
+micro-batch.
 
-A dim may hold the rows several times: `(rows, time)` flattened, or two views of the batch one behind the other. Which
-of both it is shows in the operations that made it (modules/batch_dims.py).
+A dimension may contain the samples several times: `(rows, time)` flattened, or two views of the batch one after the
+other. The operations that made the dimension determine which of the two it is (modules/batch_dims.py).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _NOBODYS = 0x5EED0F2E80  # a seed
 
 
 class Drawn(NamedTuple):
-    """A draw as a rehearsal found it, for the rows at hand.
+    """A draw as a dry run found it, converted to the current number of samples.
 
     Attributes:
-        shape: of it.
-        dim: that has the batch; None if none has.
-        split: of this dim's size, as (outer, rows, inner).
+        shape: shape of the draw.
+        dim: the batch dimension; None if there is none.
+        split: the size of this dimension as (outer, rows, inner).
     """
 
     shape: tuple[int, ...]
@@ -51,27 +52,27 @@ Dims = tuple[Drawn, ...]
 
 
 class NeedsKey(BaseException):
-    """Something is drawn where no key was given. Not an `Exception`, so that no forward catches it."""
+    """Something is drawn although no key was given. This is not an `Exception`, so that no forward catches it."""
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether a module has dropout, as far as its attributes tell."""
+    """Returns whether a module has dropout, according to its attributes."""
     rates = (x for m in module.modules() for name, x in vars(m).items() if "drop" in name or name == "p")
     return module.training and any(isinstance(x, float) and x > 0 for x in rates)
 
 
 class _Seeded(compat.TorchDispatchMode):
-    """Operations inside that draw are `seeded`."""
+    """A mode in which operations that draw random numbers are passed to `seeded`."""
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
-        """A draw of fz.random."""
+        """Draws with a function of fz.random."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        # nobody inside draws from torch's generator: that it has another seed says that somebody has asked for one
+        # Nothing inside draws from torch's generator, so if the generator has another seed, the code has set one.
         self._state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(_NOBODYS)
         return super().__enter__()
@@ -88,21 +89,21 @@ class _Seeded(compat.TorchDispatchMode):
 
 
 class Rehearsal(_Seeded):
-    """Notes each draw inside. What is noted in a layer is that layer's alone (`aside`).
+    """Records each draw inside. Draws inside a layer are recorded separately for that layer (`aside`).
 
     Args:
-        rows: of the batch at hand.
+        rows: number of samples in the current batch.
     """
 
     def __init__(self, rows: int | None) -> None:
         super().__init__()
         self.found: list[Drawn] = []
         self.places, self._rows = Places(), rows
-        self._reads: Sequence[torch.Tensor] = ()  # by the draw at hand
+        self._reads: Sequence[torch.Tensor] = ()  # the tensors that the current draw reads
 
     @contextmanager
     def aside(self) -> Iterator[list[Drawn]]:
-        """Notes what is drawn inside in a list of its own, which it gives."""
+        """Records the draws inside in a separate list, and yields that list."""
         outer, self.found = self.found, []
         try:
             yield self.found
@@ -111,14 +112,15 @@ class Rehearsal(_Seeded):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (test := raise_conditions.test_of(asking_frame())) is not None:
-            return test.answer  # of what does nothing but raise, as a trace takes it
+            # the test only decides whether to raise an error, so it is answered as a trace answers it
+            return test.answer
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.places.note(func, args, kwargs or {}, out)
         return out
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule, given = _RULES.get(func.overloadpacket), arguments(func, args, kwargs)
-        if rule is None:  # refused when it draws
+        if rule is None:  # an error is raised when it actually draws
             return func(*args, **kwargs)
         self._reads = [x for x in given.values() if isinstance(x, torch.Tensor)]
         return rule(self, given)
@@ -128,7 +130,7 @@ class Rehearsal(_Seeded):
         return torch.empty(tuple(shape), dtype=torch.int64 if kind is random.bits else torch.float32)
 
     def _drawn(self, shape: tuple[int, ...]) -> Drawn:
-        """Raises if it is not known which elements belong to which row."""
+        """Returns the draw, and raises an error if it is not known which elements belong to which sample."""
         at = next((i for i, n in enumerate(shape) if has_rows(n)), None) if self._rows else None
         if at is None:
             return Drawn(shape, None)
@@ -146,11 +148,11 @@ class Rehearsal(_Seeded):
 
 
 class Draws(_Seeded):
-    """Operations inside draw from `key`; without one they raise `NeedsKey`.
+    """Operations inside draw from `key`; without a key they raise `NeedsKey`.
 
     Args:
         key: int64[3], or None.
-        dims: as a rehearsal found them; None: there is no batch.
+        dims: the draws that a dry run found; None if there is no batch.
     """
 
     def __init__(self, key: torch.Tensor | None, dims: Dims | None = ()):
@@ -158,7 +160,7 @@ class Draws(_Seeded):
         self.key, self._dims, self._keys = key, None if dims is None else list(dims), 0
 
     def next(self) -> torch.Tensor:
-        """The key of the next draw, or of the next block."""
+        """Returns the key of the next draw, or of the next block."""
         if self.key is None:
             raise NeedsKey
         self._keys += 1
@@ -177,7 +179,7 @@ class Draws(_Seeded):
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
-        """A draw of fz.random, the rows in their dim."""
+        """Draws with a function of fz.random, with the samples in their dimension."""
         key, shape = self.next(), tuple(shape)
         drawn = Drawn(shape) if self._dims is None else self._rehearsed(shape)
         if (at := drawn.dim) is None:
@@ -189,7 +191,7 @@ class Draws(_Seeded):
         return kind(key, [rows, outer, inner, *rest], *args).movedim((1, 0, 2), (at, at + 1, at + 2)).reshape(shape)
 
     def _rehearsed(self, shape: tuple[int, ...]) -> Drawn:
-        """Raises if the rehearsal came to another draw here."""
+        """Returns the next draw of the dry run, and raises an error if the dry run found a different one here."""
         assert self._dims is not None
         drawn = self._dims.pop(0) if self._dims else None
         if drawn is None or drawn.shape != shape:
@@ -204,7 +206,7 @@ class Draws(_Seeded):
 
 
 def _fix(func: Any, given: dict[str, Any]) -> str:
-    """A way out of a draw without a rule, or with a generator."""
+    """Suggests a replacement for a draw that has no rule, or that uses a generator."""
     if given.get("generator") is not None:
         return "leave the generator out: what is drawn comes from the step's key"
     if "attention" in str(func):
@@ -226,7 +228,7 @@ def _exponential(mode: Draws, shape: Sequence[int], rate: float = 1.0) -> torch.
 
 
 def _into(made: Any) -> Any:
-    """A rule of an operation that overwrites a tensor."""
+    """Returns a rule for an operation that overwrites a tensor."""
 
     def rule(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
         x = given["self"]
@@ -236,7 +238,7 @@ def _into(made: Any) -> Any:
 
 
 def _made(made: Any) -> Any:
-    """A rule of an operation that makes a tensor, of a shape or like another."""
+    """Returns a rule for an operation that makes a tensor, of a given shape or like another tensor."""
 
     def rule(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
         like = given.get("self")
@@ -283,7 +285,7 @@ def _permutation(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
 
 
 def _multinomial(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
-    """By the largest of log p + Gumbel noise."""
+    """Draws by the largest log p + Gumbel noise."""
     p, number = given["self"], given["num_samples"]
     if given.get("replacement"):
         noise = _exponential(mode, [*p.shape[:-1], number, p.shape[-1]]).clamp_min(1e-20)

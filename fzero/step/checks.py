@@ -1,4 +1,4 @@
-"""Checks what a step is given: parameters, state, batch, and how its functions are called."""
+"""Checks what a step is given: parameters, state and batch, and how its functions are called."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ R = TypeVar("R")
 
 
 def wants_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function has a keyword-only parameter `key`."""
+    """Returns whether a loss function has a keyword-only parameter `key`."""
     parameter = inspect.signature(loss_fn).parameters.get("key")
     return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def takes(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a function can be called as a loss; where Python cannot tell, yes."""
+    """Returns whether a function can be called as a loss; True if Python cannot tell."""
     try:
         signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
     except (TypeError, ValueError):
@@ -39,8 +39,9 @@ def takes(loss_fn: Callable[..., Any]) -> bool:
 
 
 def check_arguments(fn: Callable[..., Any], num: int) -> None:
-    """Raises if a function of an evaluation does not take the parameters and so many arguments more; where Python
-    cannot tell it does."""
+    """Raises an error if the function of an evaluation does not take the parameters and `num` more arguments. If
+    Python cannot tell, it is accepted.
+    """
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -58,7 +59,7 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
 
 
 def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeError:
-    """The error of something that should be a step, with a way out for modules, models and whatever else."""
+    """Returns the error for something that should be a step, with a fix for modules, models and other objects."""
     fix = fix or "wrap the loss: fz.train_step(loss_fn, optimizer)"
     if isinstance(given, torch.nn.Module):
         fix = "fz.functionalize(module).train_step(optimizer, lambda out, batch: ...) is the step of a module"
@@ -68,7 +69,7 @@ def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeEr
 
 
 def check_init(init_fn: Any) -> None:
-    """Raises if what should be an init function is a module, a model of `functionalize`, or takes no key."""
+    """Raises an error if what should be an init function is a module or a model of `functionalize`, or takes no key."""
     is_model = hasattr(init_fn, "train_step")
     if is_model or isinstance(init_fn, torch.nn.Module):
         fix = "model.params are its tensors, model.train_step(optimizer) is its step"
@@ -80,8 +81,9 @@ def check_init(init_fn: Any) -> None:
 
 
 def check_tree(loss_fn: Any, params: Any) -> None:
-    """Raises if parameters of a model's step are its tensors in another tree, such as a state dict: `trainable` and
-    `mutable` go by paths, and would find none of them."""
+    """Raises an error if the parameters of a model's step are its tensors in another tree, such as a state dict:
+    `trainable` and `mutable` go by paths, and would match none of them.
+    """
     own = getattr(getattr(loss_fn, "model", None), "params", None)
     if own is None or tree.structure(own) == tree.structure(params):
         return
@@ -98,7 +100,7 @@ def check_tree(loss_fn: Any, params: Any) -> None:
 
 
 def no_trainable(params: Any) -> FzeroValueError:
-    """The error of a step that has nothing to train."""
+    """Returns the error for a step that has nothing to train."""
     named = tree.with_paths(params, "params")
     floats = [f"{path}: {tree.describe(x)}" for path, x in named if x.is_floating_point()]
     problems = ["no leaf is floating point"] if not floats else ["`trainable` accepts none of these:", *floats[:5]]
@@ -109,7 +111,7 @@ def no_trainable(params: Any) -> FzeroValueError:
 
 
 def _not_dense(value: Any, root: str) -> list[str]:
-    """Problems of a tree whose leaves should be dense tensors."""
+    """Returns the problems of a tree whose leaves should be dense tensors."""
     named = tree.with_paths(value, root)
     kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
@@ -117,14 +119,16 @@ def _not_dense(value: Any, root: str) -> list[str]:
 
 
 def _kind(x: Any) -> str:
-    """The kind of a leaf that is not a dense tensor; empty for one that is."""
+    """Returns the kind of a leaf that is not a dense tensor; empty for a dense tensor."""
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
 
 
 def state_and_batch(fn: Callable[P, R]) -> Callable[P, R]:
-    """The call of a training step, which says how it is called where the state or the batch is left out."""
+    """Decorates the call of a training step with an error that explains the call if the state or the batch is
+    missing.
+    """
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -140,7 +144,9 @@ def state_and_batch(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def no_backward(loss: torch.Tensor) -> None:
-    """Has `loss.backward()` say that the step is done. A copy, or what is pickled, is a plain tensor."""
+    """Makes `loss.backward()` raise an error which says that the step is already done. A copy, or a pickled loss, is
+    a plain tensor.
+    """
     vars(loss).update(backward=_backward, __getstate__=_no_attributes)
 
 
@@ -155,7 +161,7 @@ def _no_attributes() -> None:
 
 
 def check_one_batch(more: tuple[Any, ...]) -> None:
-    """Raises if a training step is given more than a state and a batch."""
+    """Raises an error if a training step is given more than a state and a batch."""
     if more:
         what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
         raise FzeroTypeError(
@@ -166,7 +172,7 @@ def check_one_batch(more: tuple[Any, ...]) -> None:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises naming every leaf that is not a dense tensor."""
+    """Raises an error that names every leaf that is not a dense tensor."""
     wrong = _not_dense(batch, "batch")
     if wrong:
         fixes = dict.fromkeys(_densely(x, x is batch) for x in tree.leaves(batch) if _kind(x))
@@ -176,7 +182,7 @@ def check_batch(batch: Any) -> None:
 
 
 def _densely(x: Any, alone: bool) -> str:
-    """The dense tensors to give in place of a leaf of a batch."""
+    """Returns the dense tensors to give in place of a leaf of a batch."""
     if isinstance(x, torch.Tensor):
         return "torch.nested.to_padded_tensor(x, 0.0)" if x.is_nested else "x.to_dense()"
     if isinstance(x, Mapping):
@@ -187,8 +193,9 @@ def _densely(x: Any, alone: bool) -> str:
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
-    """Raises if the leaves of a batch carry more than values: attributes someone has set, methods of the user's own
-    class, or an autograd graph."""
+    """Raises an error if the leaves of a batch are more than values: if they have attributes that someone has set,
+    methods of the user's own class, or an autograd graph.
+    """
     if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
         return
     check_batch(batch)
@@ -209,8 +216,9 @@ def check_bare(batch: Any, flat: list[Any]) -> None:
 
 
 def check_state(state: Any, fix: str, owner: str = "step") -> None:
-    """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the
-    optimizer's."""
+    """Raises an error if a value is not the state of a step. The params and the optimizer state are not checked: they
+    belong to the user and to the optimizer.
+    """
     if not isinstance(state, State):
         raise FzeroTypeError(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix)
     check_whole(state, owner)
@@ -219,7 +227,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
         for name, x, shape in (("step", state.step, ()), ("key", state.key, (3,)))
         if not isinstance(x, torch.Tensor)
         or x.dtype != torch.int64
-        or x.shape not in (shape, (0,))  # what has moved away is empty, and has its own error
+        or x.shape not in (shape, (0,))  # a state that was moved elsewhere is empty, and has its own error
     ]
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
@@ -228,7 +236,9 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
 
 
 def check_params(params: Any, owner: str = "init") -> None:
-    """Raises naming every leaf that is not a dense tensor; a whole state is no parameters."""
+    """Raises an error that names every leaf that is not a dense tensor, or if a complete state is given instead of
+    parameters.
+    """
     if isinstance(params, State):
         fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
         raise FzeroTypeError(owner, "takes parameters, not the State that holds them", fix=fix)

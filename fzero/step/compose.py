@@ -1,4 +1,4 @@
-"""Makes several transforms one."""
+"""Combines several transforms into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.step.train import Step
 
 
 def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several transforms as one. Their order does not matter: transforms commute.
+    """Combines several transforms into one. Their order does not matter: transforms commute.
 
     Example:
         >>> import fzero as fz
@@ -32,7 +32,7 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def apply(step: Any) -> Any:
         for i, transform in enumerate(transforms):
-            # one that does nothing to an evaluation is taken along
+            # a transform that does nothing to an evaluation is recorded all the same
             step = transform.add(step) if hasattr(transform, "add") else transform(step)
             if not hasattr(step, "transforms"):
                 raise FzeroTypeError(

@@ -32,7 +32,7 @@ class EvalStep:
 
     @property
     def exact(self) -> Callable[[str, str], bool] | None:
-        """As of a training step."""
+        """As for a training step."""
         return getattr(self.fn, "exact", None)
 
     @property
@@ -40,7 +40,7 @@ class EvalStep:
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The function, eagerly, without gradients."""
+        """Runs the function eagerly, without gradients."""
         check_arguments(self.fn, len(batch))
         check_params(params, "eval_step")
         with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
@@ -49,18 +49,18 @@ class EvalStep:
 
 
 def eval_step(fn: Callable[..., Any]) -> EvalStep:
-    """A forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
+    """Makes a forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
 
-    Outputs that are `fz.weighted` come back as `total / count` over the whole mesh; all others are this rank's own. See
-    docs/evaluation.md.
+    Outputs that are `fz.weighted` are returned as `total / count` over the complete mesh; all others are those of
+    this rank. See docs/evaluation.md.
 
     Args:
-        fn: a function of the parameters and of any number of further pytrees of tensors, all by position. Returns a
-            pytree of tensors: no gradient is taken. It gets no key: what is drawn in an evaluation comes from a key
-            that is one of its arguments.
+        fn: a function of the parameters and of any number of further pytrees of tensors, all passed by position.
+            Returns a pytree of tensors; no gradient is computed. It gets no key: random numbers in an evaluation come
+            from a key that is one of its arguments.
 
     Raises:
-        FzeroTypeError: a function that cannot be called so.
+        FzeroTypeError: if the function cannot be called in this way.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
-"""Defines steps, made of a loss and an optimizer, and the plain step: the reference semantics.
+"""Defines training steps, made from a loss and an optimizer, and their reference semantics.
 
-A step is a value: its functions, and the records of the transforms applied to it. Called directly it runs its functions
-eagerly through autograd, whatever its transforms: they change how a step is carried out, not what it means.
+A step is a value: its functions, and the records of the transforms applied to it. Called directly, it runs its
+functions eagerly through autograd, whatever its transforms: they change how a step is computed, not what it computes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Step:
 
     @property
     def exact(self) -> Callable[[str, str], bool] | None:
-        """Predicate `(path, compute)` of the leaves that stay in their dtype whatever is computed in, such as the
-        buffers of a module: an attribute of the loss function."""
+        """Predicate `(path, compute)` of the tensors that stay in their dtype whatever the compute dtype is, such as
+        the buffers of a module. It is an attribute of the loss function.
+        """
         return getattr(self.loss_fn, "exact", None)
 
     @property
@@ -74,11 +75,12 @@ class Step:
         return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
     def trains(self, params: Any) -> list[bool]:
-        """For each leaf whether it is trained: a floating-point leaf that `trainable` accepts and `mutable` does not.
+        """Returns for each leaf of the parameters whether it is trained: whether it is floating-point, and
+        `trainable` accepts it and `mutable` does not.
 
         Raises:
-            FzeroTypeError: complex leaves that would be.
-            FzeroValueError: a tied leaf of which `trainable` accepts some paths alone.
+            FzeroTypeError: if complex leaves would be trained.
+            FzeroValueError: if `trainable` accepts only some of the paths of a tied leaf.
         """
         check_tree(self.loss_fn, params)
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
@@ -107,11 +109,12 @@ class Step:
         return accepted
 
     def mutates(self, params: Any) -> list[bool]:
-        """For each leaf whether the loss function returns its new value: one that `mutable` accepts.
+        """Returns for each leaf of the parameters whether the loss function returns its new value: whether `mutable`
+        accepts it.
 
         Raises:
-            FzeroTypeError: complex leaves among them.
-            FzeroValueError: a tied leaf of which `mutable` accepts some paths alone; paths of which it accepts none.
+            FzeroTypeError: if complex leaves are among them.
+            FzeroValueError: if `mutable` accepts only some of the paths of a tied leaf, or no path at all.
         """
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
         accepted = [
@@ -140,8 +143,9 @@ class Step:
         return accepted
 
     def optimized(self, params: Any) -> Any:
-        """The parameters as the optimizer sees them: None for a leaf that is not trained, and for every tie but the
-        first."""
+        """Returns the parameters as the optimizer sees them: None for a leaf that is not trained, and for every tied
+        leaf but the first.
+        """
         flat, structure = tree.flatten(params)
         first = ties(flat)
         return tree.unflatten(
@@ -153,14 +157,14 @@ class Step:
         )
 
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
-        """The first state.
+        """Returns the initial state.
 
         Args:
             params: a pytree of tensors, or a function of a key that returns one.
-            key: int64[3]; the state's key derives from it. By default `fz.random.key(0)`.
+            key: int64[3]; the state's key is derived from it. By default `fz.random.key(0)`.
 
         Raises:
-            FzeroTypeError: a leaf that is not a tensor.
+            FzeroTypeError: if a leaf is not a tensor.
         """
         key = fzrandom.key(0) if key is None else key
         if callable(params):
@@ -180,16 +184,18 @@ class Step:
 
     @state_and_batch
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
-        """One step, eagerly, on one device, the whole batch at once: what every transform of it must equal.
+        """Runs one step eagerly, on one device, with the complete batch at once. Every transform of the step must
+        give an equal result.
 
-        Returns: the new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
-            `aux`.
+        Returns:
+            The new state, and the metrics `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`, `aux`.
         """
         check_one_batch(more)
         check_state(state, "make one with step.init")
         check_batch(batch)
         check_bare(batch, tree.leaves(batch))
-        batch = tree.map(functools.cache(torch.Tensor.detach), batch)  # by identity: leaves that are one tensor stay so
+        # by identity: leaves that are one tensor stay one tensor
+        batch = tree.map(functools.cache(torch.Tensor.detach), batch)
         leaves, structure = tree.flatten(state.params)
         first = ties(leaves)
         trained = [i for i, x in enumerate(self.trains(state.params)) if x and first[i] == i]
@@ -231,7 +237,8 @@ class Step:
             new_params = tree.map(keep, optimized, new_params)
             opt_state = tree.map(keep, state.opt_state, opt_state)
         trains = zip(trained, found, tree.leaves(new_params), strict=True)
-        new = {i: x for i, g, x in trains if g is not None} | changed  # as torch.optim leaves those without a gradient
+        # parameters without a gradient keep their value, as in torch.optim
+        new = {i: x for i, g, x in trains if g is not None} | changed
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])
         metrics: dict[str, Any] = {
             "loss": value,
@@ -253,7 +260,7 @@ def train_step(
     trainable: Predicate | None = None,
     mutable: Predicate | None = None,
 ) -> Step:
-    """A training step from a loss and an optimizer.
+    """Makes a training step from a loss and an optimizer.
 
     Args:
         loss_fn: `(params, batch) -> loss`, a 0-dim floating-point tensor, the mean over the batch; or
@@ -262,26 +269,26 @@ def train_step(
         optimizer: a pair `init(params)`, `update(grads, opt_state, params)`: see `fzero.optim`.
         has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over
             ranks and micro-batches, `fz.weighted` ones exactly.
-        trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves
-            are never trained, and complex ones are to be refused. Of a tied leaf it accepts all paths, or none. None:
-            all floating-point leaves; of `model.loss` and `model.calling`, those of `model.trainable`.
-        mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the running
-            statistics of a batch norm: it returns `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new` is a tree
-            like `params` with a value for each of these leaves, in its shape and dtype; other leaves are left out,
-            None, or as they came. They are assigned at the end of the step. Floating-point values are averaged over
-            ranks and micro-batches, others must be the same on all of them. They get no gradient and no optimizer
-            state, rest whole and in their own dtype. None: no leaf; of `model.loss` and `model.calling`,
-            those of `model.mutable`. See docs/mutable.md.
+        trainable: predicate `(path, leaf)`. A leaf that it rejects gets no gradient and no optimizer state. Integer
+            leaves are never trained, and complex leaves must be rejected. It must accept all paths of a tied leaf, or
+            none. None: all floating-point leaves; for `model.loss` and `model.calling`, those of `model.trainable`.
+        mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the
+            running statistics of a batch norm: it returns `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new`
+            is a tree like `params` with a value for each of these leaves, in its shape and dtype; other leaves are
+            left out, None, or unchanged. The values are assigned at the end of the step. Floating-point values are
+            averaged over ranks and micro-batches, others must be the same on all of them. Mutable leaves get no
+            gradient and no optimizer state, and are stored unsharded and in their own dtype. None: no leaf; for
+            `model.loss` and `model.calling`, those of `model.mutable`. See docs/mutable.md.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`, or with other arguments. From the step: a complex
-            leaf, or new values that are missing, have another shape or dtype, or belong to leaves that `mutable`
-            rejects.
-        FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone;
-            new values that are not floating point and differ between ranks or micro-batches, on every rank alike.
-        TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.
+        FzeroTypeError: for an optimizer without `init` and `update`, or whose functions take other arguments. From
+            the step: for a complex leaf, or new values that are missing, have another shape or dtype, or belong to
+            leaves that `mutable` rejects.
+        FzeroValueError: from the step, if `trainable` or `mutable` accepts only some of the paths of a tied leaf; or
+            if new values are not floating point and differ between ranks or micro-batches, on every rank alike.
+        TraceError: from the step, for a `weighted` loss whose count depends on trainable parameters.
 
     Example:
         >>> import torch
@@ -338,8 +345,9 @@ def train_step(
 
 
 def _as_complex(names: list[str]) -> str:
-    """Code, for an error, that stores each complex parameter of a module as two real ones. Elementwise optimizers then
-    do the same as those of torch.optim, which view complex parameters as real."""
+    """Returns code, for an error message, that stores each complex parameter of a module as two real ones.
+    Elementwise optimizers then do the same as those of torch.optim, which view complex parameters as real.
+    """
     return f"""
   class AsComplex(torch.nn.Module):
       forward = lambda self, real, imag: torch.complex(real, imag)
@@ -350,13 +358,13 @@ def _as_complex(names: list[str]) -> str:
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
-    """The arguments of a predicate: the leaves, without values."""
-    with compat.no_modes():  # in a trace they are not part of what is traced
+    """Returns the arguments of a predicate: the leaves, without values."""
+    with compat.no_modes():  # during a trace, these are not part of the traced code
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
 
 
 def _check_ties(kind: str, verb: str, params: Any, paths: list[str], accepted: list[bool]) -> None:
-    """Raises if a predicate, `trainable` or `mutable`, accepts some paths of a tied leaf alone."""
+    """Raises an error if a predicate, `trainable` or `mutable`, accepts only some of the paths of a tied leaf."""
     if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, kind):
         problem = f"tied leaves are {verb} by some of their paths alone"
         raise FzeroValueError("train_step", problem, torn, "accept all their paths, or none")
