@@ -35,7 +35,8 @@ _LONG = 32
 KNOWN = frozenset(
     {"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"}
 )
-"""Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
+"""Packages whose objects have no settings unless they compare by value. PyTorch's own settings are captured by
+torch_switches.py."""
 _FIELDS = WHOLE - {"getattr", "attrgetter"}
 """Names with which code reads everything that a record holds."""
 _NUMBERS = (*PLAIN, numbers.Number)
