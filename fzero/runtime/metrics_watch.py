@@ -1,7 +1,8 @@
-"""Watches scalars of a running step on the host: parameters that are not finite, at the start and later, a loss scale
-at its minimum, new values of leaves that must agree and do not.
+"""Watches scalars of a running step on the host: parameters that are not finite, at the start or later; a loss scale at
+its minimum; and new values of leaves that must agree between ranks but do not.
 
-None waits for the device within a step: the first is asked once, the others are read when they have arrived.
+Nothing here waits for the device during a step. The parameters are checked once before the first step; the flags of a
+step are read when they have arrived.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.transform import find
 
 _LOOKS = 8
-"""Steps that are not finite after which parameters are looked at: an optimizer may leave such steps out."""
+"""Maximum number of times that parameters are checked after a step whose loss or gradients were not finite. Several
+checks may be needed, because an optimizer may skip such steps."""
 
-_STACKLEVEL = 7  # the user's call of a step: of `CompiledStep.__call__`, its two decorators, and three calls in here
+_STACKLEVEL = 7  # from here to the user's call: three calls in here, `CompiledStep.__call__` and its two decorators
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:
-    """Raises naming the trained parameters whose part on this rank has an inf or a nan. Those on disk are not read for
-    it.
+    """Raises an error that names the trained parameters whose shard on this rank contains inf or NaN. Parameters on
+    disk are not read for this.
 
     Args:
         params: the tree of a state.
         inputs: its leaf table.
-        trained: for each leaf.
+        trained: for each leaf, whether it is trained.
     """
     wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in _finite(params, inputs, trained, mesh) if not finite]
     if wrong:
@@ -46,20 +48,20 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
 
 
 def _finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> list[tuple[int, bool]]:
-    """Whether this rank's part of each trained parameter in memory is finite. Waits for the device."""
+    """Returns for each trained parameter in memory whether this rank's shard is finite. Waits for the device."""
     flat = tree.leaves(params)
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
-    # a nan is the least and the greatest
+    # aminmax returns NaN for both if there is a NaN
     ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]
     return list(zip(asked, torch.stack(ends).isfinite().all(1).tolist() if ends else [], strict=True))
 
 
 class Arriving:
-    """Flags of steps as they reach the host, in the order of the steps.
+    """The flags of steps as they arrive on the host, in the order of the steps.
 
-    A device that runs behind the host is not waited for: a flag comes when it is there. An error must come in the same
-    step on every rank: where flags may raise one, that of the last step but one is waited for, which the device has
-    long done.
+    A device that runs asynchronously is not waited for; a flag is read after it has arrived. But an error must be
+    raised in the same step on every rank. Therefore, if flags may raise an error, the flag of the second-to-last step
+    is waited for, which the device has finished long ago.
     """
 
     def __init__(self, raises: bool):
@@ -67,18 +69,19 @@ class Arriving:
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def __call__(self, flag: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Flags that have arrived, with that of another step on its way."""
+        """Adds the flag of a step, and yields the flags that have arrived."""
         self._under_way.append(fetched(flag))
         while self._under_way and self._is_there(self._under_way[0][1]):
             yield self._under_way.popleft()[0]
 
     @property
     def num_under_way(self) -> int:
-        """Flags that have not arrived."""
+        """The number of flags that have not arrived."""
         return len(self._under_way)
 
     def _is_there(self, event: torch.cuda.Event | None) -> bool:
-        """Whether the oldest flag has arrived. A flag that may raise is waited for, except the one of the last step."""
+        """Whether the oldest flag has arrived. A flag that may raise an error is waited for, unless it is that of the
+        last step."""
         if event is None or not self._raises:
             return event is None or event.query()
         if len(self._under_way) == 1:
@@ -88,14 +91,14 @@ class Arriving:
 
 
 class Agreement:
-    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches. It
-    raises in the same step; on a device that runs behind the host, in the next."""
+    """Raises an error that names the leaves whose new values, which are not averaged, differed between ranks or
+    micro-batches. It is raised in the same step; on an asynchronous device, in the next one."""
 
     def __init__(self) -> None:
         self._arriving = Arriving(raises=True)
 
     def __call__(self, same: torch.Tensor, paths: Sequence[str]) -> None:
-        """Looks at the flags of a step, bool[len(paths)]."""
+        """Checks the flags of a step, bool[len(paths)]."""
         for flags in self._arriving(same):
             wrong = [
                 f"{path}: not the same on every rank and in every micro-batch"
@@ -113,14 +116,14 @@ class Agreement:
 
 
 class Raised:
-    """Raises naming the lines at which a function of the step raises: in the same step; on a device that runs behind
-    the host, in the next."""
+    """Raises an error that names the lines at which a function of the step raises: in the same step; on an asynchronous
+    device, in the next one."""
 
     def __init__(self) -> None:
         self._arriving, self._lines = Arriving(raises=True), deque[Sequence[str]]()
 
     def __call__(self, flags: torch.Tensor, lines: Sequence[str], state: State) -> None:
-        """Looks at the flags of a step, bool[len(lines)], of all ranks."""
+        """Checks the flags of a step, bool[len(lines)], combined over all ranks."""
         self._lines.append(lines)
         for raised in self._arriving(flags):
             held = [line for line, holds in zip(self._lines.popleft(), raised.tolist(), strict=True) if holds]
@@ -132,14 +135,14 @@ class Raised:
 
 
 class AtMinimum:
-    """Says once, or raises, that gradients overflow though the loss scale is at its minimum."""
+    """Warns once, or raises, if gradients overflow although the loss scale is at its minimum."""
 
     def __init__(self, mesh: Mesh, minimum: float, raises: bool):
         self._mesh, self._minimum, self._raises = mesh, minimum, raises
         self._said, self._arriving = False, Arriving(raises)
 
     def __call__(self, flag: torch.Tensor) -> None:
-        """Looks at the flag of a step, bool[]."""
+        """Checks the flag of a step, bool[]."""
         if not self._said and any(value.item() for value in self._arriving(flag)):
             self._say()
 
@@ -159,8 +162,8 @@ class AtMinimum:
 
 
 class NotFinite:
-    """Says once that parameters are not finite any more: those are looked at when a step's loss or gradients were not.
-    Where all rest on disk, two such steps in a row say so."""
+    """Warns once when parameters have become non-finite. They are checked when the loss or the gradients of a step were
+    not finite. If all parameters are on disk, two such steps in a row cause the warning."""
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._arriving = mesh, Arriving(raises=False)
@@ -168,7 +171,7 @@ class NotFinite:
         self._in_row = 0
 
     def __call__(self, finite: torch.Tensor, state: State, inputs: Inputs, trained: Callable[[], list[bool]]) -> None:
-        """Looks at the flag of a step, bool[], and at the state behind it if one that has arrived is False."""
+        """Checks the flag of a step, bool[], and the state if a flag that has arrived is False."""
         if not self._looks_left:
             return
         for flag in self._arriving(finite):
@@ -193,7 +196,7 @@ class NotFinite:
 
 
 class MetricsWatch:
-    """Watches the metrics of a training step: all that is watched in this file after the first step."""
+    """Watches the metrics of a training step: does all checks in this file that follow the first step."""
 
     def __init__(self, step: Step, mesh: Mesh):
         precision = find(step.transforms, MixedPrecision)
@@ -203,12 +206,12 @@ class MetricsWatch:
             if precision and scaling
             else None
         )
-        # with a loss scale steps that overflow are left out
+        # with a loss scale, steps that overflow are skipped, and do not make parameters non-finite
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self._agreement, self._raised = Agreement(), Raised()
 
     def __call__(self, metrics: dict[str, Any], state: State, step: Step, lowered: Lowered) -> None:
-        """Looks at the metrics of a step, and removes those that are for this alone."""
+        """Checks the metrics of a step, and removes those that exist only for these checks."""
         if "raised" in metrics:
             self._raised(metrics.pop("raised"), lowered.raises, state)
         if self._at_minimum is not None:
@@ -224,7 +227,7 @@ class MetricsWatch:
 
 
 def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """A flag in host memory, and the event after which it is there."""
+    """Starts to copy a flag to host memory. Returns the copy, and the event after which its value is there."""
     if flag.device.type != "cuda":
         return flag, None
     value = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Profiles a step against its plan: the time of every line, and the most memory alive."""
+"""Profiles a step to compare it with its plan: measures the time of every op, and the peak memory of tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fzero.plan.cost import channel
 from fzero.plan.timeline import COMPUTE, Event
 
 LinePlace = tuple[Line, int, int]
-"""A line, its number as `Program.walk` counts, and the turn of the loop around it."""
+"""An op, its number as `Program.walk` counts, and the iteration of the loop around it."""
 
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """This moment."""
+        """Returns the current moment."""
         ...
 
     def wait(self, mark: Any) -> None: ...
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments that have come."""
+        """Returns the time between two moments that have passed."""
         ...
 
 
@@ -42,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments in the queue of work of the current CUDA device."""
+    """Measures moments in the work queue of the current CUDA device."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -57,17 +57,17 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a device's work."""
+    """Returns the clock for the work of a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Timer:
-    """Times each line of one run of a program; its methods are called before and after each (runtime/op_hooks.py)."""
+    """Times each op in one run of a program. Its methods are called before and after each op (runtime/op_hooks.py)."""
 
     def __init__(self, device: torch.device):
         self._clock = clock_of(device)
         self._zero = self._clock.mark()
-        self._marks: list[tuple[LinePlace, Any, Any]] = []  # each line that ran, before and after it
+        self._marks: list[tuple[LinePlace, Any, Any]] = []  # each op that ran, with the moments before and after it
 
     def before(self, place: LinePlace, args: tuple[Any, ...]) -> Any:
         return self._clock.mark()
@@ -76,7 +76,7 @@ class Timer:
         self._marks.append((place, start, self._clock.mark()))
 
     def events(self) -> list[Event]:
-        """The time of each line, once all have run."""
+        """Returns the time of each op, after all have run."""
         if self._marks:
             self._clock.wait(self._marks[-1][2])
         seconds = lambda mark: self._clock.seconds(self._zero, mark)  # noqa: E731
@@ -84,7 +84,7 @@ class Timer:
 
 
 def _events(marks: Iterable[tuple[LinePlace, float, float]]) -> list[Event]:
-    """An event a line, and one for each transfer from its start to the end of its wait."""
+    """Returns an event for each op, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
     for (line, number, turn), begin, end in marks:
@@ -100,7 +100,7 @@ def _events(marks: Iterable[tuple[LinePlace, float, float]]) -> list[Event]:
 
 
 def allocated(run: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes of tensors alive at once while `run` runs, beyond those alive before."""
+    """Runs `run` and returns the peak bytes of tensors that are alive at the same time, minus those alive before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Says how much memory a step was planned to take, and which transforms lower it."""
+"""Adds to an out-of-memory error the planned memory of the step, and the transforms that lower it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def raise_with_advice(
     lowered: Lowered,
     plan: Callable[[], Plan],
 ) -> None:
-    """Raises in place of an error that says that memory is full; returns for any other. `plan`: of the program."""
+    """Raises OutOfMemory with advice in place of an error that says that memory is full; returns for any other error.
+
+    Args:
+        plan: returns the plan of the program.
+    """
     raise_out_of_memory(error, owner, lambda: _advice(step, mesh, backend, lowered, plan()))
 
 
 def _advice(step: Step, mesh: Mesh, backend: str, lowered: Lowered, plan: Plan) -> list[str]:
-    """The planned peak of a program that ran out of memory, and transforms that lower it, each with the new peak."""
+    """Returns the planned peak of a program that ran out of memory, and transforms that lower it, each with the new
+    peak."""
     kind = mesh.device.type
     total = torch.cuda.mem_get_info(mesh.device)[1] if kind == "cuda" else None
     problems = [f"planned: {size(plan.peak_bytes)}" + (f" of {size(total)}" if total else "")]

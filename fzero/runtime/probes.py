@@ -1,7 +1,8 @@
-"""Probes the rates of this machine for `calibrate`, each by running what a program runs, a few times, and taking the
-best.
+"""Measures the rates of this machine for `calibrate`. Each measurement runs what a program runs, a few times, and takes
+the best time.
 
-On a mesh all ranks measure at once, so that what they share (memory, the host's cores, links) is shared as in a run.
+On a mesh all ranks measure at the same time, so that shared resources (memory, the host's cores, links) are shared as
+in a real run.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ aten = torch.ops.aten
 
 Progress = Callable[[str], None]
 
-# rows, columns, inner of a product
+# rows, columns and inner dimension of a matrix product
 _SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]
-_COPY = 1 << 24  # bytes: more than caches that one rank has for itself, less than would take long
-_PAST_CACHES = 4 * _COPY  # of a copy of memory: more than those that several share, as a step's values are together
-_ELEMENTS = 1 << 18  # of a function on a CPU: 1 MiB, so that it is not memory that is measured
+_COPY = 1 << 24  # bytes: more than the caches that belong to one rank, but not so many that it takes long
+_PAST_CACHES = 4 * _COPY  # for copies within memory: more than shared caches, like the values of a step together
+_ELEMENTS = 1 << 18  # for functions on a CPU: 1 MiB, so that memory is not the bottleneck
 _PAGE = 4096
-_REQUEST = 8 * PIECE  # bytes of a disk's reads and writes: more than its threads move at once
+_REQUEST = 8 * PIECE  # bytes of reads and writes of a disk: more than its threads move at once
 SCRATCH = 4 * _REQUEST
-"""Bytes that measuring a disk takes there."""
+"""Bytes that the measurement of a disk needs there."""
 
 
 def rates(
     mesh: Mesh, seconds: float, progress: Progress = lambda what: None, directory: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """Everything of a `Device` that is measured, on every rank of a mesh alike.
+    """Measures everything in a `Device` that is measured. All ranks of a mesh call it together.
 
     Args:
-        mesh: of this process alone, or of all ranks of a host.
-        seconds: about how long to measure; compiling and starting come on top.
+        mesh: of this process only, or of all ranks of a host.
+        seconds: approximate duration; compiling and starting take additional time.
         progress: called with what is being measured.
-        directory: whose disk is measured.
+        directory: the directory whose disk is measured.
     """
     device, each = mesh.device, seconds / 9
     out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}, "process_bytes": resident()}
@@ -85,9 +86,9 @@ def rates(
 
 
 def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """FLOP/s of matrix products as a layer has them: forward, and for both gradients, of typical sizes, as the runtime
-    runs them."""
-    scale = 1 if device.type == "cpu" else 4  # a device with more units needs more work to fill them
+    """Measures the FLOP/s of matrix products as in a layer: the forward product and those of both gradients, in typical
+    sizes, as the runtime runs them."""
+    scale = 1 if device.type == "cpu" else 4  # a device with more processors needs more work to fill them
     total = taken = 0.0
     started = time.perf_counter()
     for rows, columns, inner in (tuple(n * scale for n in size) for size in _SIZES):
@@ -97,18 +98,19 @@ def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> fl
         for a, b in ((x, w.T), (dy, w), (dy.T, x)):
             taken += best(as_run(aten.mm, a, b), device, seconds / len(_SIZES) / 3)
             total += 2.0 * rows * columns * inner
-        if time.perf_counter() - started > 2 * seconds:  # a slow machine: the larger sizes would take too long
+        if time.perf_counter() - started > 2 * seconds:  # on a slow machine the larger sizes would take too long
             break
     return total / taken
 
 
 def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[float, float]:
-    """FLOP/s of causal attention and of its backward, as if nothing were masked, for heads of 64."""
+    """Measures the FLOP/s of causal attention and of its backward for heads of 64. The FLOPs are counted as if nothing
+    were masked."""
     shape = (4, 8, 256, 64) if device.type == "cpu" else (4, 16, 2048, 64)
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     forward, backward, _ = _FUSED[device.type]
     out, logsumexp, *rest = forward(q, k, v, 0.0, True)
-    # on CUDA offsets and lengths of sequences, and the state of a dropout that is none
+    # on CUDA also sequence offsets and lengths, and the RNG state of the dropout, which is unused
     before, after = (rest[:4], rest[4:6])
     one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
     two = as_run(lambda *x: backward(*x[:6], *before, 0.0, True, *x[6:])[0], dout, q, k, v, out, logsumexp, *after)
@@ -117,15 +119,19 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
 
 
 def copy_rate(device: torch.device, seconds: float, times: int = 1) -> float:
-    """Bytes/s read and written together. `times`: as much as one thread's caches do not hold, where there are many."""
+    """Measures the bytes/s of a copy, counting reads and writes together.
+
+    Args:
+        times: a factor for the size of the copy on a CPU, for hosts whose many threads together have larger caches.
+    """
     nbytes = _PAST_CACHES * (times if device.type == "cpu" else 8)
     source, target = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / best(lambda: target.copy_(source), device, seconds)
 
 
 def call_seconds(mesh: Mesh, seconds: float) -> float:
-    """Time of a call that has next to nothing to do: of a compiled function, or of an eager one where there is no
-    compiler."""
+    """Measures the time of a call that does next to nothing: of a compiled function, or of an eager function if there
+    is no compiler."""
 
     def calls(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [torch.sin(x) * y, x + y]
@@ -135,8 +141,8 @@ def call_seconds(mesh: Mesh, seconds: float) -> float:
 
 
 def transcendental_rate(mesh: Mesh, seconds: float) -> float:
-    """Elements/s of exponentials, or what takes as long, in a compiled function: of the mean of those that models
-    have."""
+    """Measures the elements/s of exponentials, or of functions that take as long, in a compiled function: the mean over
+    those that models use."""
 
     def functions(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [torch.exp(x) + torch.tanh(x) + torch.erf(x) + torch.exp(y) * torch.tanh(y) * torch.erf(y)]
@@ -149,7 +155,8 @@ def transcendental_rate(mesh: Mesh, seconds: float) -> float:
 
 
 def _built(fn: Callable[..., list[torch.Tensor]], numel: int, mesh: Mesh) -> tuple[Function, Callable[..., Any]]:
-    """A function of two vectors, recorded, and as a program runs it: compiled, if there is a compiler."""
+    """Returns a function of two vectors, recorded, and the same function as a program runs it: compiled if there is a
+    compiler."""
     with compat.FakeTensorMode():
         fakes = [torch.empty(numel, device=mesh.device.type) for _ in range(2)]
         graph = record(fn, fakes, owner="calibrate", names=["x", "y"])
@@ -159,7 +166,7 @@ def _built(fn: Callable[..., list[torch.Tensor]], numel: int, mesh: Mesh) -> tup
 
 
 def host_copy(device: torch.device, seconds: float) -> Link:
-    """From the device's memory to the host's; on a CPU a copy within it."""
+    """Measures a copy from the device's memory to the host's; on a CPU, a copy within host memory."""
     pinned = device.type != "cpu"
     source = torch.zeros(_COPY, dtype=torch.uint8, device=device)
     target = torch.zeros(_COPY, dtype=torch.uint8, pin_memory=pinned)
@@ -172,19 +179,20 @@ def host_copy(device: torch.device, seconds: float) -> Link:
 
 
 def link(mesh: Mesh, seconds: float) -> Link:
-    """The bytes/s of a rank to the others of the fastest axis, the last: gathers and reductions through the
-    transport of the mesh, half each."""
+    """Measures the bytes/s from a rank to the others along the fastest axis, which is the last one: gathers and
+    reductions through the transport of the mesh, half each."""
     axis, size = next((a, n) for a, n in reversed(mesh.axes.items()) if n > 1)
-    largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
+    largest = _COPY // (size * 4) * 4 * size  # bytes of the gathered tensor
     pool = transport(mesh).pool(2 * largest)
-    # every rank runs each as often as the others: a fixed number of times, not for a time
+    # a fixed number of runs instead of a fixed time, because every rank must run each equally often
     pair = lambda n: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, 8 if n == largest else 30)  # noqa: E731
     fit = fitted({n * 2 * (size - 1) // size: pair(n) for n in (size * 1024, largest)})
     return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
 
 
 def _pair(mesh: Mesh, axis: str, pool: torch.Tensor, nbytes: int) -> Callable[[], None]:
-    """A gather of a whole with so many bytes, and its reduction, in a pool of twice as many at least."""
+    """Returns a function that gathers a tensor of `nbytes` and reduces it again, in a pool of at least twice that
+    size."""
     carrier: Any = transport(mesh)
     size, half = mesh.axes[axis], pool.numel() // 2
     whole, summed = pool[:nbytes].view(torch.float32), pool[half : half + nbytes // size].view(torch.float32)
@@ -200,19 +208,19 @@ def _pair(mesh: Mesh, axis: str, pool: torch.Tensor, nbytes: int) -> Callable[[]
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:
-    """Bytes/s at which scratch files are read, are written, and both together while pieces of the two take turns; by
-    the threads, and in the pieces, that a program's leaves on disk are moved with.
+    """Measures the bytes/s at which scratch files are read, are written, and are both read and written in alternating
+    pieces. It uses the same threads and piece sizes as a program's tensors on disk.
 
     Args:
-        seconds: about how long to measure.
-        directory: in which; by default the system's for temporary files.
+        seconds: approximate duration.
+        directory: of the scratch files; by default the system's directory for temporary files.
     """
     cpu = torch.device("cpu")
     files = ScratchFiles(directory or tempfile.gettempdir(), SCRATCH)
     try:
         ours, theirs = (aligned(_REQUEST).random_() for _ in range(2))
         at = itertools.cycle(range(0, SCRATCH, _REQUEST))
-        for _ in range(4):  # what was never written is read without the disk
+        for _ in range(4):  # write everything once: reads of bytes that were never written do not touch the disk
             files.write([(next(at), ours)]).wait()
 
         def both() -> None:
@@ -243,7 +251,7 @@ def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tup
 
 
 def best(run: Callable[[], Any], device: torch.device, seconds: float, times: int = 0) -> float:
-    """Seconds of the quickest of several runs after one that does not count: `times` of them, or as many as fit in
+    """Returns the seconds of the fastest of several runs, after one warm-up run: `times` runs, or as many as fit in
     `seconds` and at least three."""
     run()
     _settle(device)
@@ -258,15 +266,15 @@ def best(run: Callable[[], Any], device: torch.device, seconds: float, times: in
 
 
 def fitted(measured: Mapping[int, float]) -> Link:
-    """The link on whose line the times of a small and a large number of bytes lie."""
+    """Returns the link (latency and bandwidth) that explains the times of a small and of a large number of bytes."""
     (few, quick), (many, slow) = sorted(measured.items())
     per_byte = max(slow - quick, 0.1 * slow) / (many - few)
     return Link(max(0.0, quick - few * per_byte), 1 / per_byte)
 
 
 def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], Any]:
-    """A function on some arguments as the runtime runs it on their device: products in float32 where there is no native
-    bfloat16."""
+    """Prepares a function with some arguments as the runtime runs it on their device: for example, products in float32
+    if there is no native bfloat16."""
     with compat.FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device.type) for t in args]
         graph = record(lambda *xs: [fn(*xs)], fakes, owner="calibrate", names=[f"x_{i}" for i in range(len(args))])
@@ -275,7 +283,7 @@ def as_run(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[],
 
 
 class _Fused(NamedTuple):
-    """Fused attention of a device, and the dtypes that it takes."""
+    """Fused attention of a device, and the dtypes that it supports."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]

@@ -19,13 +19,17 @@ from fzero.trace.subgraph import signature
 def made_together(
     mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str
 ) -> tuple[Any, Any]:
-    """The result of `make` on this rank, once every rank has made the same program and finished building it.
+    """Returns the result of `make` on this rank, after every rank has made the same program and has finished building
+    it.
 
-    `make` returns a `Lowered` and a function that builds it. That function returns another, which connects the built
-    program with the other ranks. An error in any of them is raised here, and reported to the other ranks: only the last
-    waits for them, when all have built. They are told `why`.
+    `make` returns a `Lowered` and a function that builds it. That function returns another one, which connects the
+    built program with the other ranks. An error in any of the three is raised here and reported to the other ranks.
+    Only the last function waits for the other ranks, after all of them have built.
 
-    Communication: a few hundred bytes through the store, three times; the text of two programs if they differ.
+    Args:
+        why: says why this rank makes a program. The other ranks see it in their errors.
+
+    Communication: a few hundred bytes through the store, three times; the texts of two programs if they differ.
 
     Raises:
         DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come
@@ -55,8 +59,8 @@ def made_together(
 
 
 def describe(*programs: Program) -> str:
-    """Everything two ranks must have in common, as text: PyTorch's switch, and of each program of a set its lines and
-    the operations of its functions."""
+    """Returns as text everything in which two ranks must agree: PyTorch's switch for deterministic algorithms, and for
+    each program its ops and the operations of its subgraphs."""
     parts = [f"deterministic algorithms: {deterministic_mode.setting()}"]
     for program in programs:
         parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
@@ -68,7 +72,7 @@ def describe(*programs: Program) -> str:
 
 
 def difference(first: str, other: str, one: str, another: str) -> list[str]:
-    """The first line in which two texts differ, both sides."""
+    """Returns the first line in which two texts differ, from both sides."""
     pairs = itertools.zip_longest(first.splitlines(), other.splitlines(), fillvalue="(no such line)")
     for number, (a, b) in enumerate(pairs, 1):
         if a != b:

@@ -1,7 +1,7 @@
-"""Makes tensors of a program's places: those in an arena once, those apart from it anew at each run.
+"""Makes the tensors of a program's planned buffers: those in an arena once, separate allocations anew in each run.
 
-The first line that has a place in a room allocates it, and the last one lets go of it here. Then it is alive as long as
-a value that lies there, or a transfer that reads it.
+A separate allocation (a room) is made by the first op that has a buffer in it, and the last such op drops the reference
+to it held here. After that it stays alive as long as a value in it, or a transfer that reads it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from fzero.ir.program import Line, Place, Program
 from fzero.mesh import Mesh
 
 Tensors = list[torch.Tensor | None]
-"""A tensor for each place of a line."""
+"""A tensor for each planned buffer of an op."""
 
 
 def places_of(program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> Sequence[Tensors]:
-    """The places of each line of `Program.pooled`, by its number."""
+    """Returns the buffers of each op in `Program.pooled`, by the index of the op."""
     if any(place is not None and place.arena == "apart" for line in program.pooled for place in line.into):
         return _Rooms(program.pooled, mesh, arenas)
     return [_tensors(line, mesh, arenas, {}) for line in program.pooled]
 
 
 class _Rooms(Sequence[Tensors]):
-    """The places of lines some of which lie in rooms. To look one up is part of running the line."""
+    """The buffers of ops if some of them are in separate allocations. Looking up an op is part of running it, because
+    the lookup allocates and frees."""
 
     def __init__(self, lines: Sequence[Line], mesh: Mesh, arenas: Mapping[str, torch.Tensor]):
         self._lines, self._mesh, self._arenas = lines, mesh, arenas
         self._sizes: dict[int, int] = {}
-        self._first: dict[int, list[int]] = {}  # the rooms that a line allocates
+        self._first: dict[int, list[int]] = {}  # the allocations that an op makes
         last: dict[int, int] = {}
         for i, line in enumerate(lines):
             for place in line.into:
@@ -41,7 +42,7 @@ class _Rooms(Sequence[Tensors]):
                         self._first.setdefault(i, []).append(place.room)
                     self._sizes[place.room] = max(self._sizes.get(place.room, 0), end)
                     last[place.room] = i
-        self._last: dict[int, list[int]] = {}  # the rooms that a line is the last one to have a place in
+        self._last: dict[int, list[int]] = {}  # the allocations in which an op is the last one to have a buffer
         for room, i in last.items():
             self._last.setdefault(i, []).append(room)
         self._rooms: dict[int, torch.Tensor] = {}
@@ -66,7 +67,8 @@ class _Rooms(Sequence[Tensors]):
 
 
 def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor], rooms: Mapping[int, torch.Tensor]) -> Tensors:
-    """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
+    """Returns the buffers of an op as tensors: flat for the start of a transfer, and in the shapes of its results for
+    any other op."""
     flats: Tensors = [
         None
         if place is None

@@ -1,4 +1,4 @@
-"""Makes the program of a step for a kind of batch, and an executable of it: traced, lowered and built."""
+"""Makes the program of a step for a kind of batch, and an executable of it: traces, lowers and builds it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def lower_for_batch(
     """Lowers a step for a batch.
 
     Args:
-        step: with its open choices decided.
+        step: the step, with its open choices decided.
         params: the leaf table of the parameters.
-        budget: limits and rates, asked for each time that the step is lowered.
-        formats: those on the wire that the state has recorded.
+        budget: returns limits and rates; called each time that the step is lowered.
+        formats: the compression formats that the state has recorded.
         reads: the values that the step's functions read.
-        owner: whose its errors are.
+        owner: the public call that errors name.
     """
     with shown("fzero.compile", lambda: f"tracing and planning {step.name}") if mesh.rank == 0 else nullcontext():
         lower = lambda: lower_inputs(step, mesh, params, batch_inputs(batch), budget(), formats=formats)  # noqa: E731
@@ -57,9 +57,12 @@ def lower_for_batch(
 
 
 def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues, owner: str) -> Lowered:
-    """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
-    lowered again. Equal programs mean a cache or a log, and are accepted. Different ones mean that the function
-    counts, draws or consumes; that raises."""
+    """Lowers the step. If tracing changed a value that the user's functions read, or if they read the clock, it is
+    lowered a second time.
+
+    If both programs are equal, the change was to a cache or a log, and is accepted. Otherwise the function counts,
+    draws random numbers or consumes an iterator at each call, which raises an error.
+    """
     read, before = reads.now(), reads.counted()
     lowered = lower()
     now, first = reads.now(), reads.counted()
@@ -92,13 +95,13 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
 def build_executable(
     lowered: Lowered, backend: str, mesh: Mesh, graphs: bool | None
 ) -> Callable[[], Callable[..., Any]]:
-    """Builds the functions of a program, once all ranks agree on it. The result makes it executable, once all ranks
-    have built theirs.
+    """Builds the subgraphs of a program, after all ranks have agreed on the program. Returns a function that makes it
+    executable, after all ranks have built theirs.
 
     Args:
-        graphs: whether its runs are captured, as of `executable`.
+        graphs: whether runs are captured, as in `executable`.
     """
-    # those of all stages, which the ranks divide among them
+    # the subgraphs of all stages: the ranks divide their compilation among themselves
     used = {line.fn for x in lowered.programs for line, _ in x.walk() if line.op == "call"}
     functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, backend, mesh)
     how = {"pairs": handed(lowered.programs), "graphs": graphs}
@@ -106,10 +109,10 @@ def build_executable(
 
 
 def plan_as_built(lowered: Lowered, backend: str, mesh: Mesh) -> Plan:
-    """The plan of a program as it is built for the mesh's device."""
+    """Returns the plan of a program as it is built for the mesh's device."""
     programs = lowered.programs
     graphs = {id(f.graph): f.graph for program in programs for f in program.functions.values()}
-    built = {of: on_device(graph, mesh.device) for of, graph in graphs.items()}  # stages share functions
+    built = {of: on_device(graph, mesh.device) for of, graph in graphs.items()}  # stages share subgraphs
     functions = (
         {name: replace(f, graph=built[id(f.graph)]) for name, f in program.functions.items()} for program in programs
     )
@@ -121,7 +124,7 @@ def plan_as_built(lowered: Lowered, backend: str, mesh: Mesh) -> Plan:
 
 
 def _differing_line(one: Lowered, other: Lowered) -> list[str]:
-    """The user's line of the first operation in which two traces of a step differ, if it is known."""
+    """Returns the user's line of the first operation in which two traces of a step differ, if it is known."""
     for a, b in zip(one.programs, other.programs, strict=False):
         for name, function in a.functions.items():
             if name in b.functions and (found := differing_line(function.graph.graph, b.functions[name].graph.graph)):
@@ -130,7 +133,7 @@ def _differing_line(one: Lowered, other: Lowered) -> list[str]:
 
 
 def _changed(place: str, before: Any, after: Any) -> str:
-    """A number that has become another, with both; of a generator that it has drawn."""
+    """Describes a value that changed: a number with both values, or a generator or file that was used."""
     if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
         return f"{place}: {before[1]} before, {after[1]} after"
     return f"{place}: {'a file that is written to or read from' if isinstance(before, Position) else 'drawn from'}"

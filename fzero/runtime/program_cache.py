@@ -1,4 +1,5 @@
-"""Tells apart the kinds of calls of a compiled step, each of which has a program, and keeps the programs used last."""
+"""Distinguishes the kinds of calls of a compiled step, each of which has its own program, and keeps the most recently
+used programs."""
 
 from __future__ import annotations
 
@@ -25,20 +26,20 @@ from fzero.trace.guards.torch_switches import (
 )
 
 MOST_PROGRAMS = 16
-"""Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first,
-and is made again when it is needed."""
+"""Number of programs that a step keeps, each with its pool: one for each kind of batch. The least recently used one is
+dropped first, and made again when it is needed."""
 
 
 @dataclass
 class CachedProgram:
-    """A program that runs.
+    """A built program.
 
     Attributes:
         lowered: the program.
         run: its executable.
         settings: the values that its functions read when it was traced.
-        strides: the places in the user's code that ask for strides.
-        calls: how often it was called.
+        strides: the places in the user's code that read strides.
+        calls: the number of times that it was called.
     """
 
     lowered: Lowered
@@ -49,19 +50,20 @@ class CachedProgram:
 
 
 class ProgramCache(dict[Any, CachedProgram]):
-    """The programs of a step by kind of call and formats on the wire; those used last are the last."""
+    """The programs of a step, by kind of call and compression formats; the most recently used one is last."""
 
     def __init__(self, name: str):
         super().__init__()
         self._name = name
-        self._warned = False  # that programs are made and dropped again
+        self._warned = False  # whether the user was warned that programs are made and dropped again
 
     def known(self, inputs: Inputs) -> Inputs:
-        """A leaf table of parameters, or the one like it that there are programs for."""
+        """Returns the equal leaf table for which there are programs, if there is one, else the given leaf table of
+        parameters."""
         return next((params for params, *_ in self if params.alike(inputs)), inputs)
 
     def difference(self, key: tuple[Any, ...]) -> str:
-        """The differences between a new kind of call and the last one, as text."""
+        """Describes the differences between a new kind of call and the last one."""
         before = next(reversed(self), None)
         if before is None:
             return ""
@@ -70,7 +72,8 @@ class ProgramCache(dict[Any, CachedProgram]):
         return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in changed)
 
     def keep(self, key: tuple[Any, ...], program: CachedProgram) -> None:
-        """Keeps a program as the one used last, and drops the one used longest ago if there are too many."""
+        """Keeps a program as the most recently used one, and drops the least recently used one if there are too
+        many."""
         self[key] = program
         if len(self) > MOST_PROGRAMS:
             del self[next(iter(self))]
@@ -84,7 +87,7 @@ class ProgramCache(dict[Any, CachedProgram]):
 
 
 def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec) -> tuple[Any, ...]:
-    """All that a program is made for, except the formats on the wire."""
+    """Returns everything that a program is specialized for, except the compression formats."""
     kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
     same = tuple(ties(flat_batch))
     return (
@@ -99,8 +102,8 @@ def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec
 
 
 def check_modes(name: str, owner: str, backend: str, graphs: bool | None) -> None:
-    """Raises if the caller has entered modes or hooks that a program does not see: those of every operation of a
-    program that is run as it is."""
+    """Raises if the caller has entered modes or hooks that a program does not see. A program that runs operation by
+    operation does see a TorchDispatchMode."""
     unseen = [*function_modes(), *(dispatch_modes() if backend == "inductor" or graphs is True else [])]
     if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
         fix = "enter it in the function that the step calls, around the operations that it is for"

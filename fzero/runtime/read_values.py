@@ -1,4 +1,5 @@
-"""Watches the values that the functions of a step read besides their arguments: a program keeps those of its trace."""
+"""Watches the values that the functions of a step read besides their arguments: a program contains their values at
+trace time."""
 
 from __future__ import annotations
 
@@ -14,44 +15,49 @@ from fzero.step import EvalStep, Step
 from fzero.trace.guards.captured_settings import Settings, changes, counted, settings, timed
 
 LOOKED_AT_EVERY = 16
-"""Values that functions read besides their arguments are compared every so many calls and at each of the first ones;
-also when the time since the last call makes the look cheaper than `_SHARE` of it."""
+"""Values that functions read besides their arguments are compared at the first calls, and then at every call whose
+number is a multiple of this one. They are also compared if the comparison takes less than the fraction `_SHARE` of the
+time since the last call."""
 _SHARE = 0.002
 
 
 class ReadValues:
-    """The values that a step's functions read. `owner`: whose its errors are."""
+    """The values that a step's functions read.
+
+    Args:
+        owner: the public call that errors name.
+    """
 
     def __init__(self, step: Step | EvalStep, owner: str):
         self._step, self._owner = step, owner
-        # when a program was called last, and how long a look at its settings takes
+        # the time of the last call of a program, and how long reading its settings takes
         self._called, self._looking = 0.0, 0.0
 
     def now(self) -> Settings:
-        """The values that the functions read now."""
+        """Returns the values that the functions would read now."""
         start = perf_counter()
         found = settings(*self._functions(), strict=False)
         self._looking = perf_counter() - start
         return found
 
     def counted(self) -> dict[str, Any]:
-        """The values that a call of the functions may change: numbers, generators, iterators, by place."""
+        """Returns the values that a call of the functions may change (numbers, generators, iterators), by place."""
         return counted(*self._functions())
 
     def clocks(self) -> list[str]:
-        """The clocks that the functions may read."""
+        """Returns the clocks that the functions may read."""
         return timed(*self._functions())
 
     def look(self, traced: Settings, calls: int, program: Program, mesh: Mesh) -> None:
-        """Compares the values with those of a trace, at some calls of its program.
+        """Compares the values with those at trace time, at some calls of the program.
 
         Args:
-            traced: the values when it was traced.
-            calls: the number of calls of the program, with this one.
-            program: the one that runs, for the errors of other ranks.
+            traced: the values when the program was traced.
+            calls: the number of calls of the program, including this one.
+            program: the program that runs, for the errors of other ranks.
 
         Raises:
-            FzeroValueError: on every rank, if a value has changed on any.
+            FzeroValueError: on every rank, if a value has changed on any rank.
         """
         since, self._called = perf_counter() - self._called, perf_counter()
         changed = changes(traced, self.now()) if calls > 1 and _SHARE * since >= self._looking else []
@@ -61,11 +67,11 @@ class ReadValues:
                 if changed
                 else f"runs {name_of(program)} {program.name}"
             )
-            # a change on one rank alone is every rank's error
+            # every rank raises, even if a value changed on only one rank
             agreement.everywhere(mesh, self._owner, lambda: self._check(traced), about)
 
     def _check(self, traced: Settings) -> None:
-        """Raises if a value that was traced as it was is another now."""
+        """Raises if a value differs from the one at trace time."""
         now = self.now()
         for x in now.standing:
             x.check()
@@ -84,5 +90,5 @@ class ReadValues:
 
     def _functions(self) -> tuple[Any, ...]:
         given = (self._step.fn,) if isinstance(self._step, EvalStep) else (self._step.loss_fn, self._step.optimizer)
-        model = getattr(given[0], "model", None)  # of fz.functionalize
+        model = getattr(given[0], "model", None)  # made by fz.functionalize
         return given if model is None else (*given, *model.classes)

@@ -1,5 +1,5 @@
-"""Checks the state and the batch that a training step is called with: their values, their layout, and that all ranks
-hold the same replicas."""
+"""Checks the state and the batch that a training step is called with: their values, their layout, and that replicas are
+equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fzero.step.checks import check_params, check_state
 
 
 def leaf_tables(state: State, step: Step, model: Any) -> tuple[Inputs, Inputs]:
-    """The leaf tables of a state's parameters and optimizer state; raises if leaves have no values or no memory of
-    their own, or are another model's."""
+    """Returns the leaf tables of a state's parameters and optimizer state. Raises if leaves have no values, share
+    memory, or belong to another model."""
     check_params(state.params)
     check_values("step", params=state.params, opt_state=state.opt_state)
     check_memory(params=state.params, opt_state=state.opt_state)
@@ -36,11 +36,12 @@ def leaf_tables(state: State, step: Step, model: Any) -> tuple[Inputs, Inputs]:
 def check_first_step(
     state: State, params: Inputs, batch: Any, step: Step, mesh: Mesh, checked: MutableMapping[torch.Tensor, bool]
 ) -> None:
-    """Looks at a state before its first step, and at its batch. All ranks call it alike.
+    """Checks a state before its first step, and the batch of that step. All ranks call it.
 
     Args:
         params: the leaf table of the parameters.
-        checked: leaves with which a step has begun; a state of such leaves is not looked at again.
+        checked: leaves that were in the state of an earlier step. A state that consists of such leaves is not checked
+            again.
     """
     leaves = tree.leaves((state.params, state.opt_state))
     if all(x in checked for x in leaves):
@@ -53,7 +54,7 @@ def check_first_step(
 
 
 def compare_replicas(state: State, mesh: Mesh) -> None:
-    """Raises if ranks that hold the same part of a state hold different values."""
+    """Raises if ranks that hold the same shard of a state hold different values."""
 
     def held() -> Held:
         check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")

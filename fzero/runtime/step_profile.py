@@ -1,4 +1,4 @@
-"""Times each line of a training step as it runs."""
+"""Times each op of a training step as it runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def check_num_steps(steps: int) -> None:
 def profile_steps(
     take_step: Callable[[State], State], state: State, steps: int, run: Any, program: Program, mesh: Mesh
 ) -> tuple[State, list[Event]]:
-    """Takes `steps` steps, and returns the last state with the events of the fastest step.
+    """Takes `steps` steps. Returns the last state with the events of the fastest step.
 
     Args:
-        take_step: one step on the batch.
-        run: the executable of the program that it runs.
+        take_step: takes one step on the batch.
+        run: the executable of the program that the step runs.
     """
     measured: list[list[Event]] = []
     for _ in range(steps):

@@ -1,7 +1,8 @@
-"""Decides what a step leaves open: tensor-parallel rules, memory tiers, pipeline stages, and dtypes of promoted blocks.
+"""Decides what a step leaves open: tensor-parallel rules, memory tiers, pipeline stages, and the dtypes of promoted
+blocks.
 
-The decisions are made when the first state is laid out, for the parameters and the example batch; promoted blocks also
-follow the counters in a state.
+The decisions are made when the first state is laid out, for the parameters and the example batch. Promoted blocks also
+depend on the counters in a state.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from fzero.transforms.automatic_precision import Promotion
 from fzero.transforms.offload import Offload
 
 Limits = tuple[int | None, int | None, int | None]
-"""Bytes of each rank's device memory, of its host memory and on disk."""
+"""Bytes of each rank's device memory, of its host memory, and on disk."""
 
 
 class StepResolution:
-    """The step that is carried out: the compiled step with its open choices decided. An evaluation leaves nothing open.
+    """The step that is executed: the compiled step with its open choices decided. An evaluation leaves nothing open.
 
     Attributes:
-        step: with the choices that have been decided so far.
-        decisions: those choices, with the reasons, for the plan.
+        step: the step with the choices that have been decided so far.
+        decisions: these choices, with the reasons, for the plan.
     """
 
     def __init__(self, step: Step | EvalStep, mesh: Mesh, backend: str, limits: Limits, batch: Any = None):
@@ -59,12 +60,12 @@ class StepResolution:
         return self._batch is None and open_stages(self.step, self._mesh) is not None
 
     def laid_out(self, params: Any) -> Inputs:
-        """The leaf table of a tree of unsharded parameters, for which the open choices are decided."""
+        """Returns the leaf table of a tree of unsharded parameters, after deciding the open choices for them."""
         self.decide(params)
         return params_inputs(self.step, self._mesh, params)
 
     def laid_out_in_stages(self, params: Inputs, batch: Any) -> Inputs:
-        """The new leaf table of parameters, for the first batch of a step that awaits one."""
+        """Returns the new leaf table of parameters, for the first batch of a step whose stages depend on it."""
         self._batch = batch_inputs(batch)
         try:
             return self.laid_out(abstract_params(params))
@@ -89,8 +90,11 @@ class StepResolution:
             self.decisions = (*self.decisions, *more)
 
     def budget(self) -> Budget | None:
-        """The memory limits and this machine's rates, which choices between tiers and formats go by; None if there are
-        neither limits nor such choices. The ranks of several hosts plan with the rates of the first."""
+        """Returns the memory limits and this machine's rates, on which choices between tiers and formats are based;
+        None if there are neither limits nor such choices.
+
+        The ranks of several hosts plan with the rates of the first host.
+        """
         asked = any(isinstance(t, Offload) for t in self.step.transforms) or open_formats(self.step) is not None
         if self._budget is None and (asked or self._limits != (None, None, None)):
             device = agreement.from_first(
@@ -102,15 +106,15 @@ class StepResolution:
         return self._budget
 
     def promote_restored(self, params: Inputs, counts: Any) -> None:
-        """Promotes blocks by the counters of a checkpoint, before the state is laid out."""
+        """Promotes blocks according to the counters of a checkpoint, before the state is laid out."""
         self.step = self._promotion.resolved(self.step, params.leaves, counts)
 
     def promote(self, params: Inputs, extras: Mapping[str, Any]) -> None:
-        """Promotes blocks by the counters of the current state, before a program is built."""
+        """Promotes blocks according to the counters of the current state, before a program is built."""
         layout_of = lambda step: leaves_made_anew(step, self._mesh, params)  # noqa: E731
         self.step = self._promotion.before_build(self.step, params.leaves, extras, layout_of)
 
     def promoted(self, params: Inputs, lowered: Lowered) -> tuple[PlanDecision, ...]:
-        """The promoted blocks of a program, with the reasons."""
+        """Returns the promoted blocks of a program, with the reasons."""
         found = self._promotion.explained(self.step, params.leaves, lowered.watched)
         return tuple(PlanDecision(*x) for x in found)

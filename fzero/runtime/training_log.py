@@ -1,6 +1,8 @@
-"""Shows and records the progress of a training loop: a live line on a terminal, JSON lines, trackers (`fz.log`).
+"""Shows and records the progress of a training loop: a live line on a terminal, JSON lines in a file, and trackers
+(`fz.log`).
 
-It reads the metrics of steps. It must not change a step, nor wait for a device longer than the loop is ahead of it.
+It reads the metrics of steps. It must not change a step, nor make the loop wait for the device longer than necessary:
+it reads values of a device one step late.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ Record = dict[str, Any]
 Tracker = Callable[[Record], None]
 
 SELDOM = 15.0
-"""Seconds between lines off a terminal, where the number of steps is not known."""
+"""Seconds between the lines that are printed if the output is not a terminal and the number of steps is unknown."""
 
 LINES = 20
-"""Lines of a run off a terminal, where it is."""
+"""Number of lines that a run prints if the output is not a terminal and the number of steps is known."""
 
 _SHOWN = 24
-"""Losses in the sparkline."""
+"""Number of losses in the sparkline."""
 
 _BAR, _REMAINING = 20, 8
-"""Columns of a terminal that the bar and the remaining time take."""
+"""Columns of a terminal that the progress bar and the remaining time take."""
 
 
 class Log:
@@ -83,7 +85,7 @@ class Log:
         self._live: Any = None
         self._first: int | None = None
         self._writes = train is None or train.mesh.rank == 0
-        self._named: dict[str, None] = {}  # entries that calls have named, in order
+        self._named: dict[str, None] = {}  # names of the entries that calls have passed as keywords, in order
 
     def __enter__(self) -> Log:
         return self
@@ -95,9 +97,9 @@ class Log:
         """Logs a step that was taken.
 
         Args:
-            step: the state that the step returned, or the step's number, from 1.
-            metrics: the step's. Scalars and `aux` are recorded.
-            more: further entries: numbers, 0-dim tensors, texts.
+            step: the state that the step returned, or the step's number, starting from 1.
+            metrics: the metrics of the step. Scalars and `aux` are recorded.
+            more: further entries: numbers, 0-dim tensors, strings.
         """
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -116,14 +118,15 @@ class Log:
             self._tell_pending()
 
     def close(self) -> None:
-        """Logs what was held back, and ends the live line, the file and the trackers."""
+        """Logs the record that was held back, and closes the live line, the file and the trackers."""
         try:
             self._tell_pending()
         finally:
             self._stack.close()
 
     def _tell_pending(self) -> None:
-        pending, self._pending = self._pending, None  # first, so that `close` does not repeat a record that failed
+        # Cleared first, so that `close` does not repeat a record that failed.
+        pending, self._pending = self._pending, None
         if pending is not None:
             self._tell(*pending)
 
@@ -169,21 +172,22 @@ class Log:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             before = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
             self._file = self._stack.enter_context(self._path.open("w"))
-            self._file.writelines(line for line in before if _before(line, first))  # later steps come again
+            self._file.writelines(line for line in before if _before(line, first))  # later steps will be logged again
         from rich.console import Console
 
         if (console := Console()).is_terminal:
             self._live = self._stack.enter_context(_live(console, first, self._steps, self._losses, self))
 
     def text(self, record: Record) -> str:
-        """A record as a line: by `describe`, else the entries of `FORMATS` and those that calls of the log named."""
+        """Formats a record as a line: with `describe`, or else the entries in `FORMATS` and those that calls of the log
+        passed as keywords."""
         if self._describe is not None:
             return self._describe(record)
         named = [f"{name} {record[name]:.4g}" for name in self._named if isinstance(record.get(name), int | float)]
         return "  ".join([described(record), *named])
 
     def below(self, record: Record) -> RenderableType | None:
-        """The renderable below the line on a terminal, if there is one."""
+        """Returns the renderable below the line on a terminal, if there is one."""
         return self._below(record) if self._below else None
 
 
@@ -201,32 +205,33 @@ def log(
     below: Callable[[Record], RenderableType] | None = None,
     print_fn: Callable[[str], None] | None = None,
 ) -> Log:
-    """A function that logs each step of a training loop: `report(state, metrics)`.
+    """Returns a function that logs each step of a training loop: `report(state, metrics)`.
 
-    On a terminal it is one live line, with a curve of the loss; elsewhere about twenty plain lines a run. Each step is
-    a JSON line of `path`. The first rank alone writes; the others may call it.
+    On a terminal it shows one live line, with a curve of the loss; elsewhere it prints about twenty plain lines per
+    run. Each step is written to `path` as a JSON line. Only the first rank writes; the others may call it.
 
     A record has `step`, the scalars of the metrics (`loss`, `grad_norm`, `finite`, ...) and of `aux` by dotted names,
-    `step_s` (seconds since the record before) and `peak_bytes` (of the device; on a CPU, of the process). If given,
-    `tokens_per_s` and `lr`. `mfu` on a device of known peak (model FLOPs utilisation, as `Plan.mfu`),
-    and the call's own keywords.
+    `step_s` (seconds since the previous record) and `peak_bytes` (of the device; on a CPU, of the process). If `tokens`
+    and `lr` are given, it has `tokens_per_s` and `lr`. On a device with a known peak it has `mfu` (model FLOPs
+    utilization, as `Plan.mfu`). It also has the keyword arguments of the call.
 
     Args:
-        train: the compiled step: its mesh says which rank writes, its plan how many FLOPs a step has. None: every
-            process that calls it writes.
-        path: of the JSON lines; None: none. A run that goes on takes the lines of the steps before its first one over.
-        steps: of the whole run, for the progress.
-        tokens: that a step takes, over all ranks.
-        lr: a number, or the optimizer's schedule. It is called as the optimizer calls it, with a 0-dim integer tensor
-            that is 0 in the first step.
+        train: the compiled step. Its mesh determines which rank writes, its plan how many FLOPs a step has. If None,
+            every process that calls the log writes.
+        path: the file for the JSON lines; None for no file. A run that continues keeps the lines of the steps before
+            its first one.
+        steps: number of steps of the whole run, for the progress bar.
+        tokens: number of tokens per step, over all ranks.
+        lr: a number, or the optimizer's schedule. The schedule is called as the optimizer calls it, with a 0-dim
+            integer tensor that is 0 in the first step.
         to: trackers: "tensorboard", "wandb" or "mlflow", if they are installed, or functions of a record.
-        describe: the text of a record on the line.
-        below: what a terminal shows below the line, for `rich`.
+        describe: returns the text of a record for the line.
+        below: returns what a terminal shows below the line, for `rich`.
         print_fn: prints a plain line; by default `print`, flushed.
 
     Communication: none.
     Memory: the scalars of one step. On a device other than the CPU a record is written one step later, so that the loop
-        does not wait for the step under way.
+    does not wait for the step in flight.
 
     Raises:
         FzeroValueError: for an unknown tracker, or one that is not installed.
@@ -266,7 +271,7 @@ def log(
 
 
 def described(record: Record) -> str:
-    """A record as a line: the entries of `FORMATS` that it has."""
+    """Formats a record as a line: the entries in `FORMATS` that it has."""
     parts = [text(record[name]) for name, text in FORMATS.items() if name in record]
     return "  ".join(parts)
 
@@ -283,7 +288,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """A curve of numbers; what is infinite or NaN is left out."""
+    """Draws a curve of numbers as text. Infinite values and NaN are left out."""
     values = [v for v in values if math.isfinite(v)]
     seen = [values[i * len(values) // _SHOWN] for i in range(_SHOWN)] if len(values) > _SHOWN else values
     low, high = min(seen, default=0), max(seen, default=0)
@@ -291,7 +296,8 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 class _Later:
-    """Numbers of a step. Those on a device are copied behind the step that makes them, and read when they are there."""
+    """The numbers of a step. Those on a device are copied asynchronously after the step that computes them, and read
+    when they have arrived."""
 
     def __init__(self, values: Mapping[str, Any]):
         far = {name: x for name, x in values.items() if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
@@ -315,7 +321,8 @@ class _Later:
 
 
 def _entries(given: Mapping[str, Any]) -> tuple[Record, Record]:
-    """The numbers of a record, those of `aux` by their names, and what else is recorded as it is."""
+    """Returns the numbers of a record, including those of `aux` by their names, and the other entries, which are
+    recorded unchanged."""
     numbers, rest = {}, {}
     for name, x in given.items():
         if name == "aux":
@@ -344,7 +351,7 @@ def _place(step: int, steps: int | None) -> str:
 def _before(line: str, first: int) -> bool:
     try:
         return parsed(line, dict[str, Any])["step"] < first
-    except (ValueError, KeyError, TypeError):  # a line that a kill cut off
+    except (ValueError, KeyError, TypeError):  # an incomplete line of a run that was killed
         return False
 
 
@@ -376,7 +383,8 @@ def _live(console: Any, first: int, steps: int | None, losses: deque[float], log
 
 
 def _fitted(place: str, curve: str, text: str, width: int) -> tuple[bool, str]:
-    """Whether a line of so many columns has room for the bar, and the text between the bar and the remaining time.
+    """Fits the text of a line into a number of columns. Returns whether there is room for the bar, and the text between
+    the bar and the remaining time.
 
     The number of the step and the remaining time always stay. In a narrow terminal the curve is left out first, then
     the bar, then the last entries of the text.
@@ -394,7 +402,7 @@ def _tensorboard(path: Path | None) -> Tracker:
     with _installed("tensorboard", "tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(None if path is None else str(path.parent / "tensorboard"))
-    atexit.register(writer.close)  # it writes from time to time
+    atexit.register(writer.close)  # it buffers its output
 
     def track(record: Record) -> None:
         for name, value in _scalars(record).items():
@@ -422,7 +430,7 @@ TRACKERS: dict[str, Callable[[Path | None], Tracker]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""The trackers that have a name, and what makes one of the path of the log."""
+"""The named trackers, each with the function that makes it from the path of the log."""
 
 
 def _scalars(record: Record) -> dict[str, float]:
