@@ -1,8 +1,9 @@
-"""Caches compiled functions on disk: one file a function, under a key of everything that decided what was compiled.
+"""Caches compiled subgraphs on disk: one file per subgraph, under a key that covers everything that affects the
+compiled code.
 
-It knows how files are kept, not how functions are compiled. An entry is a shared library (or another opaque payload),
-the Python around it and a footer with a digest of both: a library that was cut short would crash the process that loads
-it, so nothing is loaded before its digest is right.
+It knows how files are stored, not how subgraphs are compiled. An entry is a shared library (or another opaque payload),
+the Python code around it, and a footer with a digest of both. Loading a truncated library would crash the process, so
+nothing is loaded before its digest has been verified.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 
 FORMAT = 4
-"""Version of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
+"""Version of the entries. Increase it when fzero generates different code for a subgraph, or stores it differently."""
 
 LIMIT = 10 * 2**30
-"""Bytes that a cache holds by default."""
+"""Default size limit of a cache in bytes."""
 
 _MAGIC = b"fzero-\x00\x01"
-_FOOTER = struct.Struct(">QQ32s8s")  # bytes of the library, bytes of the text, digest of both, magic
-_ABANDONED_S = 3600.0  # after which a temporary file has no writer any more
+_FOOTER = struct.Struct(">QQ32s8s")  # size of the library, size of the text, digest of both, magic number
+_ABANDONED_S = 3600.0  # age after which a temporary file is considered abandoned
 
 logger = logging.getLogger("fzero")
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A compiled function: the Python that is run, and the library (or the payload) that it calls."""
+    """A compiled subgraph: the Python code that is run, and the library (or the payload) that it calls."""
 
     text: str
     library: bytes
 
     @property
     def digest(self) -> str:
-        """The digest of the library: functions that were compiled together share one."""
+        """The digest of the library. Subgraphs that were compiled together have the same library."""
         return hashlib.sha256(self.library).hexdigest()
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries, at most `limit` bytes of them: those used longest ago leave first."""
+    """A folder of entries with at most `limit` bytes; the least recently used entries are removed first."""
 
     folder: Path
     limit: int = LIMIT
@@ -70,7 +71,7 @@ class Cache:
         return self.folder / f"{key}.so"
 
     def read(self, key: str) -> CacheEntry | None:
-        """The entry of a key, if there is one and it is whole; a damaged one is removed. Reading counts as use."""
+        """Returns the entry of a key if there is an intact one. A damaged entry is removed. Reading counts as use."""
         path = self.path(key)
         try:
             data = path.read_bytes()
@@ -86,7 +87,7 @@ class Cache:
         return entry
 
     def write(self, key: str, entry: CacheEntry) -> None:
-        """Keeps an entry. Whoever reads at the same time sees the old file or the new one, never a part."""
+        """Stores an entry atomically: a concurrent reader sees the old file or the new one, never a part."""
         text = entry.text.encode()
         digest = hashlib.sha256(entry.library + text).digest()
         handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}.", suffix=".tmp")  # 0600
@@ -99,11 +100,11 @@ class Cache:
             raise
 
     def trim(self) -> None:
-        """Removes what was used longest ago until the limit is kept. A process that has loaded an entry keeps what it
-        loaded."""
+        """Removes the least recently used entries until the size is within the limit. A process that has loaded an
+        entry keeps what it loaded."""
         files: list[tuple[float, int, Path]] = []
         for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):  # another process trims too
+            with contextlib.suppress(OSError):  # another process may be trimming at the same time
                 about = path.stat()
                 if path.suffix == ".tmp" and time.time() - about.st_mtime > _ABANDONED_S:
                     path.unlink(missing_ok=True)
@@ -117,7 +118,8 @@ class Cache:
             total -= size
 
     def identity(self) -> tuple[Any, ...]:
-        """The same for processes that see the same folder: device and inode, on the kernel that numbered them."""
+        """Returns a value that is equal for processes that see the same folder: the device and inode numbers, and the
+        kernel that assigned them."""
         about = self.folder.stat()
         return host(), about.st_dev, about.st_ino
 
@@ -133,12 +135,12 @@ def _decode(data: bytes) -> CacheEntry | None:
 
 
 def open_cache() -> Cache | None:
-    """The cache that the environment asks for: FZERO_CACHE is a folder or "off" (~/.cache/fzero by default),
-    FZERO_CACHE_LIMIT its size ("10GiB" by default). None if it is off, or cannot be used; then a line in the log says
-    why.
+    """Opens the cache that the environment configures: FZERO_CACHE is a folder or "off" (~/.cache/fzero by default),
+    FZERO_CACHE_LIMIT its size ("10GiB" by default). Returns None if the cache is off, or cannot be used; in the latter
+    case a line in the log says why.
 
     Raises:
-        FzeroValueError: a limit that is not a size.
+        FzeroValueError: the limit is not a size.
     """
     where = os.environ.get("FZERO_CACHE") or "~/.cache/fzero"
     if where == "off":
@@ -172,12 +174,13 @@ def _limit() -> int:
 
 
 def key(graph: Recorded, function: Function, device: torch.device) -> str:
-    """A hash of what decides how a function is compiled.
+    """Hashes everything that affects how a subgraph is compiled.
 
     Args:
-        graph: its operations as they are compiled: shapes, strides, dtypes and literals are part of them.
-        function: which inputs it writes, and which results it is given buffers for.
-        device: what it will run on; its index is not part of it. The number of threads is this process's.
+        graph: its operations as they are compiled: the hash covers shapes, strides, dtypes and literals.
+        function: the inputs that it writes, and the results for which it is given buffers.
+        device: the device it will run on; the hash does not cover the device's index. It covers the number of threads
+            of this process.
     """
     constants = [
         x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in graph.constants.values()
@@ -203,8 +206,8 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
 
 @functools.cache
 def _hardware(device: torch.device) -> tuple[str, ...]:
-    """The target of generated code: a CPU's instructions, all of them, because kernels are compiled for the machine
-    they are compiled on."""
+    """Describes the target of generated code. For a CPU it includes all instruction sets, because kernels are compiled
+    for the exact machine on which they are compiled."""
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         return device.type, name, str(capability), str(torch.version.cuda), _triton()
@@ -216,7 +219,7 @@ def _hardware(device: torch.device) -> tuple[str, ...]:
 
 
 def _triton() -> str:
-    """The version of the compiler of a GPU's kernels."""
+    """Returns the version of Triton, which compiles the kernels of a GPU."""
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -224,7 +227,7 @@ def _triton() -> str:
 
 
 def host() -> str:
-    """The same in all processes of one running kernel, containers included."""
+    """Returns an identifier that is the same in all processes of one running kernel, including those in containers."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

@@ -1,5 +1,5 @@
-"""Makes functions executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
-function."""
+"""Makes subgraphs executable: the eager backend runs them as they are, Inductor compiles each distinct subgraph
+once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fzero.trace.subgraph import into_buffers
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raises if a backend cannot run here."""
+    """Raises if a backend cannot run on this machine."""
     check_deterministic(device)
     check_backend_name("compile", backend)
     if backend == "inductor" and device.type == "cpu" and not has_compiler():
@@ -38,7 +38,8 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def check_deterministic(device: torch.device) -> None:
-    """Raises if PyTorch is to be deterministic, and the products of a device are not told to be."""
+    """Raises if PyTorch's deterministic algorithms are on, but matrix products on the device are not configured for
+    them."""
     why = deterministic_mode.unsettled(
         device.type, deterministic_mode.setting(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     )
@@ -62,24 +63,25 @@ def has_compiler() -> bool:
 
 
 def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[str, Callable[..., Any]]:
-    """The functions as a program's lines call them (see `calls.as_called`). All ranks of the mesh call it together.
+    """Returns the subgraphs as functions that the ops of a program call (see `calling_convention.as_called`). All ranks
+    of the mesh call it together.
 
-    With the inductor backend a function is compiled once: what an earlier run compiled is loaded
-    (runtime/build/artifact_cache.py), the rest is divided among the ranks that share a cache. The first rank shows its
-    progress, and the log `fzero` has a line for each function, at level INFO. See docs/build.md.
+    With the inductor backend each subgraph is compiled once: what an earlier run has compiled is loaded from the cache
+    (runtime/build/artifact_cache.py), and the rest is divided among the ranks that share a cache. The first rank shows
+    its progress, and the log `fzero` has a line for each subgraph, at level INFO. See docs/build.md.
 
     Args:
-        functions: by name.
+        functions: the subgraphs, by name.
         backend: "inductor" or "eager".
-        mesh: whose device they run on.
+        mesh: the mesh whose device they run on.
 
     Communication: a few hundred bytes through the store.
 
     Raises:
-        FzeroError: a function cannot be compiled.
-        DivergenceError: naming the rank that did not deliver what it had to compile.
+        FzeroError: a subgraph cannot be compiled.
+        DivergenceError: a rank did not deliver the subgraphs it had to compile; names the rank.
     """
-    check_deterministic(mesh.device)  # the switch may be another than when the step was compiled
+    check_deterministic(mesh.device)  # the switch may have changed since the step was compiled
     built: dict[str, Callable[..., Any]] = {}
     waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
     for name, function in functions.items():
@@ -96,13 +98,14 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
 
 
 def _expanded(device: torch.device) -> dict[Any, Callable[..., Any]]:
-    """Operators of our own, and what a compiler gets instead. For the CPU draws are written out by `random.RULES`."""
+    """Returns the decompositions of our own operators that a compiler gets instead of them. For the CPU, random draws
+    are not among them: `random.RULES` generates their code."""
     return block_quantization.DECOMPOSITIONS | ({} if device.type == "cpu" else random.DECOMPOSITIONS)
 
 
 def _worth_compiling(graph: Recorded, device: torch.device) -> bool:
-    """Whether a function gains by being compiled. One of scalars, or of a single operation, does not on a CPU; on a
-    GPU, where each operation is a launch, all do that have more than one."""
+    """Whether compiling a subgraph pays. On a CPU it does not for scalars, or for a single operation; on a GPU, where
+    each operation is a kernel launch, it does for every subgraph with more than one operation."""
     values = [n.meta.get("val") for n in graph.graph.nodes]
     operations = [n for n in graph.graph.nodes if n.op == "call_function" and not compat.is_view(n.target)]
     large = device.type != "cpu" or any(isinstance(v, torch.Tensor) and v.numel() > 1024 for v in values)

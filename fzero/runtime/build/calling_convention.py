@@ -1,4 +1,5 @@
-"""Calls built functions as the lines of a program do: one result, a tuple of several, or buffers that are written."""
+"""Adapts a built subgraph to the way the ops of a program call it: it returns one result or a tuple of several, or
+writes into buffers."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from fzero.ir.program import Function
 
 
 def as_called(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as the program's lines call it: its one result, a tuple of several, or nothing when it writes its
-    arguments."""
+    """Returns a function as the program's ops call it: it returns its only result, a tuple of several, or nothing if it
+    writes to its arguments."""
     if function.into:
         return _writing(function, run)
     return (lambda *args: run(*args)[0]) if len(function.graph.outputs) == 1 else run
 
 
 def _writing(function: Function, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is given buffers for some of its results: those come back in place of what it would have
-    returned."""
+    """Wraps a function that is given buffers for some of its results. The buffers are returned in the positions of
+    these results."""
     number, given = len(function.graph.outputs), function.into
     returned = [i for i in range(number) if i not in given]
 

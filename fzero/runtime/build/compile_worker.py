@@ -1,8 +1,8 @@
-"""Compiles in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that
-trains.
+"""Compiles subgraphs in a separate process, so that neither Inductor nor its garbage nor the output of the C++ compiler
+enters the process that trains.
 
-`compile_jobs` is a rank's side: it starts one worker, hands it jobs, and reports as they are done. The worker writes
-entries to a cache and ends.
+`compile_jobs` is the rank's side: it starts one worker, sends it jobs, and reports as they are done. The worker writes
+entries to a cache and exits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from fzero.runtime.build.artifact_cache import Cache, CacheEntry
 from fzero.trace.guards import deterministic_mode
 
 _UNIT_CHARS = 100_000
-"""Characters of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""
+"""Characters of C++ source in one translation unit: its own code then takes about as long to compile as the headers, 2
+s."""
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A function to compile: a graph without literals, what its inputs look like, and how it is called (see
-    `kernels.text_of`)."""
+    """A subgraph to compile: a graph without literals, the layouts of its inputs, and how it is called (see
+    `cpp_kernels.text_of`)."""
 
     key: str
     name: str
@@ -49,33 +50,36 @@ class CompileJob:
 
 
 class Failed(Exception):
-    """Functions cannot be compiled this way: there is no compiler, or a torch whose Inductor is another than is known
-    here. The text is their own words."""
+    """Subgraphs cannot be compiled this way: there is no compiler, or the Inductor of this torch release differs from
+    what is known here. The text is the error message of the compiler or of torch."""
 
 
 class Done(Protocol):
-    """Hears of each function when its code is generated (not ready), and when it is compiled."""
+    """Called for each subgraph when its code has been generated (`ready=False`), and again when it has been
+    compiled."""
 
     def __call__(self, name: str, ready: bool = True) -> None: ...
 
 
 def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done) -> dict[str, str]:
-    """Compiles functions into a cache.
+    """Compiles subgraphs into a cache.
 
     Args:
-        jobs: the functions.
-        cache: where their entries go.
-        cores: how many C++ compilers may run at a time.
-        done: hears of the functions.
+        jobs: the subgraphs.
+        cache: the cache for their entries.
+        cores: the number of C++ compilers that may run at the same time.
+        done: called as subgraphs are done.
 
-    Returns: the names of functions that are not plain (see `kernels.NotPlain`), and why; they are not in the cache.
+    Returns: the names of subgraphs whose code is not plain (see `cpp_kernels.NotPlain`), with the reasons. They are not
+    in the cache.
 
     Raises:
         Failed: one cannot be compiled.
     """
     answer = _ask(jobs, cache, cores, done, trust_cpu=True)
     if "failed" in answer:
-        # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
+        # The compiler or torch may lack support for an instruction set of the CPU. Let Inductor test what all of them
+        # support.
         answer = _ask(jobs, cache, cores, done, trust_cpu=False)
     if "failed" in answer:
         raise Failed(answer["failed"])
@@ -109,7 +113,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
                 process.stdin.write(request)
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # it failed to start; its own words follow
+                pass  # it failed to start; its error output is read below
             for line in process.stdout:
                 word = parsed(line)
                 if "done" in word:
@@ -134,7 +138,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
 def main() -> None:
     jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is not an answer
+    os.dup2(2, 1)  # redirect stdout to stderr, so that other output is not taken for an answer
 
     def say(word: dict[str, Any]) -> None:
         answers.write(json.dumps(word) + "\n")
@@ -155,7 +159,7 @@ def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool,
     plain: dict[str, cpp_kernels.Plain] = {}
     skipped: dict[str, str] = {}
     for job in jobs:
-        # never read
+        # only their layouts matter: the values are never read
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]
         try:
             lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, random.RULES)
@@ -178,7 +182,7 @@ def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool,
 
 
 def _units(jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], cores: int) -> list[list[CompileJob]]:
-    """Functions to compile together: as few translation units as keep all cores busy, for each reads the headers
+    """Groups subgraphs into translation units: as few as keep all cores busy, because each unit parses the headers
     again."""
     sizes = {job.key: sum(len(k.source) for k in plain[job.key].kernels.values()) for job in jobs}
     number = max(1, min(cores, -(-sum(sizes.values()) // _UNIT_CHARS)))
@@ -209,5 +213,5 @@ def _compile_cpp(source: str, command: Sequence[str]) -> bytes:
         if result.returncode != 0:
             raise RuntimeError(result.stderr[-4000:])
         library = Path(folder, "kernels.so")
-        cpp_kernels.load_library(library)  # a symbol that torch lacks shows now
+        cpp_kernels.load_library(library)  # loaded here, so that a symbol missing in torch is an error now
         return library.read_bytes()

@@ -1,10 +1,10 @@
-"""Compiles functions for the CPU: Inductor's Python cut down to one function, and its C++ kernels compiled together
-into one library.
+"""Compiles subgraphs for the CPU: reduces Inductor's Python to one function per subgraph, and compiles the C++ kernels
+of many subgraphs together into one library.
 
-Inductor writes a module around each function and compiles every kernel on its own: 0.7 s each, most of it headers, and
-a process that loads the result has to import the whole compiler first. Here the kernels of many functions are one
-translation unit, and what is loaded is a library and a function that name nothing but torch. It knows Inductor's
-output, and neither programs nor files.
+Inductor writes a module around each subgraph and compiles every kernel separately, at 0.7 s each, most of it for
+headers. A process that loads the result has to import the whole compiler first. Here the kernels of many subgraphs are
+one translation unit, and the loaded result is a library and a function that refer only to torch. This file knows
+Inductor's output, but neither programs nor files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fzero.runtime.build.tracebacks import compiled
 
 
 class NotPlain(Exception):
-    """Code of Inductor's that is more than a function over kernels. Says what it holds."""
+    """Inductor's code is more than a function that calls kernels. The text says what it contains."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class CppKernel:
 
 @dataclass(frozen=True)
 class Plain:
-    """A function as text, and its kernels by the names that it calls them by."""
+    """The function of a subgraph, and its kernels by the names under which the function calls them."""
 
     call: ast.FunctionDef
     kernels: Mapping[str, CppKernel]
 
 
 def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, writes: Sequence[int]) -> Plain:
-    """Inductor's module as a function over its kernels.
+    """Parses Inductor's module as a function that calls kernels.
 
     Args:
         lowered: the module.
-        num_inputs, num_outputs, writes: of the graph that was lowered; Inductor may add to them.
+        num_inputs, num_outputs, writes: those of the graph that was lowered; Inductor may add to them.
 
     Raises:
-        NotPlain: it is something else: a graph with inputs of its own, kernels that are not C++, names that are not
-            torch's.
+        NotPlain: the module is something else: a graph with additional inputs, kernels that are not C++, names that are
+            not torch's.
     """
     module = ast.parse(lowered.text)
     kernels = dict(filter(None, map(_kernel, module.body)))
@@ -80,7 +80,7 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
 
 
 def inputs_and_body(module: ast.Module) -> tuple[list[str], list[ast.stmt]]:
-    """The names of the inputs of Inductor's function, and its statements behind the ones that unpack them."""
+    """Returns the names of the inputs of Inductor's function, and its statements after those that unpack the inputs."""
     found = [
         n
         for top in module.body
@@ -100,7 +100,7 @@ def inputs_and_body(module: ast.Module) -> tuple[list[str], list[ast.stmt]]:
 
 
 def _kernel(node: ast.stmt) -> tuple[str, CppKernel] | None:
-    """`name = async_compile.cpp_pybinding(types, source)`."""
+    """Parses `name = async_compile.cpp_pybinding(types, source)`."""
     match node:
         case ast.Assign(
             targets=[ast.Name(name)], value=ast.Call(ast.Attribute(ast.Name("async_compile"), maker), [types_, source])
@@ -136,16 +136,16 @@ def _arguments(names: Sequence[str]) -> ast.arguments:
 def text_of(
     plain: Plain, numbers: Mapping[CppKernel, int], num_args: int, into: Sequence[int], num_outputs: int
 ) -> str:
-    """The function as a line of a program calls it, as Python.
+    """Returns the Python source of the function as an op of a program calls it.
 
     Args:
-        plain: a function of `num_args` arguments, then of constants.
-        numbers: of the kernels in their library.
-        into: which of the `num_outputs` results it is given contiguous buffers for: with any, it takes a keyword `into`
-            with a place for every result. It makes them there: the buffer stands where Inductor would have allocated
-            one, or is copied to where it cannot.
+        plain: a function whose inputs are `num_args` arguments followed by constants.
+        numbers: the numbers of the kernels in their library.
+        into: which of the `num_outputs` results it is given contiguous buffers for. If there are any, it takes a
+            keyword argument `into` with an entry for every result. The results are computed in these buffers: a buffer
+            replaces the one that Inductor would have allocated or, if that is not possible, the result is copied to it.
 
-    The text defines `call`, whose last arguments are the constants: they become its defaults.
+    The source defines `call`, whose last arguments are the constants: they become its defaults.
     """
     inputs = [a.arg for a in plain.call.args.args]
     args, constants = inputs[:num_args], inputs[num_args:]
@@ -174,8 +174,8 @@ def text_of(
 
 
 def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
-    """The place where the memory of a result is allocated, if the result is all of it and contiguous; a buffer may have
-    been used for others before."""
+    """Returns the statement that allocates the memory of a result, if the result is all of that memory and contiguous.
+    A buffer may have been used for other values before."""
     numel = None
     while True:
         match value:
@@ -216,12 +216,12 @@ def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last."""
+    """Returns the number of elements from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if math.prod(sizes) else 0
 
 
 def library_source(kernels: Sequence[CppKernel]) -> str:
-    """One C++ file with all kernels and a Python function for each, `kernel_0`, `kernel_1`, …"""
+    """Returns one C++ file with all kernels and a Python function for each: `kernel_0`, `kernel_1`, …"""
     includes: dict[str, None] = {}
     parts, table = [], []
     for i, kernel in enumerate(kernels):
@@ -311,8 +311,8 @@ _loaded = itertools.count()
 
 
 def load_library(path: Path) -> types.ModuleType:
-    """The kernels of a library. What follows the library in its file is ignored by the loader."""
-    # a name of its own: for one that it knows Python mixes this library's functions into the module loaded last
+    """Loads the kernels of a library. The loader ignores data that follows the library in its file."""
+    # A unique name: for a known name, Python would add this library's functions to the module loaded before.
     name = f"fzero_{next(_loaded)}.fzero_kernels"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -326,7 +326,7 @@ def load_library(path: Path) -> types.ModuleType:
 def function_of(
     name: str, text: str, library: types.ModuleType | None, constants: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    """The function that `text_of` wrote, over a library's kernels. Tracebacks show its lines."""
+    """Returns the function whose source `text_of` wrote, with the kernels of a library. Tracebacks show its lines."""
     namespace = {**compat.inductor_names(), **(vars(library) if library else {})}
     call = compiled(text, f"function {name}", namespace, "call")
     call.__defaults__ = tuple(constants) or None

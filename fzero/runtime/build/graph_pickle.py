@@ -1,7 +1,7 @@
 """Pickles a graph as plain values, for another process.
 
-A pickled `GraphModule` is traced anew where it arrives: what makes a tensor of nothing, zeros or a range, runs there
-and then, and has become a literal.
+A pickled `GraphModule` is traced again when it is loaded. Operations that create tensors without inputs (zeros, ones,
+ranges) would then run during that trace, and become literals.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from fzero.ops.registration import module_of
 
 @dataclass(frozen=True)
 class Ref:
-    """A node, by its position."""
+    """A reference to a node, by its position."""
 
     index: int
 
 
 class PickledOp(NamedTuple):
-    """An operator of `torch.ops`, by its names, and by the module that defines it where it is one of ours."""
+    """An operator of `torch.ops`, by its names. If it is one of our own operators, also by the module that defines
+    it."""
 
     namespace: str
     name: str
@@ -42,7 +43,7 @@ class PickledOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Constant:
-    """A memory format, by its name in torch: pickled it goes by a name alone, and is looked up in a module that may not
+    """A memory format, by its name in torch. Pickle would store only a name, and look it up in a module that may not
     have it."""
 
     name: str
@@ -53,7 +54,7 @@ Sent = Sequence[tuple[str, str, Any, Any, Any]]
 
 
 def plain(graph: fx.Graph) -> Sent:
-    """A graph of placeholders and operators, without literals, as what can be pickled.
+    """Converts a graph of placeholders and operators, without literals, to plain values that can be pickled.
 
     Example:
         >>> graph = fx.Graph()
@@ -74,7 +75,7 @@ def plain(graph: fx.Graph) -> Sent:
 
 
 def restored(sent: Sent) -> fx.GraphModule:
-    """The graph again, as a callable."""
+    """Restores the graph as a callable module."""
     graph, nodes = fx.Graph(), list[fx.Node]()
 
     def back(x: Any) -> Any:

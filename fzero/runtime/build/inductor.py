@@ -1,5 +1,5 @@
-"""Compiles functions with Inductor: from the cache, in a compiling process, or by another rank that shares its
-result."""
+"""Compiles subgraphs with Inductor: loads them from the cache, compiles them in a worker process or in this process, or
+lets another rank compile them and shares its result."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
 Functions = Mapping[str, tuple[Function, Recorded]]
-"""By name: functions, and their graphs as they are to be compiled."""
+"""By name: subgraphs, and their graphs as they are compiled."""
 
 
 def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str, Callable[..., Any]]:
-    """See `build.build`. `device`: that they run on, the mesh's or its host."""
+    """See `build.build`.
+
+    Args:
+        device: the device that the subgraphs run on: that of the mesh, or its host.
+    """
     start = time.perf_counter()
     cache = open_cache()
     keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
@@ -48,7 +52,8 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     num_compiled, progress = 0, _Progress(mesh.size > 1)
 
     def make(cache: Cache, names: set[str]) -> None:
-        """Compiles functions, each key once, and loads all that the cache holds then."""
+        """Compiles subgraphs into a cache, each key once. The ones that are returned as callables (all of them on a
+        GPU, on a CPU only those that a cache cannot hold) are added to `built`."""
         nonlocal num_compiled, progress
         jobs = {load.keys[n]: n for n in functions if n in names}
         progress = _Progress(mesh.size > 1, len(jobs), start)
@@ -68,7 +73,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
             if alone := {n for n in functions if n not in built and load.keys[n] != keys[n]}:
                 make(cache, alone)
                 built |= load(cache, built)
-        if len(built) < len(functions):  # the cache is off, too small, or someone clears it
+        if len(built) < len(functions):  # the cache is off or too small, or another process clears it
             with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
                 own = Cache(Path(folder))
                 make(own, set(functions) - set(built))
@@ -85,14 +90,14 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
 
 @dataclass
 class _Progress:
-    """The text that says how many functions of this rank are compiled. It hears of each as `worker.Done`.
+    """The text that shows how many subgraphs this rank has compiled. It is called as `compile_worker.Done`.
 
     Attributes:
         others: whether other ranks compile too.
-        num: functions that it compiles.
-        start: the time when that began.
-        generated: names of those whose code is generated, by the first try or the second.
-        ready: number of those that are compiled.
+        num: number of subgraphs that this rank compiles.
+        start: the time when compilation began.
+        generated: names of the subgraphs whose code has been generated, by the first attempt or the second.
+        ready: number of subgraphs that have been compiled.
     """
 
     others: bool
@@ -115,17 +120,17 @@ class _Progress:
             return f"starting Inductor to compile {functions}"
         if not self.ready and len(self.generated) < self.num:
             return f"generated code of {len(self.generated)} of {functions}"
-        if not self.ready:  # a C++ compiler takes most of the time, and compiles all functions together
+        if not self.ready:  # the C++ compiler takes most of the time, and compiles all subgraphs together
             return f"compiling the code of {functions}"
         return f"compiled {self.ready} of {functions}"
 
 
 class _Loader:
-    """Entries made callable; those that were compiled together share a library, and load it once.
+    """Makes cache entries callable. Entries that were compiled together share a library, which is loaded once.
 
     Attributes:
-        keys: of each function. One that another rank compiled for its GPU, and that cannot be made one for this rank's,
-            gets a key of this rank's: it is not shared.
+        keys: the key of each subgraph. If another rank compiled a subgraph for its GPU, and the result cannot be
+            converted for this rank's GPU, the subgraph gets a key of this rank only and is not shared.
     """
 
     def __init__(self, functions: Functions, keys: Mapping[str, str], device: torch.device):
@@ -134,7 +139,7 @@ class _Loader:
         self._libraries: dict[str, Any] = {}
 
     def __call__(self, cache: Cache, built: Mapping[str, Any] = {}) -> dict[str, Callable[..., Any]]:
-        """Those of the functions that the cache holds and that are not built yet."""
+        """Loads those of the subgraphs that the cache holds and that are not built yet."""
         found = {name: self._loaded(name, cache) for name in self._functions if name not in built}
         return {name: run for name, run in found.items() if run is not None}
 
@@ -149,7 +154,7 @@ class _Loader:
             self.keys[name] += f"-{self._device.type}{self._device.index}"
             return self._loaded(name, cache)
         except Exception as error:
-            # whole, but of another build of PyTorch or its compiler: their words are of every kind
+            # an intact entry of another build of PyTorch or of its compiler; loading it can raise any kind of error
             logger.info(
                 "the cached function %s cannot be loaded and will be compiled again: %s: %s",
                 path,
@@ -178,10 +183,10 @@ def _compile_apart(
     cores: int,
     done: compile_worker.Done,
 ) -> dict[str, Callable[..., Any]]:
-    """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold.
+    """Compiles subgraphs for the CPU in a separate process, into a cache. Returns those that a cache cannot hold.
 
-    If that fails, because this torch has another Inductor inside than is known here, all are left to Inductor's public
-    way, which is slower.
+    If that fails because this torch contains another Inductor than is known here, all subgraphs are compiled through
+    Inductor's public API, which is slower.
     """
     jobs = [_job(keys[name], name, function, graph) for name, (function, graph) in functions.items()]
     words: list[str] = []
@@ -215,8 +220,8 @@ def _compile_here(
     cores: int,
     done: compile_worker.Done,
 ) -> dict[str, Callable[..., Any]]:
-    """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache.
-    Returns them all."""
+    """Compiles subgraphs in this process, into a cache, for devices whose compiled kernels are part of an Inductor
+    artifact. Returns them all."""
     made = {}
     for name, (function, graph) in functions.items():
         artifact = _artifact(function, graph, device, cores)
@@ -231,7 +236,7 @@ def _compile_here(
 
 
 def _called(function: Function, graph: Recorded, artifact: Callable[..., Any]) -> Callable[..., Any]:
-    """An artifact as the program's lines call it, with the literals that it takes as its last arguments."""
+    """Returns an artifact as the program's ops call it, with the literals that it takes as its last arguments."""
     literals = [graph.constants[n] for n in _literals(graph)]
     return as_called(function, (lambda *args: artifact(*args, *literals)) if literals else artifact)
 
@@ -246,7 +251,7 @@ def _artifact(
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> compile_worker.CompileJob:
-    """The job of a worker: all that it needs of a function."""
+    """Returns the job for a worker: everything that it needs to know about a subgraph."""
     values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in _literals(graph)]
     return compile_worker.CompileJob(
         key=key,
@@ -261,7 +266,8 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> compile_wo
 
 
 def _of_arguments(graph: Recorded) -> fx.Graph:
-    """A graph's operations. Its literals become its last arguments, for the code does not depend on their values."""
+    """Returns a graph's operations with its literals as its last arguments: the generated code does not depend on their
+    values."""
     module = fx.Graph()
     env = {node: module.placeholder(node.name) for node in graph.inputs}
     literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}
@@ -275,5 +281,5 @@ def _of_arguments(graph: Recorded) -> fx.Graph:
 
 
 def _literals(graph: Recorded) -> list[str]:
-    """The names of a graph's literals, in the order in which it reads them."""
+    """Returns the names of a graph's literals, in the order in which it reads them."""
     return list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))

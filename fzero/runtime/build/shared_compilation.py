@@ -1,8 +1,8 @@
-"""Divides compilation among the ranks of one host: which of them see the same cache, who compiles what, and who has
-delivered.
+"""Divides compilation among the ranks of one host: which of them see the same cache, which rank compiles what, and
+which have delivered.
 
-Messages go through the store, so that a rank that fails or dies while the others wait for it is an error that names it,
-and there are no locks to be left behind.
+Messages go through the store, so that a rank that fails or dies while others wait for it is an error that names it.
+There are no locks that could be left behind.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fzero.mesh import Mesh
 
 
 class Share:
-    """One division of work between the ranks that see one cache. All ranks of the mesh make it together.
+    """One division of work among the ranks that see the same cache. All ranks of the mesh construct it together.
 
     Args:
-        mesh: the ranks, and how long to wait for one.
-        host: the same on ranks of one host.
-        cache: the same on ranks that can use each other's results.
-        costs: what this rank needs, by key, and what each costs. Ranks may need other things, as stages of a pipeline
-            do.
+        mesh: its ranks, and how long to wait for one.
+        host: an identifier that is the same on ranks of the same host.
+        cache: a value that is the same on ranks that can use each other's results.
+        costs: the keys that this rank needs, with the cost of each. Ranks may need different keys, for example as
+            stages of a pipeline.
 
     Attributes:
-        ranks: those that see this rank's cache.
-        mine: the keys that this rank delivers. Each key is of one of the ranks that need it, so that all have about
-            the same to do.
-        cores: of this rank.
+        ranks: the ranks that see this rank's cache.
+        mine: the keys that this rank delivers. Each key is assigned to one of the ranks that need it, so that all have
+            about the same amount of work.
+        cores: the number of cores of this rank.
     """
 
     def __init__(self, mesh: Mesh, host: str, cache: Any, costs: Mapping[str, float]):
@@ -55,7 +55,7 @@ class Share:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """Tells the other ranks, after the body, that this one has delivered, or why it has not."""
+        """Runs a body in which this rank delivers its keys. If the body fails, the other ranks are told why."""
         try:
             yield
         except BaseException as error:
@@ -64,10 +64,10 @@ class Share:
             raise
 
     def wait(self) -> None:
-        """Until all ranks have delivered.
+        """Waits until all ranks have delivered.
 
         Raises:
-            DivergenceError: naming the ranks that failed, or timed out.
+            DivergenceError: ranks failed or timed out; names them.
         """
         if len(self.ranks) > 1:
             self._exchange("done", {}, self.ranks)
@@ -89,10 +89,10 @@ def _digest(what: Any) -> str:
 
 
 def divided(needs: Mapping[int, Mapping[str, float]]) -> dict[int, set[str]]:
-    """The keys that each rank delivers: the same division on every rank.
+    """Returns the keys that each rank delivers. The division is the same on every rank.
 
     Args:
-        needs: what each rank needs, by key, and its cost.
+        needs: for each rank, the keys that it needs, and their costs.
 
     Example:
         >>> found = divided({0: {"a": 3.0, "b": 2.0}, 1: {"a": 3.0, "c": 2.0}})

@@ -1,4 +1,4 @@
-"""Keeps the lines of compiled text for tracebacks."""
+"""Keeps the lines of generated code, so that tracebacks show them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _made = itertools.count()
 
 
 def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Callable[..., Any]:
-    """The function of a name that a text defines, run in a namespace. Tracebacks show its lines as long as it lives.
+    """Runs the text in a namespace and returns the function `name` that it defines. Tracebacks show its lines as long
+    as it lives.
 
     Example:
-        >>> compiled("def f(x):\\n    return x + 1\\n", "increment", {}, "f")(1)
+        >>> compiled("def f(x):\n    return x + 1\n", "increment", {}, "f")(1)
         2
     """
     filename = f"<fzero {title} {next(_made)}>"

@@ -1,8 +1,8 @@
-"""Shortens Inductor's Python around the kernels of a GPU: from the second call of an artifact on, its layers are
-skipped, and one comparison with the arguments of the first call replaces the checks of each argument.
+"""Shortens Inductor's Python code around the kernels of a GPU. From the second call of an artifact on, its wrapper
+layers are skipped, and one comparison with the arguments of the first call replaces the checks of each argument.
 
 The host launches some 2,500 kernels in a step of 64 layers, so each Python operation around a launch counts. A call
-that is profiled, under autocast, on another GPU or with other layouts goes to the whole artifact.
+that is profiled, under autocast, on another GPU or with other layouts goes through the full artifact.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fzero.runtime.build.cpp_kernels import NotPlain, inputs_and_body
 from fzero.runtime.build.tracebacks import compiled
 
 logger = logging.getLogger("fzero")
-_TRIES = 3  # calls in which the code may be found; profiled calls do not count, as Triton keeps no launcher there
+_TRIES = 3  # calls in which to look for the code; profiled calls do not count, since Triton keeps no launcher in them
 
 
 def shortened(name: str, artifact: Callable[..., Any]) -> Callable[..., Any]:
-    """An Inductor artifact of a function, called without its layers from the second call on. Where layers do more than
-    check their arguments it stays as it is.
+    """Wraps an Inductor artifact of a subgraph so that its layers are skipped from the second call on. If its layers do
+    more than check arguments, it is called unchanged.
 
     Args:
-        name: of the function, for tracebacks and the log.
-        artifact: by `compat.inductor_compile` or `compat.load_artifact`.
+        name: the name of the subgraph, for tracebacks and the log.
+        artifact: made by `compat.inductor_compile` or `compat.load_artifact`.
     """
     tries, short = _TRIES, None
 
@@ -68,19 +68,19 @@ def _function(
 
 
 def short_text(text: str, launchers: Collection[str], writes: Collection[int], aligned: Collection[int]) -> str:
-    """The function of Inductor's module `text`, without the parts that need not run at each call.
+    """Returns the source of the function in Inductor's module `text`, without the parts that need not run at each call.
 
-    Left out are assertions on arguments, whose layouts are compared at once; the change to the device, which is the
-    current one; and each query of the current stream but the first. Assertions on results of operators that Inductor
-    did not write stay.
+    Removed are assertions on arguments, whose layouts are compared at once; the switch to the device, which is already
+    the current one; and each query of the current stream except the first. Assertions on results of operators that
+    Inductor did not generate stay.
 
     Args:
         text: the module.
         launchers: names of the kernels that the text calls as `launch_NAME`.
-        writes, aligned: as of `compat.ArtifactCode`.
+        writes, aligned: as in `compat.ArtifactCode`.
 
     Raises:
-        NotPlain: the code has an unknown form, has parts that are called apart, or is for several devices.
+        NotPlain: the code has an unknown form, has parts that are called separately, or is for several devices.
     """
     inputs, body = inputs_and_body(ast.parse(text))
     shorter = _Shorter(launchers)
@@ -102,7 +102,7 @@ def short_text(text: str, launchers: Collection[str], writes: Collection[int], a
 
 
 class _Shorter(ast.NodeTransformer):
-    """Rewrites statements as `short_text` says.
+    """Rewrites statements as `short_text` describes.
 
     Attributes:
         devices: the GPUs that the statements name.
