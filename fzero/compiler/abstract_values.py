@@ -1,4 +1,4 @@
-"""Makes trees of abstract tensors, which have shapes and dtypes only, and the leaf table of a batch."""
+"""Makes trees of abstract tensors, which have only shapes and dtypes, and the table of a batch's tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from fzero.trace.recorder import Recorded
 
 
 def batch_inputs(batch: Any) -> Inputs:
-    """The leaf table of a batch. Leaves that are one tensor are one to the function, too; one on the meta device stands
-    for as many as its places."""
+    """Returns the table of a batch's tensors.
+
+    If one tensor occurs several times, the function gets one tensor, too; but a tensor on the meta device counts as a
+    separate tensor in each place.
+    """
     check_batch(batch)
     flat, structure = tree.flatten(batch)
     leaves = tuple(
@@ -27,23 +30,24 @@ def batch_inputs(batch: Any) -> Inputs:
 
 
 def abstract_params(params: Inputs) -> Any:
-    """The tree of whole shapes, as meta tensors."""
+    """Returns the tree of parameters with unsharded shapes, as meta tensors."""
     return params.rebuild({i: params.leaves[i].meta for i in params.distinct})
 
 
 def faked(params: Inputs, mode: compat.FakeTensorMode) -> Any:
-    """The tree of whole leaves, as fake tensors."""
+    """Returns the tree of parameters with unsharded shapes, as fake tensors."""
     leaves = params.leaves
     return params.rebuild({i: compat.new_fake(mode, leaves[i].shape, leaves[i].dtype, "cpu") for i in params.distinct})
 
 
 def abstract(init_fn: Any) -> Any:
-    """The tree that an init function returns, as meta tensors: nothing is computed. Ties stay ties."""
+    """Returns the tree that an init function would return, as meta tensors; nothing is computed. Tied tensors stay
+    tied."""
     return recorded(init_fn)[0]
 
 
 def recorded(init_fn: Any, device_type: str = "cpu") -> tuple[Any, Recorded]:
-    """As `abstract`, and the function itself, recorded: it returns the leaves of that tree."""
+    """Returns the tree of `abstract`, and the traced function, which returns the tensors of that tree."""
     check_init(init_fn)
     made: dict[str, Any] = {}
 

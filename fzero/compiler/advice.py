@@ -1,4 +1,5 @@
-"""Says how a step over its budget would fit: transforms that lower its peak, with the peak of each."""
+"""Suggests how a step that exceeds its budget would fit: transforms that lower its peak memory, with the new peak of
+each."""
 
 from __future__ import annotations
 
@@ -22,31 +23,33 @@ from fzero.transforms.precision import mixed_precision
 from fzero.transforms.transform import find
 
 LINES_FOR_ADVICE = 4_000
-"""Lines of lowered programs after which no further transform is tried: two or three programs of a 32-layer model, some
-seconds."""
+"""The number of ops of lowered programs after which no further transform is tried: two or three programs of a 32-layer
+model, which take some seconds."""
 
 
 def advise(
     step: Step, mesh: AbstractMesh, params: Inputs, budget: Budget, least: Plan, lowered: Callable[[Step], Program]
 ) -> list[str]:
-    """The least peaks with one more transform, the lowest first, if lower; if none of them fits, the peak with all of
-    them together. For a large model few are tried: those for the roles that take the most memory.
+    """Returns suggestions: the lowest peaks with one additional transform, in ascending order, if they are lower.
+
+    If none of them fits, the peak with all of them together is added. For a large model only a few are tried: those
+    that affect the roles with the most memory.
 
     Args:
-        step, mesh, params: of a step that does not fit.
-        budget: that it is over.
-        least: the plan of the program that takes least memory.
-        lowered: the program of another step for the same batch that takes least memory.
+        step, mesh, params: a step that does not fit, its mesh and its parameters.
+        budget: the budget that it exceeds.
+        least: the plan of its program with the least memory.
+        lowered: lowers another step for the same batch to its program with the least memory.
     """
     num_lines = 0
     step = replace(step, transforms=tuple(_least(t) for t in step.transforms))
 
     def peak(more: Step) -> tuple[int, int] | None:
-        """Bytes on the device and on the host."""
+        """Returns the peak bytes on the device and on the host."""
         nonlocal num_lines
         try:
             program = lowered(more)
-        except FzeroError:  # contradicts a transform of the step, or does not go with this batch
+        except FzeroError:  # contradicts a transform of the step, or is not possible with this batch
             return None
         num_lines += sum(1 for _ in program.walk())
         return peak_bytes(program, budget.device, budget.backend)[:2]
@@ -90,15 +93,17 @@ def advise(
 
 
 def _least(transform: Any) -> Any:
-    """The transform with least memory for what it leaves open."""
+    """Returns the transform with the option that takes the least memory, if it leaves one open."""
     if not isinstance(transform, remat.Remat) or transform.policy != "auto":
         return transform
     return replace(transform, policy=0.0)
 
 
 def _with(step: Step, transform: Any) -> Step | None:
-    """The step with a transform more; None if it has it, or it cannot be had. It replaces another number of
-    micro-batches, and the lower ZeRO stages that it covers."""
+    """Returns the step with an additional transform; None if it already has it, or cannot have it.
+
+    A different `accumulate` or `remat`, and lower ZeRO stages that the transform covers, are replaced.
+    """
 
     def replaced(t: Any) -> bool:
         if isinstance(transform, shard.Parallel) and isinstance(t, shard.Parallel):
@@ -113,20 +118,21 @@ def _with(step: Step, transform: Any) -> Step | None:
 
 
 def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
-    """For each parameter the axes that its state, its gradient and itself are sharded over."""
+    """Returns, for each parameter, the axes over which its optimizer state, its gradient and the parameter itself are
+    sharded."""
     zero = zero_of(step, mesh)
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
 def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
-    """Transforms that may lower the peak of a plan, sorted by their part of it."""
+    """Returns transforms that may lower the peak of a plan, sorted by the share of the peak that they affect."""
     found = list[tuple[float, Any]]()
 
     def about(roles: Sequence[str], *transforms: Any) -> None:
         found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
 
     state = ("opt_state", "params")
-    # over the axes that something is sharded over already, or the fastest; and over all of them
+    # over the axes over which something is sharded already, or the fastest axis; and over all axes
     used = max((t.axes for t in step.transforms if isinstance(t, shard.Parallel) and t.stage), key=len, default=())
     several = tuple(a for a, n in reversed(mesh.axes.items()) if n > 1)
     every = (*used, *(a for a in several if a not in used))
@@ -144,5 +150,5 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
 
 
 def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
-    """The tiers on which state may rest off the device."""
+    """The tiers to which state can be offloaded."""
     return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

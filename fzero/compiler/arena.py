@@ -1,4 +1,4 @@
-"""Collects the regions of an arena and finds a place for each."""
+"""Collects the allocations of an arena and assigns an offset to each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,26 @@ ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
 @dataclass(eq=False)
 class Region:
-    """Bytes that live and die together. `kind`: of the lines that write it; `fixed`: whether it must lie in the arena;
-    `room`: its number, where it lies apart from the arena."""
+    """One allocation: bytes with common live ranges.
+
+    Attributes:
+        nbytes: its size.
+        times: its live ranges, in indices of ops.
+        offset: its offset in the arena.
+        arena: "device" or "host".
+        align: the alignment of the offset.
+        first: the index of the first op that writes it.
+        kind: the kind of the ops that write it.
+        fixed: whether it must be in the arena.
+        room: its number, if it is allocated separately from the arena.
+    """
 
     nbytes: int = 0
     times: list[Interval] = field(default_factory=list)
     offset: int = 0
     arena: str = "device"
     align: int = ALIGNMENT
-    first: int | None = None  # the first line that writes it
+    first: int | None = None  # the index of the first op that writes it
     kind: str = ""
     fixed: bool = False
     room: int | None = None
@@ -39,8 +50,8 @@ class Region:
         return slot
 
     def add_leaves(self, numels: Mapping[Value, int]) -> list[RegionSlot]:
-        """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
-        cache sets hold another."""
+        """Returns slots that are laid out like state in host memory: at whole sectors, in which a disk reads and
+        writes, and such that no two of them occupy the same cache sets."""
         *offsets, self.nbytes = host_offsets([n * value.dtype.itemsize for value, n in numels.items()])
         self.align, self.nbytes = SECTOR, padded(self.nbytes)
         return [RegionSlot(self, at, n, value) for at, (value, n) in zip(offsets, numels.items(), strict=True)]
@@ -51,7 +62,7 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class RegionSlot:
-    """A flat in a region, `numel` elements with its padding, for a value."""
+    """A 1-D buffer for a value in an allocation: `numel` elements, including padding."""
 
     region: Region
     at: int
@@ -70,7 +81,7 @@ class RegionSlot:
 
 
 def assign(regions: Sequence[Region]) -> int:
-    """Offsets for the regions of an arena. Returns its size in bytes."""
+    """Assigns offsets to the allocations of one arena, and returns the arena's size in bytes."""
     regions = [r for r in regions if r.nbytes]
     packing = pack([r.item for r in regions])
     for region, offset in zip(regions, packing.offsets, strict=True):

@@ -1,7 +1,9 @@
-"""Chooses the formats of `compress("auto")`, once, before a state's first step: for each axis the least compression
-whose planned step takes within 1 % of the fastest. If the step does not fit the memory budget with these formats or
-without any, it gets the least compression with which it fits. The state records the formats
-(runtime/compress_formats.py)."""
+"""Chooses the formats of `compress("auto")` once, before a state's first step.
+
+For each axis, the choice is the least compression whose planned step time is within 1 % of the fastest. If the step
+does not fit the memory budget with these formats or without any, it gets the least compression with which it fits. The
+state records the formats (runtime/compress_formats.py).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def open_formats(step: Step | EvalStep) -> Compress | None:
 
 
 def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device) -> None:
-    """Raises where formats are open and the links between these ranks were not measured. `device`: this machine's."""
+    """Raises if formats are open and the links between these ranks have not been measured. `device` describes this
+    machine's."""
     spec = open_formats(step)
     if spec is None or not isinstance(mesh, Mesh) or mesh.size == 1:
         return
@@ -44,11 +47,11 @@ def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device)
 
 
 def choose_formats(variants: Variants, search: Search, choice: Choice, recorded: Formats) -> Choice:
-    """The choice with formats for each axis and the planned seconds of each alternative.
+    """Returns the options with formats for each axis, and the planned seconds of each alternative.
 
     The axes are decided one after the other. The first is the one for which the step waits longest: compressing another
-    one does not make the step shorter while it waits for that one. Formats in `recorded` are kept, so that a run that
-    is resumed, or has batches of several shapes, has the same formats.
+    axis does not make the step shorter while it waits for that one. Formats in `recorded` are kept, so that a run that
+    is resumed, or that has batches of several shapes, has the same formats.
     """
     ladder = {x[0].axis: x for x in ladders(variants.before("compress", choice), variants.asked.zero)}
     plain = choice = replace(choice, wire=tuple(formats[0] for formats in ladder.values()))
@@ -59,7 +62,7 @@ def choose_formats(variants: Variants, search: Search, choice: Choice, recorded:
         formats = ladder[axis]
         tried = [replace(choice, wire=tuple(x if y.axis == axis else y for y in choice.wire)) for x in formats]
         seconds = [search.seconds(x) for x in tried]
-        # Codes cost accuracy, so of formats with nearly the same time the one with the least compression is taken.
+        # Compression costs accuracy, so among formats with nearly the same time, the least compression is taken.
         choice = next(x for x, took in zip(tried, seconds, strict=True) if took <= (1 + WORTH) * min(seconds))
         because[axis] = "a step takes " + "; ".join(
             f"{duration(took)} with {x}" if x != formats[0] else f"{duration(took)} as it is"
@@ -69,13 +72,14 @@ def choose_formats(variants: Variants, search: Search, choice: Choice, recorded:
 
 
 def rungs(variants: Variants, choice: Choice) -> list[Formats]:
-    """Formats for all axes, from no compression to the most, with the n-th of each axis at a time."""
+    """Returns formats for all axes, from no compression to the most: the n-th entry has the n-th format of each
+    axis."""
     found = ladders(variants.before("compress", choice), variants.asked.zero)
     most = max(map(len, found), default=0)
     return [tuple(formats[min(n, len(formats) - 1)] for formats in found) for n in range(most)]
 
 
 def _exposed(search: Search, choice: Choice, axis: str) -> float:
-    """Seconds of a step that compute waits for transfers over an axis."""
+    """The seconds per step for which compute waits for transfers over an axis."""
     exposed = search.cost(choice).exposed
     return sum(seconds for channel, seconds in exposed.items() if channel.partition(":")[2] == axis)

@@ -32,7 +32,8 @@ AXES, MOST = ("node", "data", "pipe", "seq", "expert", "model"), 16  # the axes 
 
 
 class MeshPlan(NamedTuple):
-    """A mesh, the transforms for it as code, and the plan of the step with them; `text`: its cost, or why none."""
+    """A mesh, the transforms for it as code, the step with them and its plan; `text`: its cost, or why there is no
+    plan."""
 
     mesh: AbstractMesh
     code: tuple[str, ...]
@@ -42,7 +43,8 @@ class MeshPlan(NamedTuple):
 
 
 class MeshPlans(NamedTuple):
-    """The planned meshes, the fastest first and those without a plan last; the names of the meshes left out."""
+    """The planned meshes, with the fastest first and those without a plan last; and the names of the meshes that were
+    not planned."""
 
     found: tuple[MeshPlan, ...]
     left_out: tuple[str, ...]
@@ -86,9 +88,10 @@ def choose_mesh(
 ) -> MeshPlans:
     """Plans a training step without parallel transforms on the meshes of some devices (at most 16), or on `meshes`.
 
-    `data` and `node` get ZeRO, `pipe` `pipeline`, `seq` `sequence_parallel`, `model` `tensor_parallel`, and `expert`
-    `expert_parallel(where=experts)`. `batch` is that of all ranks; other arguments are as for `lower`. `.best` is the
-    fastest mesh with its step, `.code` the code to paste, `str` a table. Each mesh takes as long as `lower`.
+    The axes `data` and `node` get ZeRO, `pipe` gets `pipeline`, `seq` gets `sequence_parallel`, `model` gets
+    `tensor_parallel`, and `expert` gets `expert_parallel(where=experts)`. `batch` is the batch of all ranks; other
+    arguments are as for `lower`. In the result, `.best` is the fastest mesh with its step, `.code` is the code to
+    paste, and `str` gives a table. Each mesh takes as long as `lower`.
 
     Example:
         >>> import torch, fzero as fz
@@ -131,7 +134,8 @@ def choose_mesh(
 
 
 def _meshes(devices: int, per_host: int, experts: bool) -> list[AbstractMesh]:
-    """All meshes of some devices; `seq`, `expert` and `model` stay within a host, `node` is for `data` alone."""
+    """Returns all meshes of some devices. `seq`, `expert` and `model` stay within a host, and `node` is combined only
+    with `data`."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     sizes = {1, devices // per_host or 1}, divisors, divisors, divisors, divisors if experts else [1], divisors
     able = (n for n in itertools.product(*sizes) if math.prod(n) == devices and per_host % math.prod(n[3:]) == 0)
@@ -141,7 +145,7 @@ def _meshes(devices: int, per_host: int, experts: bool) -> list[AbstractMesh]:
 
 
 def _transforms(step: Step, axes: Mapping[str, int], rows: int, experts: Any) -> Iterator[tuple[str, Any]]:
-    """The transforms for the axes of a mesh, with the code of each. `rows`: of a rank."""
+    """Yields the transforms for the axes of a mesh, with the code of each. `rows` is the number of samples per rank."""
     over = [axis for axis in ("expert", "data", "seq", "node") if axis in axes]  # the fastest links first
     if axis := tuple(over) if len(over) > 1 else "".join(over):
         zero = shard.shard_opt_state if "pipe" in axes else shard.shard_params

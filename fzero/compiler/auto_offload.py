@@ -1,14 +1,14 @@
-"""Resolves offload("auto"): roles, tiers and shares are tried, and of those that fit the budgets the fastest step is
-taken.
+"""Resolves offload("auto"): tries roles, tiers and shares, and takes the fastest step among those that fit the budgets.
 
-[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
-before in whole, and a part of the last one. A part of the leaves on disk may be on the host instead. Gradients wait on
-disk only where the host has no room for them.
+[Note: ladders] A ladder is an order in which roles leave the device, each for one tier, in steps of 1/8: the first
+roles completely, and a part of the last one. A part of the tensors on disk may be on the host instead. Gradients are
+held on disk only if the host has no room for them.
 
-[Note: bounds] A program takes time to make, so few of these are made. The least cost of each is known beforehand
-(cost_bounds.py): the bytes that rest, the gradients that wait, and the busy seconds of each queue. Candidates are
-lowered in order of estimated time. One is skipped if similar candidates exceeded their lower bound by more than it has
-room for. The search ends when no bound beats the best, or after MOST_LINES lines.
+[Note: bounds] Making a program takes time, so only a few are made. A lower bound of the cost of each is known
+beforehand (cost_bounds.py): the stored bytes, the held gradients, and the busy seconds of each queue. Candidates are
+lowered in order of their estimated time. A candidate is skipped if it would not fit when it exceeds its lower bound by
+as much as similar candidates exceeded theirs. The search ends when no bound is better than the best candidate, or after
+MOST_LINES ops.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import find
 
-FINEST = 8  # shares are looked for in steps of 1/8
-MOST_LINES = 12_000  # of all programs that are made, if one of them fits
-UNTIL_FOUND = 36_000  # if none does
+FINEST = 8  # shares are multiples of 1/8
+MOST_LINES = 12_000  # ops of all programs that are made, if one of them fits
+UNTIL_FOUND = 36_000  # the same, if none fits
 MOST_TRIED = 32  # programs
-LAST_TRIED = 8  # then those that are not expected to fit, if nothing else did
+LAST_TRIED = 8  # afterwards: programs that are not expected to fit, if nothing else did
 
-_STATE = ("opt_state", "params")  # of the same leaves
+_STATE = ("opt_state", "params")  # the state of the same parameters
 _ON_HOST = (
     ((("opt_state",), "cpu"), (("params",), "cpu"), (("activations",), "cpu")),
     ((("params",), "cpu"), (("opt_state",), "cpu"), (("activations",), "cpu")),
@@ -68,14 +68,14 @@ Ladder = tuple[tuple[tuple[str, ...], str], ...]
 
 
 class _Share(NamedTuple):
-    """So many eighths of the bytes of some roles on the host, and so many on disk."""
+    """A number of eighths of the bytes of some roles on the host, and a number of eighths on disk."""
 
     roles: tuple[str, ...]
     host: int
     disk: int
 
     def records(self, auto: Offload) -> Iterator[Offload]:
-        """As transforms: the second of two takes its fraction of the leaves that the first one left."""
+        """Returns the share as transforms. The second of two takes its fraction of what the first one leaves."""
         ordered = tuple(role for role in ROLES if role in self.roles)
         asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
         if self.host:
@@ -94,7 +94,7 @@ Shares = tuple[_Share, ...]
 
 
 class Resolved(NamedTuple):
-    """A step without open tiers, the reasons, and its trace if the decision was made here."""
+    """A step without open tiers, the reasons for the choice, and the step's trace if the choice was made here."""
 
     step: Step
     chosen: tuple[PlanDecision, ...] = ()
@@ -104,17 +104,18 @@ class Resolved(NamedTuple):
 def resolve(
     step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget, skip: frozenset[str] = frozenset()
 ) -> Resolved:
-    """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
+    """Returns the step in which the resolved offloads replace its `offload("auto")`, and the reasons; the unchanged
+    step if it has none.
 
     Args:
         step, mesh: as for `lower`.
-        params: the tree, with whole leaves.
-        batch: that it is resolved for.
-        budget: to fit.
+        params: the tree of unsharded parameters.
+        batch: the batch for which it is resolved.
+        budget: the budget that it must fit.
         skip: passes to leave out.
 
     Raises:
-        BudgetError: nothing fits, with what the least of each ladder takes of every tier.
+        BudgetError: nothing fits; the message lists how much of every tier the smallest candidate of each ladder takes.
     """
     auto = auto_of(step)
     if auto is None:
@@ -122,7 +123,8 @@ def resolve(
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)  # with whatever may rest elsewhere
+    # traced with everything that may be offloaded
+    traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)
     mirrored = mirrors(traced.opt_state.leaves, inputs)
     built: dict[Shares, Traced] = {}
 
@@ -147,13 +149,14 @@ def resolve(
 
 
 def _with_records(step: Step, rests: Shares, auto: Offload) -> Step:
-    """The step with transforms more that say so, in the canonical order."""
+    """Returns the step with additional transforms for these shares, in the canonical order."""
     records = (record for share in rests for record in share.records(auto))
     return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))
 
 
 def _resting(traced: Traced, step: Step, mesh: AbstractMesh, params: Any, mirrored: Sequence[int | None]) -> Traced:
-    """The trace of a step with its leaves on the tiers of another one. `mirrored`: by the leaves of its optimizer."""
+    """Returns the trace of a step with its state on the tiers of another step. `mirrored`: for each tensor of the
+    optimizer state, the index of its parameter."""
     inputs = params_inputs(step, mesh, params)
     tiers = tiers_of(offloads(step), inputs.leaves, inputs.ties, zero_of(step, mesh).casts)
     on = {leaf.path: leaf.layout.tier for leaf in inputs.leaves}
@@ -169,12 +172,12 @@ def _resting(traced: Traced, step: Step, mesh: AbstractMesh, params: Any, mirror
 
 
 def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
-    """Raises if a record cannot be resolved.
+    """Raises if an `offload("auto")` cannot be resolved.
 
     Args:
-        auto: the record.
-        limits: of device, host and disk: without the first nothing needs to be moved.
-        batch: whether an example is given: the memory of a step besides its state depends on it.
+        auto: its configuration.
+        limits: the budgets of device, host and disk; without the first one nothing needs to be moved.
+        batch: whether an example batch is given: the memory of a step in addition to its state depends on it.
     """
     problems = [] if limits[0] is not None else ["memory_budget: what may stay on the device is not given"]
     if limits[2] is not None and not auto.path:
@@ -194,10 +197,18 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 @dataclass
 class _Tiers:
-    """The search for the places of everything. `variants`: of the step with it there; `least`: of these the choice that
-    takes as little memory as it can, wherever the update is; `unified`: whether host and device are one memory, so that
-    nothing is sent to the host; `progress`: is told how far it is, after each try; `found`: the seconds of a step with
-    everything where it fits; `besides`: bytes of device and host that programs took besides the least."""
+    """The search for the tiers of everything.
+
+    Attributes:
+        variants: returns the programs of the step with state on these tiers.
+        least: the options that take as little memory as possible, wherever the update runs.
+        auto: the configuration to resolve.
+        budget: the budgets to fit.
+        unified: whether host and device share one memory, so that nothing is sent to the host.
+        progress: is called with a progress message after each try.
+        found: the seconds of the steps that fit, by their shares.
+        besides: bytes of device and host that programs took in addition to their lower bound.
+    """
 
     variants: Callable[[Shares], Variants]
     least: Choice
@@ -210,21 +221,21 @@ class _Tiers:
 
     def __post_init__(self) -> None:
         self.search = Search(lambda c: (self.variants(c.rests)(replace(c, rests=())),), (), self.budget)
-        self.likes = functools.cache(_likes)  # asked of every candidate, after every try
+        self.likes = functools.cache(_likes)  # evaluated for every candidate, after every try
 
     def best(self) -> tuple[Shares, str]:
-        """The places of everything in the fastest step that fits, and why."""
+        """Returns the shares of the fastest step that fits, and the reason."""
         if self._try(self.least):
             return (), "the step fits as it is"
         layouts = self._layouts()
         most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
         program = self.variants(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
-        # after a loop there is nothing left to run beside
+        # after a loop, there is no computation left to overlap with
         self.speculates = self.sizes.turns == 1 and speculate_pass.is_possible(program)
         bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
         bounds |= self._with_gradients_on_disk(bounds)
-        # in one order on every rank: among equals the one that moves least comes first
+        # in the same order on every rank: among equal candidates, the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
         for choice, bound in bounds.items():
             lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
@@ -233,7 +244,7 @@ class _Tiers:
                 break
             if not self._expected(choice, bound):
                 self._try(choice, bound)
-        if not self.found:  # programs differ in memory beyond the least
+        if not self.found:  # programs differ in the memory that they take in addition to the bound
             self._try_others(bounds)
         best, *others = sorted(self.found, key=lambda rests: self.found[rests])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
@@ -244,7 +255,7 @@ class _Tiers:
     def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
         able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
         for left in reversed(range(min(LAST_TRIED, len(able)))):
-            # each one's result predicts the others; the last one leaves most room
+            # each result improves the predictions for the others; the last try has the most room left
             expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
             able.remove(choice := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
             if self._try(choice, bounds[choice]):
@@ -252,7 +263,7 @@ class _Tiers:
         raise self._unmet(bounds)
 
     def _ladders(self) -> list[Ladder]:
-        """Without the roles that may not be moved, and the tiers that are not there."""
+        """Returns the ladders without roles that may not be moved, and without tiers that do not exist."""
         able = {"nvme"} if self.unified else {"cpu", "nvme"}
         found: dict[Ladder, None] = {}
         for ladder in (*_ON_HOST, *(_ON_DISK if self.auto.path else ())):
@@ -261,8 +272,8 @@ class _Tiers:
         return list(found)
 
     def _layouts(self) -> list[Shares]:
-        """The rungs of all ladders, and of what is on disk more and more on the host instead: of those that mean the
-        same, by other ladders, the shortest."""
+        """Returns the rungs of all ladders, and variants in which more and more of the bytes on disk are on the host
+        instead. If several ladders lead to the same shares, the shortest is kept."""
         found: dict[Shares, None] = {}
         for ladder in self._ladders():
             rung: Shares = ()
@@ -280,7 +291,7 @@ class _Tiers:
         return [rests for rests in found if rests in {*distinct.values()}]
 
     def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
-        """Those whose gradients wait on the host, with gradients on disk instead."""
+        """Returns the candidates whose gradients are held on the host, with gradients on disk instead."""
         if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
             return {}
         stored = _Share(("gradients",), 0, FINEST)
@@ -288,17 +299,17 @@ class _Tiers:
         found = {choice: self._bound(choice) for choice in asked}
         return {choice: bound for choice, bound in found.items() if bound.host < bounds[asked[choice]].host}
 
-    # --- what a choice takes ---
+    # --- the cost of a candidate ---
 
     def _ways(self, rests: Shares) -> list[Choice]:
-        """The open places of updates and waiting gradients, and speculative updates: all updates on the host or, if
-        open, none. Mixtures are tried afterwards."""
+        """Returns the open options for updates, held gradients and speculative updates. Either all updates run on the
+        host or, if that is open, none; mixtures are tried afterwards."""
         state = any("opt_state" in share.roles for share in rests)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         grads = GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
         held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
         host, disk = any(s.host for s in held), any(s.disk for s in held)
-        # copies in host memory take room that must be given
+        # copies in host memory need a host budget
         able = (state and disk, state and host and self.budget.host is not None)
         guesses = (
             tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
@@ -320,13 +331,13 @@ class _Tiers:
         return self.sizes.least(rests, on_host, choice.grads, self.budget.device, early)
 
     def _expected(self, choice: Choice, bound: Least) -> float:
-        """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar
-        candidate did. Updates on the device take no less than on the host."""
+        """Returns by how many bytes a candidate exceeds the budgets, if it exceeds its lower bound as the last similar
+        candidate did. Updates on the device are assumed to take no less than those on the host."""
         device, host = next(filter(None, map(self.besides.get, self.likes(choice))), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
     def _try(self, choice: Choice, bound: Least | None = None) -> bool:
-        """Whether a program fits, which is made for it."""
+        """Makes the program of a candidate, and returns whether it fits."""
         device, host, _ = self.search.cost(choice).peaks
         if bound is not None:
             kind, _, way, _ = self.likes(choice)
@@ -370,7 +381,7 @@ class _Tiers:
         return BudgetError("offload", what, problems, ", or ".join(fixes))
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
-        """Missing transforms that would lessen the bytes of a full tier. It is not tried."""
+        """Returns missing transforms that would take fewer bytes of a full tier. They are not tried."""
         device, host = self._lacking(found)
         on_device = lambda *roles: device and share_of(found, roles) > FEW  # noqa: E731
         grads = on_device("gradients") or (host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes)
@@ -389,20 +400,21 @@ class _Tiers:
         return [what for what, helps in able.items() if helps]
 
     def _lacking(self, found: Plan) -> tuple[bool, bool]:
-        """Whether device and host have too little."""
+        """Whether the device and the host have too little memory."""
         device, host, _ = self.budget.limits
         return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
 def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
-    """The keys that are common to choices which take as much besides the least, the most alike first."""
+    """Returns keys that are shared by options which take similar amounts in addition to their bounds, the most specific
+    first."""
     kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
     way = replace(choice, rests=())
     return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
 
 
 def _meaning(rests: Shares) -> frozenset[_Share]:
-    """Shares in no order, and those that are whole on one tier for each role alone."""
+    """Returns the shares as a set; those that are completely on one tier are split into one per role."""
     whole = {share: FINEST in (share.host, share.disk) for share in rests}
     alone = (share._replace(roles=(role,)) for share in rests if whole[share] for role in share.roles)
     return frozenset((*alone, *(share for share in rests if not whole[share])))

@@ -1,7 +1,8 @@
-"""Chooses the stages of a `pipeline`: the blocks of each, and the leaves that these read first.
+"""Chooses the stages of a `pipeline`: the blocks of each, and the parameters that these read first.
 
-By default the cut is the one whose slowest stage multiplies least. Code before the first block counts with the first,
-and code behind the last block with the last. Of equal cuts the one with fewer blocks on the last stages is taken.
+By default, the partition is the one whose slowest stage has the fewest FLOPs in matrix products. Code before the first
+block counts with the first block, and code after the last block with the last one. Among equal partitions, the one with
+fewer blocks on the last stages is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fzero.transforms.zero import Parallel
 
 
 def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
-    """The `pipeline` of a step of which it is not known yet where leaves are, if there is one."""
+    """Returns the `pipeline` of a step if the stages of its parameters have not been chosen yet."""
     found = find(step.transforms, Pipeline)
     if found is None or found.leaves is not None:
         return None
@@ -40,15 +41,16 @@ def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
 
 
 def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
-    """The step with the stages of its `pipeline`; the step itself if it has none. On one rank it is left out.
+    """Returns the step with the stages of its `pipeline`; the unchanged step if it has none. On one rank, the pipeline
+    is removed.
 
     Args:
         step, mesh: as for `lower`.
-        params: the tree, with whole leaves.
-        batch: that the blocks are counted for.
+        params: the tree of unsharded parameters.
+        batch: the batch for which the blocks are counted.
 
     Raises:
-        FzeroValueError: a step that cannot be divided so.
+        FzeroValueError: the step cannot be divided into these stages.
     """
     spec = open_stages(step, mesh)
     if spec is None:
@@ -57,7 +59,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     if n == 1:
         return Chosen(replace(step, transforms=others))
     _check(step, params)
-    # Stages take turns by micro-batch, so there is no loop over micro-batches.
+    # Stages alternate by micro-batch, so there is no loop over micro-batches.
     others = tuple(replace(t, schedule="layerwise") if isinstance(t, Accumulate) else t for t in others)
     step = replace(step, transforms=(*others, spec))
     inputs = params_inputs(step, mesh, params)
@@ -78,7 +80,8 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
 
 
 def _check(step: Step, params: Any) -> None:
-    """Raises where a step has nothing that stages could pass on, or leaves that they cannot."""
+    """Raises if a step has no micro-batches that stages could send on, or has mutable tensors, which stages cannot send
+    on."""
     found = find(step.transforms, Accumulate)
     if found is None or found.num_micro_batches < 2:
         what = "stages pass on micro-batches, and this step has one" if found else "stages pass on micro-batches"
@@ -124,8 +127,8 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
 
 
 def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
-    """The operations of each block's products, forward and backward, with what comes before the first block and behind
-    the last."""
+    """Returns the FLOPs of each block's matrix products, in forward and backward, including the code before the first
+    block and after the last one."""
     found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
     seen = 0
     flops: dict[str, float] = {}
@@ -143,17 +146,17 @@ def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
 
 
 def even(work: Sequence[float], n: int) -> tuple[int, ...]:
-    """The counts of consecutive blocks whose slowest stage does least.
+    """Returns the numbers of consecutive blocks per stage for which the slowest stage has the least work.
 
     Example:
         >>> even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
         (4, 1)
     """
-    least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count
+    least = max(work, default=0.0) * 1e-9 + 1e-12  # if there are no products, blocks are counted
     before = [0.0]
     for x in work:
         before.append(before[-1] + x + least)
-    # by stages and blocks, the least that the slowest does, and where the last stage begins
+    # by number of stages and blocks: the least work of the slowest stage, and the first block of the last stage
     best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else math.inf, 0) for i in range(len(work) + 1)]]
     for stage in range(1, n + 1):
         row = [(math.inf, 0)] * (len(work) + 1)

@@ -1,23 +1,23 @@
-"""Chooses the rules of a `tensor_parallel` without any: the cuts of matrices that cost a step the fewest bytes.
+"""Chooses the rules of a `tensor_parallel` without rules: the shardings of matrices that cost a step the fewest bytes.
 
-The price of an assignment of cuts is a sum of bytes on a rank, over all calls of a step:
+The price of an assignment of shardings is a sum of bytes on one rank, over all calls of a step:
 
-- what collectives send, and for each some more;
-- what is gathered for operations that are made whole;
-- results of products that every rank computes alike;
-- leaves that stay whole, twice: their gradient and their update.
+- the bytes that collectives send, and a fixed number more for each;
+- the bytes that are gathered for operations that are computed on unsharded values;
+- the results of products that every rank computes redundantly;
+- parameters that stay replicated, twice: for their gradient and their update.
 
-[Note: descent] Leaves that blocks alike read at the same place are cut alike: they are a slot. All slots begin whole.
+[Note: descent] Parameters that equal blocks read at the same position are sharded alike: together they are a slot. At
+first all slots are replicated.
 
-1. Each chain of products (sharding/matmul_chains.py) is tried: the matrices before the last are cut along the dim that
-their
-   results have, the last along the dim that it sums over.
-2. Each slot alone is tried whole and with each of its cuts, and matrices of one shape of a chain whole together, until
-   nothing lowers the price. A vector is cut as a matrix of its function is.
+1. Each chain of products (sharding/matmul_chains.py) is tried: the matrices before the last are sharded along the dim
+that their results have, and the last along the dim that it sums over.
+2. Each slot is tried replicated and with each of its shardings, and all matrices of one shape in a chain are tried
+replicated together, until nothing lowers the price. A vector is sharded like a matrix of the same subgraph.
 
-Of equal prices the first is taken. A function is rewritten once for each way in which its arguments are cut. A price is
-no longer added up once it exceeds the best one; or once its calls before the first backward exceed those of the best by
-1 % of the best price.
+Among equal prices, the first is taken. A subgraph is rewritten once for each way in which its arguments are sharded.
+The computation of a price stops when it exceeds the best one, or when its calls before the first backward exceed those
+of the best by 1 % of the best price.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from fzero.tree import dotted
 
 
 def open_rules(step: Step, mesh: AbstractMesh) -> TensorParallel | None:
-    """The `tensor_parallel` of a step that has no rules yet, if there is one."""
+    """Returns the `tensor_parallel` of a step if it has no rules yet."""
     found = next((t for t in step.transforms if isinstance(t, TensorParallel) and t.rules is None), None)
     if found is not None:
         zero_of(step, mesh)  # which checks the axis
@@ -63,7 +63,7 @@ def open_rules(step: Step, mesh: AbstractMesh) -> TensorParallel | None:
 
 
 def check_batch_given(given: bool) -> None:
-    """Raises where there is no batch that rules are chosen for."""
+    """Raises if there is no batch for which to choose rules."""
     if not given:
         problems = ["batch: the first state is laid out before the first batch is seen"]
         fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do; or give rules"
@@ -71,19 +71,20 @@ def check_batch_given(given: bool) -> None:
 
 
 class Chosen(NamedTuple):
-    """A step whose `tensor_parallel` has rules, and the reasons for them."""
+    """A step whose options have been chosen, and the reasons for the choices."""
 
     step: Step
     decisions: tuple[PlanDecision, ...] = ()
 
 
 def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
-    """The step with rules for its `tensor_parallel`; the step itself if that has some. On one rank it is left out.
+    """Returns the step with rules for its `tensor_parallel`; the unchanged step if it has rules. On one rank, the
+    transform is removed.
 
     Args:
         step, mesh: as for `lower`.
-        params: the tree, with whole leaves.
-        batch: that they are chosen for.
+        params: the tree of unsharded parameters.
+        batch: the batch for which they are chosen.
     """
     spec = open_rules(step, mesh)
     if spec is None:
@@ -112,8 +113,8 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """Leaves that are cut alike, and their possible cuts. `fn` is the function that reads them first, `kept` the dim of
-    a matrix that the result of its product has."""
+    """Parameters that are sharded alike, and their possible shardings. `fn` is the subgraph that reads them first;
+    `kept` is the dim of a matrix that the result of its product has."""
 
     paths: tuple[str, ...]
     fn: str
@@ -122,7 +123,8 @@ class _Slot:
     kept: int | None
 
     def follows(self, cuts: Mapping[_Slot, Dim | None]) -> list[Dim]:
-        """The possible cuts; of a vector the cuts that a matrix of the same function has along its results."""
+        """Returns the possible shardings; for a vector, only those that match how a matrix of the same subgraph shards
+        its results."""
         if len(self.shape) > 1:
             return [*self.able]
         cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
@@ -133,15 +135,15 @@ _Cuts = dict[_Slot, Dim | None]
 
 
 class _Prices:
-    """The prices of assignments of cuts to a program's leaves.
+    """The prices of assignments of shardings to a program's parameters.
 
     Attributes:
-        slots: in the order in which functions read them.
-        chains: of slots: each with those before it, and the dims of the last that is summed over and of the others
+        slots: in the order in which subgraphs read them.
+        chains: for each chain, its last slot with the dim that is summed over, and the slots before it with the dims
             that are kept.
-        found: the prices so far, by the cuts of the slots; infinite where one was above the best.
-        best, none: the lowest price, and that of no cut at all.
-        each: the price of a collective besides its bytes.
+        found: the prices so far, by the shardings of the slots; infinite if the price was above the best.
+        best, none: the lowest price, and the price of sharding nothing.
+        each: the price of a collective in addition to its bytes.
     """
 
     def __init__(self, program: Program, spec: TensorParallel, zero: Zero):
@@ -151,7 +153,7 @@ class _Prices:
         self.found: dict[tuple[Dim | None, ...], float] = {}
         self.known: dict[Any, CutFunction] = {}
         self.of_function: dict[Any, float] = {}  # prices
-        self.best = self.ahead = math.inf  # `ahead`: the part before the first backward of a block
+        self.best = self.ahead = math.inf  # `ahead`: the part of the price before the first backward of a block
         calls = [line for line in program.lines if line.op == "call"]
         self.num_ahead = next((i for i, line in enumerate(calls) if line.is_backward), len(calls))
         self._find()
@@ -199,8 +201,8 @@ class _Prices:
             yield slots[x.last.matrix], x.last.summed, tuple(before.items())
 
     def __call__(self, cuts: Mapping[_Slot, Dim | None]) -> float:
-        """The bytes of an assignment; infinite if they exceed the best so far, or if more bytes are made whole for an
-        operation than the spec allows."""
+        """Returns the bytes of an assignment; infinite if they exceed the best so far, or if more bytes are gathered
+        for an operation than the spec allows."""
         key = tuple(cuts.get(slot) for slot in self.slots)
         if key not in self.found:
             self.found[key] = self._price(cuts)
@@ -253,7 +255,8 @@ class _Prices:
 _SLACK = 0.01
 """See [Note: descent]."""
 _OF_A_CALL = 0.02
-"""The cost of a collective besides its bytes, as a part of the price of a mean call when nothing is cut."""
+"""The cost of a collective in addition to its bytes, as a fraction of the average price of a call when nothing is
+sharded."""
 
 
 def _nbytes(value: Any) -> int:
@@ -262,7 +265,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _descend(prices: _Prices) -> _Cuts:
-    """The assignment that no move improves: see [Note: descent]."""
+    """Returns the assignment that no move improves: see [Note: descent]."""
     cuts: _Cuts = dict.fromkeys(prices.slots)
     best = prices.none
 
@@ -278,7 +281,7 @@ def _descend(prices: _Prices) -> _Cuts:
 
     for chain in prices.chains:
         tried(itertools.islice(_ways(*chain), _MOST_WAYS))
-    order = sorted(prices.slots, key=lambda slot: len(slot.shape) < 2)  # vectors follow matrices
+    order = sorted(prices.slots, key=lambda slot: len(slot.shape) < 2)  # vectors come after matrices
     whole = [alike for *_, before in prices.chains for alike in _of_one_shape(before)]
     better = True
     while better:
@@ -288,7 +291,7 @@ def _descend(prices: _Prices) -> _Cuts:
 
 
 def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
-    """The cuts of a chain."""
+    """Yields the possible shardings of a chain."""
     slots = [slot for slot, _ in before]
     able = [[c for c in slot.able if c.dim == kept] for slot, kept in before]
     ends = [c for c in last.able if c == Dim(summed)] if before else []
@@ -297,7 +300,7 @@ def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iter
 
 
 def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
-    """The matrices of a chain that have one shape, whole."""
+    """Yields, for each shape that several matrices of a chain have, the assignment that replicates them."""
     for shape in dict.fromkeys(slot.shape for slot, _ in before):
         alike = [slot for slot, _ in before if slot.shape == shape]
         if len(alike) > 1:
@@ -305,4 +308,5 @@ def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
 
 
 _MOST_WAYS = 16
-"""Ways in which the matrices of a chain may be taken for several of equal size."""
+"""The maximum number of tried shardings of a chain; there are several if a dim can be taken as different numbers of
+equal pieces."""

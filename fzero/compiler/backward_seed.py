@@ -1,15 +1,16 @@
-"""Seeds the backward with one number for the whole batch, so that gradients are those of its mean.
+"""Seeds the backward with one factor for the whole batch, so that gradients are those of the whole batch's mean.
 
-A batch is cut in parts, ranks times micro-batches, and each part differentiates its own total. Seeded with one over the
-count of the whole batch, a part's backward computes its summands of the mean's gradient: the numbers that one process
-sees that differentiates the whole batch at once. So they fit in float16, and a backward that is not linear but treats
-each row by itself, such as a hook that clamps, does on every mesh what it does there. One that combines rows, such as
-clipping by norm, sees the rows of its part. It is not rejected: a scale for 8 bits, made of the largest element of a
-gradient, looks the same in a graph, and is meant to see a part.
+A batch is divided into parts, ranks times micro-batches, and each part differentiates its own total. If the seed is one
+over the count of the whole batch, a part's backward computes its summands of the mean's gradient: the numbers that a
+single process would compute when it differentiates the whole batch at once. So they fit in float16, and a backward that
+is not linear but treats each sample separately, such as a hook that clamps, has the same effect on every mesh. A
+backward that combines samples, such as clipping by norm, sees the samples of its part. It is not rejected: the scale of
+an 8-bit product, computed from the largest element of a gradient, looks the same in a graph, and is meant to see only a
+part.
 
-The count of the whole batch is known before the first backward: the part of the forward that makes a count runs by
-itself, ahead, for all micro-batches, and ranks add up what it gives. A mean over parts of one size needs no count, and
-nor does a count that is a literal.
+The count of the whole batch is known before the first backward: the part of the forward that computes the count runs
+separately, first, for all micro-batches, and ranks add up the results. A mean over parts of equal size needs no count,
+and neither does a count that is a literal.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ aten = torch.ops.aten
 SCALE = "extras['loss_scale'].scale"
 SEED = "seed"
 DTYPE = torch.float64
-"""The dtype of a seed that is made ahead: it is rounded once, to that of the loss."""
+"""The dtype of a seed that is computed ahead: it is rounded once, to the dtype of the loss."""
 
 
 @dataclass(frozen=True)
 class CountAhead:
-    """The lines that come ahead of the backward, of a weighted loss whose batch is cut in parts.
+    """The ops that precede the backward of a weighted loss whose batch is divided into parts.
 
     Attributes:
-        lines: make the count of a part.
-        count: its value; None: the count is one of the sums that the forward makes.
-        seed: the line that makes the seed of all parts' counts.
-        of_sum: whether gradients are those of the sum, since the count is not known before the backward.
+        lines: the ops that compute the count of a part.
+        count: the value of that count; None: the count is one of the sums that the forward computes.
+        seed: the op that computes the seed from all parts' counts.
+        of_sum: whether gradients are those of the sum, because the count is not known before the backward.
     """
 
     lines: Sequence[Line] = ()
@@ -61,8 +62,8 @@ class CountAhead:
 
 
 def seed_of(loss: Loss, num_parts: int, scale: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
-    """The derivative of the scaled mean of the whole batch by a part's total, in the dtype of that. `given`: of a
-    weighted loss whose batch is cut in parts."""
+    """Returns the derivative of the whole batch's scaled mean by a part's total, in the dtype of the total. `given`:
+    the seed, for a weighted loss whose batch is divided into parts."""
     total, count = loss
     if count is None:
         if scale is None:
@@ -75,23 +76,27 @@ def seed_of(loss: Loss, num_parts: int, scale: torch.Tensor | None, given: torch
 
 
 def rounded(num_parts: int, dtype: torch.dtype) -> float | None:
-    """The factor that the seed of a mean of parts lacks for being rounded to a dtype of less than 32 bits."""
+    """Returns the factor that corrects the rounding of the seed of a mean to a dtype with less than 32 bits; None if
+    none is needed."""
     if dtype.itemsize >= 4:
         return None
-    with compat.no_modes(), compat.no_function_modes():  # a number of this process, not of the trace
+    with compat.no_modes(), compat.no_function_modes():  # computed in this process, not traced
         factor = torch.full((), 1.0 / num_parts, dtype=dtype, device="cpu").item() * num_parts
     return None if factor == 1.0 else 1.0 / factor
 
 
 def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names) -> CountAhead:
-    """Makes the seed of a weighted loss whose batch is cut in parts; of a count that is a literal in the graph itself.
+    """Makes the seed of a weighted loss whose batch is divided into parts. If the count is a literal, the seed is added
+    to the graph itself.
 
     Args:
-        graph: its results are the seed, the loss's total, its count, and more. If the count is made ahead, the graph
-            need not give it any more. A seed that is made ahead is its argument `SEED`.
+        t: the training step.
+        graph: its results are the seed, the loss's total, its count, and others. If the count is computed ahead, the
+            graph no longer needs to return it. A seed that is computed ahead is its argument `SEED`.
+        functions, names: the subgraphs and names of the program, which are extended.
 
     Raises:
-        TraceError: in float16 a count that is not known until blocks have run.
+        TraceError: in float16, the count is not known until blocks have run.
     """
     node, (place,) = graph.outputs[2], [n for n in graph.inputs if n.meta["name"] == SEED]
     scale = [n for n in graph.inputs if n.meta["name"] == SCALE]
@@ -119,7 +124,7 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
 
 
 def _recorded(t: Training, of: Sequence[fx.Node], seed: Callable[..., Any]) -> Recorded:
-    """A function of 0-dim tensors as a graph whose result is of the dtype of a seed."""
+    """Traces a function of 0-dim tensors; the result has the dtype of a seed."""
     device = compat.trace_device(t.mesh.device_type)
     with compat.FakeTensorMode(allow_non_fake_inputs=True):
         xs = [torch.empty((), dtype=n.meta["val"].dtype, device=device) for n in of]
@@ -132,7 +137,7 @@ def _recorded(t: Training, of: Sequence[fx.Node], seed: Callable[..., Any]) -> R
 
 
 def _check_range(t: Training, blocks: Sequence[fx.Node]) -> None:
-    """Raises TraceError if gradients of sums may not fit in what is computed."""
+    """Raises TraceError if gradients of sums might overflow the compute dtype."""
     if t.precision.loss_scale is None:
         return
     made = ", ".join(dict.fromkeys(repr(n.args[0].name) for n in blocks))  # type: ignore[union-attr]

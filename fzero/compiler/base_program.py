@@ -1,7 +1,9 @@
-"""Makes the base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+"""Makes the base program of a step: loss, gradients and optimizer, traced and converted to ops, with every parameter
+unsharded.
 
-A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype
-its gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
+A transform that acts on functions takes effect here, through three simple facts: the dtype in which a parameter is
+computed, the dtype in which its gradient is reduced, and the number of parts (ranks x micro-batches) into which the
+global batch is divided.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ from fzero.transforms.precision_statistics import Watched, watched_blocks
 
 
 class BaseProgram(NamedTuple):
-    """A program, and the structures by which its outputs become the user's trees again."""
+    """A program, and the structures with which its outputs are converted back to the user's trees."""
 
     program: Program
-    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
+    structure: tree.TreeSpec  # structure of the metrics, or of the results of an evaluation
     watched: Watched | None = None
-    raises: tuple[str, ...] = ()  # the lines of conditions under which the loss raises
+    raises: tuple[str, ...] = ()  # source lines of the conditions under which the loss raises
 
 
 def lower_train(t: Training) -> BaseProgram:
-    """The base program of one optimizer step."""
+    """Returns the base program of one optimizer step."""
     functions, names = Functions(), Names()
     lines, places = _arguments(t, names)
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
@@ -105,7 +107,7 @@ def lower_train(t: Training) -> BaseProgram:
 
 
 def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]]]:
-    """The arguments of the recorded function: the lines that make them, and their names, shapes and dtypes."""
+    """Returns the ops that make the arguments of the traced function, and the arguments' names, shapes and dtypes."""
     lines, cast = _casts(t.params, t.precision.compute, names)
     more, batch = _casts(t.batch, t.precision.compute, names)
     values = [*(cast[i] for i in t.params.distinct), *(batch[i] for i in t.batch.distinct)]
@@ -123,9 +125,12 @@ def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, t
 def _record_loss(
     t: Training, places: Sequence[Any], functions: Functions, names: Names
 ) -> tuple[Recorded, Found, fx.Node, CountAhead]:
-    """Records sums and gradients, in this order: the loss's total, its count unless made ahead, auxiliary sums,
-    averaged new values, gradients, as one vector the new values that must agree, and the flags of conditions under
-    which the loss raises. The node is that of the seed, from which gradients are computed."""
+    """Traces sums and gradients.
+
+    The results are, in this order: the loss's total; its count, unless it is computed ahead; auxiliary sums; averaged
+    new values; gradients; the new values that must agree, as one vector; and the flags of conditions under which the
+    loss raises. The returned node is that of the seed, from which gradients are computed.
+    """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
         fix = (
@@ -135,7 +140,7 @@ def _record_loss(
         raise TraceError("train_step", what, fix=fix)
     made: list[Found] = []
 
-    @torch.enable_grad()  # whatever the caller has
+    @torch.enable_grad()  # regardless of the caller's mode
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
         leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
@@ -194,7 +199,8 @@ def _record_loss(
 def _reduced_grads(
     t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names
 ) -> tuple[list[Line], dict[int, Value]]:
-    """Each gradient under a name of its own, in the dtype it is reduced in, cast right after the line that makes it."""
+    """Gives each gradient a separate name and its reduction dtype; the cast comes directly after the op that computes
+    it."""
     grads: dict[int, Value] = {}
     casts: dict[str, list[Line]] = {}
     for i, (source, node) in sources.items():
@@ -217,7 +223,7 @@ def _reduced_grads(
 def lower_eval(
     name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision
 ) -> BaseProgram:
-    """The base program of a forward-only step."""
+    """Returns the base program of a forward-only step."""
     functions, names = Functions(), Names()
     lines, computed = _casts(params, precision.compute, names)
     places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
@@ -247,7 +253,7 @@ def lower_eval(
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
     lines += body.lines
     found = [body.name[n] for n in outputs]
-    # Where one value is both a sum and a result, the sum is the copy: ranks add up the copy, and return their own.
+    # If one value is both a sum and a result, the sum is the copy: ranks add up the copy, and return their own value.
     order = sorted(range(len(found)), key=means.summed.__getitem__)
     lines, ordered = _distinct(lines, [found[j] for j in order], [outputs[j] for j in order], names, functions)
     found = [name for _, name in sorted(zip(order, ordered, strict=True))]
@@ -284,7 +290,8 @@ def lower_eval(
 
 
 def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
-    """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
+    """Returns a cast for every tensor that is computed in another dtype than it is given in, and the values to compute
+    with."""
     lines, values = [], {}
     for i in inputs.distinct:
         leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
@@ -298,8 +305,11 @@ def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Lin
 def _distinct(
     lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions
 ) -> tuple[list[Line], list[str]]:
-    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies
-    in that of an input: a step overwrites its state, and what it says of it is from before."""
+    """Copies outputs where necessary.
+
+    If two outputs are one value, one of them gets a separate name. An output in the memory of an input gets separate
+    memory, because a step overwrites its state and must return the values from before.
+    """
     aliases, within = Aliases(functions.by_name), dict[str, str]()
     for line in lines:
         within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
@@ -324,7 +334,8 @@ def _distinct(
 
 
 def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
-    """For each leaf the number of the line that first computes with it: leaves of one block belong together."""
+    """Returns, for each tensor of the state, the index of the first op that computes with it: tensors with the same
+    index belong to one block."""
     origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
     owners: dict[str, int] = {}
     for number, line in enumerate(lines):

@@ -1,8 +1,8 @@
-"""Makes of lines that do one small thing to one value each, casts and sums over micro-batches, lines that do it to
-several: on a GPU that is one launch.
+"""Merges ops that do one small thing to one value each (casts, and sums over micro-batches) into ops that do it to
+several values: on a GPU that is one kernel launch.
 
-It runs after the pool has placed everything: two lines become one only if neither writes where the other reads. So the
-pool keeps its planned peak. On a CPU, where a launch is a call, nothing changes.
+This runs after buffers have been allocated: two ops are merged only if neither writes memory that the other reads. So
+the arena keeps its planned peak. On a CPU, where a launch is a function call, nothing changes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from fzero.ir.program import Line, Place, Program
 
 
 def launches(program: Program) -> bool:
-    """Whether a line is a launch: on every device but a CPU."""
+    """Whether each op is a kernel launch: on every device except a CPU."""
     return program.mesh.device_type != "cpu"
 
 
 def batched(program: Program) -> Program:
-    """The program with lines of batched ops (`Op.batched`) that follow each other, and say the same, as one."""
+    """Returns the program in which consecutive ops of a batched kind (`Op.batched`) with the same attributes are
+    merged."""
     return _Batcher(program).run()
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Lines that become one."""
+    """Ops that are merged into one."""
 
     key: object
     lines: list[Line]
@@ -39,7 +40,7 @@ class _Batcher:
         self.places = {
             v.name: place
             for line, _ in program.walk()
-            if not OPS[line.op].between  # of a start, these are its transfer's
+            if not OPS[line.op].between  # buffers of a start belong to its transfer
             for v, place in zip(line.out, line.into, strict=False)
             if place is not None
         }
@@ -49,7 +50,7 @@ class _Batcher:
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
-        groups: list[_Group] = []  # places of the lines since the last one of another kind
+        groups: list[_Group] = []  # the groups since the last op of another kind
         for line in lines:
             key = self._key(line)
             if key is None:
@@ -65,7 +66,7 @@ class _Batcher:
         return out + [*map(_joined, groups)]
 
     def _key(self, line: Line) -> object:
-        """The same for lines that may be one; None for one that is none of these."""
+        """Returns a key that is equal for ops that can be merged; None for an op that cannot."""
         if not OPS[line.op].batched or not line.out or len(line.args) % len(line.out):
             return None
         source, out = self.values[line.args[0]], line.out[0]
@@ -75,7 +76,8 @@ class _Batcher:
         return line.op, line.attrs, line.by, num, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
 
     def _joins(self, groups: Sequence[_Group], key: object, line: Line) -> int | None:
-        """The last group that a line may join: it comes before all groups behind that one, then."""
+        """Returns the index of the last group that an op may join. The op then runs before all groups after that
+        one."""
         for at in reversed(range(len(groups))):
             if any(self._meet(other, line) for other in groups[at].lines):
                 return None
@@ -84,7 +86,7 @@ class _Batcher:
         return None
 
     def _meet(self, one: Line, other: Line) -> bool:
-        """Whether one of two lines reads or writes what the other writes."""
+        """Whether one of two ops reads or writes what the other writes."""
         named = {v.name for v in one.out} & {*other.args} or {v.name for v in other.out} & {*one.args}
         mine, its = self._written(one), self._written(other)
         return bool(named) or _overlap(mine, its + self._read(other)) or _overlap(its, self._read(one))
@@ -102,7 +104,7 @@ class _Batcher:
 
 
 _Span = tuple[tuple[str, int], int, int]
-"""An arena or a room, and the first byte and the end of a place in it."""
+"""An arena or a separate allocation, and the first byte and the end of a range in it."""
 
 
 def _overlap(some: Sequence[_Span], others: Sequence[_Span]) -> bool:
@@ -117,7 +119,8 @@ def _joined(group: _Group) -> Line:
         first,
         args=tuple(
             a
-            for begin in range(len(first.args) // len(first.out))  # of each result, what is first, then what is second
+            # first the first argument for each result, then the second one
+            for begin in range(len(first.args) // len(first.out))
             for line in group.lines
             for a in line.args[begin * len(line.out) :][: len(line.out)]
         ),

@@ -1,7 +1,8 @@
-"""Finds the inputs of a recorded graph whose bits are read: quantised weights, for example, are often integer codes
-that are stored in a floating dtype, and `codes.view(torch.int16)` is how they are read.
+"""Finds the inputs of a traced graph whose bits are read.
 
-To convert such a tensor to another dtype, or to send it in fewer bits, would treat its codes as numbers.
+For example, quantized weights are often integer codes that are stored in a floating-point dtype, and are read by
+`codes.view(torch.int16)`. Converting such a tensor to another dtype, or sending it in fewer bits, would treat its codes
+as numbers.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from fzero.trace.storages import is_view
 
 aten = torch.ops.aten
 Changed = Callable[[Leaf], Sequence[str]]
-"""The transforms that change the bits of a leaf before the function gets it."""
+"""Returns the transforms that change the bits of a tensor before the function gets it."""
 
 
 def check_bits(owner: str, graph: Recorded, leaves: Sequence[Leaf], changed: Changed) -> None:
-    """Raises if a function reads the bits of a leaf that a transform has changed.
+    """Raises if a function reads the bits of a tensor that a transform has changed.
 
     Args:
-        owner: the public name that errors begin with.
-        graph: the recorded function.
-        leaves: of its first inputs, in order.
-        changed: which transforms change the bits of a leaf.
+        owner: the public name with which errors begin.
+        graph: the traced function.
+        leaves: the tensors that are its first inputs, in order.
+        changed: returns the transforms that change the bits of a tensor.
 
     Raises:
-        TraceError: with the path of each such leaf, the transform, and the user's line that reads the bits.
+        TraceError: with the path of each such tensor, the transform, and the user's line that reads the bits.
     """
     found = {i: by for i, leaf in enumerate(leaves) if (by := changed(leaf))}
     read = _bits_read(graph, {}).read if found else {}
@@ -58,10 +59,10 @@ def _where(place: Place | None) -> str:
 
 
 class _Bits(NamedTuple):
-    """What a graph does with the bits of its inputs, which are numbered by position."""
+    """What a graph does with the bits of its inputs, which are identified by position."""
 
     read: dict[int, Place | None]  # the inputs whose bits it reads, with the user's line
-    results: list[set[int]]  # for each result, the inputs whose elements it has
+    results: list[set[int]]  # for each result, the inputs whose elements it contains
 
 
 def _bits_read(graph: Recorded, known: dict[Joint, _Bits]) -> _Bits:
@@ -101,7 +102,7 @@ def _same_numbers(source: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether the elements of a result are those of its arguments, in other places."""
+    """Whether the elements of a result are those of its arguments, in other positions."""
     if node.target is aten._to_copy.default:
         return node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype
     return (
@@ -111,7 +112,7 @@ def _moves(node: fx.Node) -> bool:
     )
 
 
-# Operations that copy elements to other places.
+# Operations that copy elements to other positions.
 _COPIES = {
     aten.clone.default,
     aten.cat.default,

@@ -1,4 +1,4 @@
-"""Explains the decisions that a budget has made about a program, and the memory of a program that does not fit."""
+"""Explains the decisions about a program that a budget has forced, and the memory of a program that does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fzero.transforms.zero_placement import keeps_gathers
 
 
 class TierUse(NamedTuple):
-    """Bytes that a step takes of a tier at its peak, and may take, None for any number."""
+    """The bytes that a step takes of a tier at its peak, and the limit; None: unlimited."""
 
     tier: str
     peak: int
@@ -38,9 +38,11 @@ class TierUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is
-    None; the device whose rates predict the step, the backend the program is for. On a mesh of one memory for both, the
-    host's bytes count for the device."""
+    """The bytes that each rank may use on the device (`nbytes`), on the host and on disk; None: unlimited.
+
+    It also has the device whose transfer and compute rates predict the step, and the backend that the program is for.
+    On a mesh whose host and device share one memory, the host's bytes count for the device.
+    """
 
     nbytes: int | None
     device: Device
@@ -54,21 +56,21 @@ class Budget:
         return self.nbytes, self.host, self.disk
 
     def uses(self, peaks: tuple[int, int, int]) -> list[TierUse]:
-        """The peaks of device, host and disk beside their limits."""
+        """The peaks of device, host and disk together with their limits."""
         return [TierUse(t, peaks[i], self.limits[i]) for i, t in enumerate(("device", "host", "disk"))]
 
     def over(self, peaks: tuple[int, int, int]) -> int:
-        """The bytes beyond the limits of all tiers; 0 if it fits."""
+        """The bytes beyond the limits of all tiers; 0 if the step fits."""
         return sum(use.over for use in self.uses(peaks))
 
     def filled(self, peaks: tuple[int, int, int]) -> float:
-        """The largest share of a tier's limit that is taken."""
+        """The largest share of a tier's limit that is used."""
         shares = (use.peak / max(1, use.limit) for use in self.uses(peaks) if use.limit is not None)
         return max(shares, default=0.0)
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
-    """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
+    """Returns the decisions about a program that has been chosen. Without a budget, they only concern the gradients of
     micro-batches."""
     limited = budget is not None and budget.nbytes is not None
     found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
@@ -116,7 +118,7 @@ def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision
 
 
 def _deals(line: Line) -> bool:
-    """Whether a line begins a reduction whose summands are in codes."""
+    """Whether an op begins a reduction whose summands are encoded."""
     return line.op == AllToAll.name and line.by == Compress.name
 
 
@@ -134,14 +136,14 @@ def _of_order(order: Order) -> Iterator[PlanDecision]:
 
 
 def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], rows: int) -> BudgetError:
-    """The error of a step whose least plan does not fit its budgets.
+    """Returns the error of a step whose smallest plan does not fit its budgets.
 
     Args:
-        program: that takes least.
+        program: the program that takes the least memory.
         found: its plan.
-        budget: what it does not fit.
+        budget: the budget that it does not fit.
         advice: ways to lower the peak of the device.
-        rows: of the batch that a rank computes with at once, in its first dimension.
+        rows: the number of samples that a rank computes with at once.
     """
     problems, named = [], {"device": "", "host": " of host memory", "disk": " on disk"}
     for use in budget.uses((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
@@ -170,7 +172,7 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], 
 
 WITH_BATCH = ("batch", "saved", "activations", "temporaries")
 """Roles of bytes that grow with the batch."""
-FEW = 0.05  # of the peak: smaller roles are not worth advice
+FEW = 0.05  # share of the peak: smaller roles are not worth advice
 
 
 def share_of(found: Plan, roles: Sequence[str]) -> float:
@@ -179,14 +181,14 @@ def share_of(found: Plan, roles: Sequence[str]) -> float:
 
 
 def filling(program: Program, found: Plan) -> list[str]:
-    """The roles that fill the device's memory at the peak, the largest first, and the reason why many gradients wait,
-    if they do."""
+    """Returns the roles that fill the device's memory at the peak, the largest first, and the reason why many gradients
+    are held, if they are."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
     return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 
 
 def filling_host(found: Plan) -> list[str]:
-    """The roles that fill the host's memory, the most first."""
+    """Returns the roles that fill the host's memory, the largest first."""
     return [f"on the host: {_listed(found.host_breakdown)}"]
 
 
@@ -202,7 +204,7 @@ _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transf
 
 
 def waiting(program: Program) -> str | None:
-    """Why gradients pile up until the backward is over, if they do."""
+    """Returns the reason why gradients are held until the backward is over, if they are."""
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
     backward = [i for i, line in enumerate(program.lines) if line.is_backward]

@@ -2,10 +2,10 @@
 and again if the assumption was wrong.
 
 The assumed scalars are those that result if every reduction of gradients is zero: a norm below the clipping threshold,
-and no overflow. So the update of a block runs directly after its backward, in the same op order as without clipping,
-and tensors on disk are written next to their old values. Once the scalars are known, they are compared bit for bit with
-the assumed ones. If they are equal, the new values are kept; otherwise the old values are restored, and the same
-updates run again with the actual scalars:
+and no overflow. So the update of a block runs directly after its backward, as a call of the same subgraph as without
+speculation, and tensors on disk are written next to their old values. Once the scalars are known, they are compared bit
+for bit with the assumed ones. If they are equal, the new values are kept; otherwise the old values are restored, and
+the same updates run again with the actual scalars:
 
     if redo([scale], [guess_scale]):
         …
