@@ -1,4 +1,4 @@
-"""Takes batches from arrays, or from a map-style torch data set, as a pure function of the step."""
+"""Takes batches from arrays, or from a map-style PyTorch dataset, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WHERE = "data.ArrayDataset"
 
 
 class ArrayDataset(Steps):
-    """Samples in arrays, of which the batch of any step can be asked for at any time, on any mesh.
+    """Samples in arrays. The batch of any step can be read at any time, on any mesh.
 
     Args:
-        arrays: tensors or arrays with one row a sample, one by one, `ArrayDataset(x, y, ...)`, or as a pytree,
-            `ArrayDataset({"image": x, "label": y}, ...)`. Or one map-style data set (`__len__` and `__getitem__`, also
-            of the library `datasets`); its samples are collated as by a `DataLoader`.
-        batch: rows of the *global* batch of a step.
-        seed: of the order of the samples, and of the keys that `transform` gets.
-        shuffle: every epoch in an order of its own; without it every epoch is in the order of the data.
-        transform: `transform(batch, key)` gives what is to be trained on. The key is the step's, with this rank's part:
-            what `fz.random` draws with it for a batch is the same on every mesh.
-        collate: makes a batch of a list of samples of a data set; by default `torch.utils.data.default_collate`.
-        skip: half-open ranges of steps of data to leave out, as for `TokenDataset`.
+        arrays: tensors or arrays with one row per sample, given one by one, `ArrayDataset(x, y, ...)`, or as a
+            pytree, `ArrayDataset({"image": x, "label": y}, ...)`. Or one map-style dataset (`__len__` and
+            `__getitem__`, including those of the library `datasets`); its samples are collated as by a `DataLoader`.
+        batch: number of samples in the *global* batch of a step.
+        seed: seed for the order of the samples, and for the keys that `transform` gets.
+        shuffle: whether every epoch has its own random order; otherwise every epoch is in the order of the data.
+        transform: `transform(batch, key)` returns the batch to train on. The key is that of the step, for this rank's
+            part of the batch: random numbers that `fz.random` draws with it for a batch are the same on every mesh.
+        collate: makes a batch from a list of samples of a dataset; by default `torch.utils.data.default_collate`.
+        skip: half-open ranges of data steps to leave out, as for `TokenDataset`.
 
-    Memory: the arrays given, and a copy of the rows of a batch.
+    Memory: the given arrays, and a copy of the samples of a batch.
 
     Raises:
-        FzeroValueError, FzeroTypeError: with everything that is wrong: no samples, arrays of different lengths, leaves
-            that are no arrays, overlapping ranges to skip. Of `batch_at`: samples that make no batch of tensors, or
-            that were made with draws from the global generators of torch, Python or NumPy.
+        FzeroValueError, FzeroTypeError: listing everything that is wrong: no samples, arrays of different lengths,
+            leaves that are not arrays, overlapping ranges to skip. From `batch_at`: if samples cannot be collated to
+            a batch of tensors, or were made with draws from the global generators of torch, Python or NumPy.
 
     Example:
         >>> data = ArrayDataset(torch.arange(12.).reshape(6, 2), torch.arange(6), batch=4)
@@ -79,7 +79,8 @@ class ArrayDataset(Steps):
             and hasattr(given, "with_format")
             and getattr(given, "format", {}).get("type") is None
         ):
-            self.dataset = self.dataset.with_format("torch")  # of the library `datasets`: else its samples are lists
+            # for the library `datasets`, whose samples would otherwise be lists
+            self.dataset = self.dataset.with_format("torch")
         self._collate = collate or torch.utils.data.default_collate
         self.num_samples = len(given) if self.arrays is None else len(tree.leaves(self.arrays)[0])
         if not self.num_samples:
@@ -87,18 +88,20 @@ class ArrayDataset(Steps):
 
     @classmethod
     def from_loader(cls, loader: torch.utils.data.DataLoader[Any], *, seed: int = 0, ranks: int = 1) -> ArrayDataset:
-        """The data set of a `DataLoader`, with its batch size, its way to collate, and shuffled where it is.
+        """Makes the dataset of a `DataLoader`, with its batch size and its collate function, shuffled if the loader
+        shuffles.
 
-        The order is that of `seed`, not the loader's own, which nothing can resume. Samples are made in the process
-        that asks (`prefetch` does so in a thread), not by the loader's workers; an epoch has no batch of fewer rows
-        at its end, the next epoch's rows fill it.
+        The order is determined by `seed`; the loader's own order could not be resumed. Samples are made in the
+        process that asks for them (`prefetch` does so in a thread), not by the loader's workers. An epoch has no
+        smaller batch at its end: samples of the next epoch fill it.
 
         Args:
-            loader: of one process: without a sampler that splits the data.
-            ranks: processes whose loaders these were, of `loader.batch_size` rows each: the global batch is of all.
+            loader: the loader of one process, without a sampler that splits the data.
+            ranks: number of processes that had such a loader, with `loader.batch_size` samples each: the global batch
+                is that of all of them.
 
         Raises:
-            FzeroTypeError: what cannot be asked for a step: an iterable data set, a sampler of one's own.
+            FzeroTypeError: if the batch of a step cannot be determined: for an iterable dataset or a custom sampler.
         """
         ranks = python_numbers(ranks)
         problems = count("ranks", ranks)
@@ -109,7 +112,8 @@ class ArrayDataset(Steps):
         if problems:
             fix = "give ArrayDataset(dataset, batch=...) the data set itself, or what has batch_at(step, rank, size)"
             raise FzeroTypeError("data.from_loader", "the batch of a step is not known", problems, fix)
-        batches: Any = loader.batch_sampler  # also of a loader that was given none; one that was has no batch_size
+        # it also exists if none was passed; a loader that was given one has no batch_size
+        batches: Any = loader.batch_sampler
         return cls(
             loader.dataset,
             batch=batches.batch_size * ranks,
@@ -127,7 +131,7 @@ class ArrayDataset(Steps):
         before, others = torch.random.get_rng_state(), _generators()
         made = self._made(samples, step, rank)
         if not torch.equal(before, torch.random.get_rng_state()):
-            with _Drawn() as found:  # of this thread: another's draws are none of a batch's
+            with _Drawn() as found:  # only draws of this thread: draws of other threads do not belong to the batch
                 self._made(samples, step, rank)
             if found.calls:
                 what = "a batch is made with draws from torch's global generator: it does not follow from its step"
@@ -138,8 +142,10 @@ class ArrayDataset(Steps):
         return made
 
     def _check_drawn(self, made: Any, samples: list[int], step: int, rank: int) -> None:
-        """Raises if a batch was made with draws from the global generators of Python or NumPy: it is made again, until
-        they stay as they are, for another thread may have drawn, or it comes to another batch."""
+        """Raises an error if a batch was made with draws from the global generators of Python or NumPy. The batch is
+        made again until the generators stay unchanged, because another thread may have drawn, or until the batch
+        differs.
+        """
         for _ in range(_TRIES):
             before = _generators()
             again = self._made(samples, step, rank)
@@ -159,7 +165,7 @@ class ArrayDataset(Steps):
             index = torch.tensor(samples)
             batch = tree.map(lambda leaf: leaf[index], self.arrays)
         else:
-            many = getattr(self.dataset, "__getitems__", None)  # as a DataLoader asks for them
+            many = getattr(self.dataset, "__getitems__", None)  # as a DataLoader reads them
             found = many(samples) if many is not None else [self.dataset[i] for i in samples]  # pyright: ignore
             batch = self._collated(found, samples)
             tree.map_with_path(_check_tensor, batch, root="batch")
@@ -199,13 +205,15 @@ class ArrayDataset(Steps):
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether samples are asked for by number, of an object of its own."""
+    """Returns whether a value is an object whose samples are read by index."""
     able = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     return able and not isinstance(value, (list, tuple, dict, torch.Tensor)) and not hasattr(value, "__array__")
 
 
 def _not_by_step(loader: torch.utils.data.DataLoader[Any]) -> list[str]:
-    """Problems of a loader whose batches are not runs of its data set in order, or in one drawn for each epoch."""
+    """Returns the problems of a loader whose batches are not consecutive samples of its dataset, in order or in a
+    random order per epoch.
+    """
     data, batches = loader.dataset, loader.batch_sampler
     problems = (
         [] if _is_dataset(data) else [f"{type(data).__name__} gives its samples one after the other, not by number"]
@@ -228,11 +236,13 @@ def _not_by_step(loader: torch.utils.data.DataLoader[Any]) -> list[str]:
 
 
 _TRIES = 8
-"""Batches made again while some thread draws from a global generator, before it is taken to be the batch's."""
+"""How often a batch is made again while some thread draws from a global generator, before the draw is attributed to
+the batch.
+"""
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the global generators of Python and, where it is imported, of NumPy."""
+    """Returns the states of the global generators of Python and, if it is imported, of NumPy."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state(legacy=False) if numpy is not None else None
     found = None if state is None else (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
@@ -240,7 +250,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two batches are the same bit for bit."""
+    """Returns whether two batches are identical bit for bit."""
     one, other = tree.leaves(a), tree.leaves(b)
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(x.shape == y.shape and torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
@@ -251,7 +261,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Drawn(compat.TorchDispatchMode):
-    """Notes the calls inside that draw from torch's global generator, with the user's lines."""
+    """Records the calls inside that draw from torch's global generator, with the user's lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +276,7 @@ class _Drawn(compat.TorchDispatchMode):
 
 
 def _kind(sample: Any) -> str:
-    """A sample in an error, by the shapes of its tensors and arrays."""
+    """Describes a sample in an error, by the shapes of its tensors and arrays."""
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{name!r}: {_kind(x)}" for name, x in sample.items()) + "}"
     if type(sample) in (tuple, list):
@@ -276,7 +286,7 @@ def _kind(sample: Any) -> str:
 
 
 def _rows_of(arrays: Any) -> Any:
-    """The arrays as tensors on the host, of as many rows each."""
+    """Returns the arrays as tensors on the host, after checking that they all have the same number of rows."""
     problems: list[str] = []
 
     def tensor(path: str, leaf: Any) -> torch.Tensor:
@@ -285,7 +295,7 @@ def _rows_of(arrays: Any) -> Any:
                 with warnings.catch_warnings():
                     warnings.simplefilter(
                         "ignore", UserWarning
-                    )  # of arrays that are read-only: they are not written to
+                    )  # the warning is about read-only arrays, which are not written to
                     made = torch.as_tensor(leaf)
                 if made.dim():
                     return made.detach().cpu()

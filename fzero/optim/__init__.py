@@ -177,7 +177,7 @@ _ABSENT = {
     ),
     "sparseadam": ("gradients are dense", "optim.adam, which updates the rows without a gradient too"),
 }
-"""Optimizers of torch.optim that are absent, in small letters: why, and what to use."""
+"""Optimizers of torch.optim that are absent, in lower case: why, and what to use instead."""
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ _WHERE = "optim.adadelta"
 
 
 class AdadeltaState(NamedTuple):
-    """The state of the link of `adadelta` that scales gradients.
+    """The state of the part of `adadelta`'s chain that scales gradients.
 
     Example:
         >>> adadelta(1.0).init({"w": torch.ones(2)})[0]
@@ -48,10 +48,10 @@ def adadelta(
         weight_decay: L2 regularization, `weight_decay * params` added to the gradients; at least 0.
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adadelta(rho=0.75, eps=1e-2)

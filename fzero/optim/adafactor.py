@@ -1,5 +1,6 @@
-"""Defines Adafactor: second moments of a matrix from the means of its rows and columns (Shazeer and Stern 2018,
-arXiv:1804.04235)."""
+"""Defines Adafactor, which factors the second moments of a matrix into the means of its rows and columns (Shazeer and
+Stern 2018, arXiv:1804.04235).
+"""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class AdafactorState(NamedTuple):
     """
 
     count: torch.Tensor  # int64[], updates done
-    rows: Tree  # [..., m] of a leaf [..., m, n]: running means of squared gradients along rows; None of vectors
-    columns: Tree  # [..., n]: along columns
-    nu: Tree  # like params, of vectors and numbers: running mean of squared gradients; None of matrices
+    rows: Tree  # [..., m] for a parameter [..., m, n]: running means of squared gradients along rows; None for vectors
+    columns: Tree  # [..., n]: the same along columns
+    nu: Tree  # like params, for vectors and scalars: running mean of squared gradients; None for matrices
 
 
 @keywords
@@ -74,12 +75,12 @@ def adafactor(
         maximize: ascend instead of descend.
 
     Communication: on shards the gradients of matrices are gathered, as of `optim.unsharded`; two all_reduces of 4
-        bytes a leaf, before coalescing.
+        bytes per leaf, before coalescing.
 
-    Memory: `4 (m + n)` bytes of a matrix [m, n], on every rank; 4 bytes an element of a vector (8 for float64).
+    Memory: `4 (m + n)` bytes of a matrix [m, n], on every rank; 4 bytes per element of a vector (8 for float64).
 
     Raises:
-        FzeroValueError: a number out of range, or an update without params.
+        FzeroValueError: if a number is out of range, or if update is called without params.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(2, 2)}, adafactor(0.1)
@@ -139,7 +140,7 @@ def adafactor(
 def _factored(
     g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, share: torch.Tensor, least: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient over the root of its second moments, and the new means along rows and columns."""
+    """Returns the gradient divided by the root of its second moments, and the new means along rows and columns."""
     means = ((g * g).sum(d) / max(1, g.shape[d]) for d in (-1, -2))
     rows, columns = (torch.lerp(x, mean, share) for x, mean in zip((rows, columns), means, strict=True))
     nu = rows[..., None] * (columns / rows.mean(-1, keepdim=True).clamp(min=least))[..., None, :]
@@ -147,13 +148,15 @@ def _factored(
 
 
 def _shapes(leaf: torch.Tensor) -> tuple[Sequence[int] | None, ...]:
-    """The shapes of a leaf's means along rows, along columns and of squares; None of each that it has not."""
+    """Returns the shapes of a parameter's means along rows, along columns, and of squares; None for those that it
+    does not have.
+    """
     *others, rows, columns = leaf.shape if leaf.dim() > 1 else (0, 0)
     return ([*others, rows], [*others, columns], None) if leaf.dim() > 1 else (None, None, leaf.shape)
 
 
 def _checked(state: AdafactorState, grads: Tree) -> tuple[Tree, Tree, Tree]:
-    """The means of a state, which are of these leaves."""
+    """Returns the means of a state, after checking that they belong to these parameters."""
     means = state.rows, state.columns, state.nu
     for kind, found in enumerate(means):
         wanted = tree.map(lambda g, kind=kind: None if _shapes(g)[kind] is None else g, grads)

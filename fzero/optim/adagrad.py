@@ -18,7 +18,7 @@ _WHERE = "optim.adagrad"
 
 
 class AdagradState(NamedTuple):
-    """The state of the link of `adagrad` that divides gradients.
+    """The state of the part of `adagrad`'s chain that divides gradients.
 
     Example:
         >>> adagrad(0.1, initial_accumulator_value=0.5).init({"w": torch.ones(2)})[0]
@@ -50,10 +50,10 @@ def adagrad(
         eps: greater than 0.
         maximize: ascend instead of descend.
 
-    Memory: 4 bytes a parameter (8 for float64).
+    Memory: 4 bytes per parameter (8 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adagrad(0.1)

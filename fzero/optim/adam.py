@@ -45,9 +45,9 @@ class ScaleByAmsgradState(NamedTuple):
 
 class QuantizedAdamState(NamedTuple):
     count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, int8 codes; float32 numbers of leaves with fewer than 4096 elements
+    mu: Tree  # like params, int8 codes; float32 numbers for parameters with fewer than 4096 elements
     nu: Tree  # like mu, uint8 codes
-    mu_scale: Tree  # float32[num_blocks, 1] for each leaf of codes, None for the others
+    mu_scale: Tree  # float32[num_blocks, 1] for each parameter with codes, None for the others
     nu_scale: Tree  # like mu_scale
 
 
@@ -74,17 +74,17 @@ def adamw(
         b2: decay of the mean of squared gradients, at least 0 and less than 1.
         eps: greater than 0, for a gradient may be 0 (in the padding of a shard it always is).
         weight_decay: at least 0. Multiplied by the learning rate, as in torch.
-        mask: which leaves decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
+        mask: which parameters decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
         state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with
             fewer than 4096 elements (fzero/optim/quantized.py).
         amsgrad: divide by the root of the largest `nu` so far (Reddi et al. 2018, arXiv:1904.09237).
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64); 2.03 with `state_dtype="int8"`; 12 with `amsgrad`.
+    Memory: 8 bytes per parameter (16 for float64); 2.03 with `state_dtype="int8"`; 12 with `amsgrad`.
 
     Raises:
-        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is
-            decay.
+        FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
+            without params although there is decay.
 
     Example:
         >>> opt = adamw(0.1, weight_decay=0.5)
@@ -136,8 +136,8 @@ def adam(
 def scale_by_adam(
     b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:
-    """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in
-    `adamw`.
+    """Returns updates `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate is applied. Arguments and
+    memory as in `adamw`.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(2)}, scale_by_adam()

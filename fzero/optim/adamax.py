@@ -17,7 +17,7 @@ _WHERE = "optim.adamax"
 
 
 class AdamaxState(NamedTuple):
-    """The state of the link of `adamax` that scales gradients.
+    """The state of the part of `adamax`'s chain that scales gradients.
 
     Example:
         >>> state = adamax(0.1).init({"w": torch.ones(2)})[0]
@@ -27,7 +27,7 @@ class AdamaxState(NamedTuple):
 
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    largest: Tree  # like mu: largest magnitude of a gradient, decaying
+    largest: Tree  # like mu: the largest magnitude of a gradient so far, decaying
 
 
 @keywords
@@ -52,10 +52,10 @@ def adamax(
         weight_decay: L2 regularization, `weight_decay * params` added to the gradients; at least 0.
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adamax(0.1)

@@ -1,4 +1,4 @@
-"""Applies an optimizer's update to parameters, and checks that it keeps its contract."""
+"""Applies an optimizer's update to parameters, and checks that the optimizer keeps its contract."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fzero.optim import apply_updates
 def apply_optimizer(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None
 ) -> tuple[Any, Any]:
-    """New parameters and the new state, if the optimizer keeps the contract: updates like params, a state like the one
-    it got. `key`: to round with."""
+    """Returns new parameters and the new state, after checking the contract: updates like params, and a state like
+    the one that was passed in. `key`: a key for stochastic rounding.
+    """
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
         raise FzeroTypeError(

@@ -17,7 +17,7 @@ _WHERE = "optim.asgd"
 
 
 class ASGDState(NamedTuple):
-    """The state of the last link of `asgd`.
+    """The state of the last part of `asgd`'s chain.
 
     Example:
         >>> state = asgd(0.1).init({"w": torch.ones(2)})[-1]
@@ -26,7 +26,7 @@ class ASGDState(NamedTuple):
     """
 
     count: torch.Tensor  # int64[], updates done
-    eta: torch.Tensor  # float64[], step size of the next update; the first one's is the learning rate
+    eta: torch.Tensor  # float64[], step size of the next update; that of the first update is the learning rate
     averages: Tree  # like params, float32 (float64 for float64 params): the averaged parameters
 
 
@@ -54,10 +54,10 @@ def asgd(
         weight_decay: L2 regularization, `weight_decay * params` added to the gradients; at least 0.
         maximize: ascend instead of descend.
 
-    Memory: 4 bytes a parameter (8 for float64).
+    Memory: 4 bytes per parameter (8 for float64).
 
     Raises:
-        FzeroValueError: a number out of range, or an update without params.
+        FzeroValueError: if a number is out of range, or if update is called without params.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(1)}, asgd(0.1, lambd=0.5)

@@ -19,8 +19,8 @@ class GradientTransformation(NamedTuple):
 
     Attributes:
         init: `init(params) -> opt_state`.
-        update: `update(grads, opt_state, params) -> (updates, opt_state)`. Updates are what to *add* to params. Those
-            that do not read params can be called without them.
+        update: `update(grads, opt_state, params) -> (updates, opt_state)`. The updates are to be *added* to params. A
+            transformation that does not read params can be called without them.
 
     Example:
         >>> def halved(grads, state, params):
@@ -36,7 +36,7 @@ class GradientTransformation(NamedTuple):
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that remembers nothing.
+    """The state of a transformation that has no state.
 
     Example:
         >>> from fzero import optim
@@ -46,12 +46,12 @@ class EmptyState(NamedTuple):
 
 
 def is_transformation(value: Any) -> bool:
-    """Whether a value has the two functions of an optimizer."""
+    """Returns whether a value has the two functions of an optimizer."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def stateless(fn: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
-    """The transformation `updates = fn(grads, params)`."""
+    """Returns the transformation `updates = fn(grads, params)`."""
 
     def update(grads: Tree, state: EmptyState, params: Tree = None) -> tuple[Tree, EmptyState]:
         return fn(grads, params), state
@@ -60,7 +60,7 @@ def stateless(fn: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
 
 
 def identity() -> GradientTransformation:
-    """Updates are the gradients.
+    """Returns the gradients as updates.
 
     Example:
         >>> identity().update({"w": torch.ones(2)}, identity().init(None), None)[0]
@@ -70,13 +70,13 @@ def identity() -> GradientTransformation:
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """One transformation after another: the updates of each are the gradients of the next.
+    """Applies several transformations in sequence: the updates of each are the gradients of the next.
 
-    Memory: the sum over the parts. State: the tuple of their states.
+    Memory: the sum over the transformations. State: the tuple of their states.
 
     Raises:
-        FzeroTypeError: an argument that is not a pair of init and update.
-        FzeroValueError: update was given the state of another chain.
+        FzeroTypeError: if an argument is not a pair of init and update.
+        FzeroValueError: if update was given the state of another chain.
 
     Example:
         >>> from fzero import optim
@@ -113,16 +113,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 
 def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) -> Tree:
-    """`params + updates`, added in the wider of the two dtypes and rounded once to the parameter's.
+    """Returns `params + updates`, added in the wider of the two dtypes and rounded once to the parameter's dtype.
 
     Args:
         params: any tree of floating-point tensors.
-        updates: a tree of the same structure and shapes, any floating-point dtypes.
-        key: int64[3]; with it bfloat16 parameters are rounded stochastically (`stochastic_round`), as one draw over all
-            leaves in their order.
+        updates: a tree of the same structure and shapes, with any floating-point dtypes.
+        key: int64[3]. If given, bfloat16 parameters are rounded stochastically (`stochastic_round`), with one draw
+            over all parameters in their order.
 
     Raises:
-        FzeroValueError: different structures or shapes.
+        FzeroValueError: if structures or shapes differ.
 
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
@@ -141,10 +141,11 @@ def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) 
 
 
 def global_norm(updates: Tree) -> torch.Tensor:
-    """The L2 norm of all leaves taken as one vector: 0-dim, float32 (float64 if there are float64 leaves); 0 without
-    leaves.
+    """Returns the L2 norm of all tensors taken as one vector: 0-dim, float32 (float64 if there are float64 tensors);
+    0 without tensors.
 
-    Communication: on shards one all_reduce of 4 bytes, however many leaves: partial sums are added before the root.
+    Communication: on shards, one all-reduce of 4 bytes, however many tensors there are: partial sums are added before
+    the root is taken.
 
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": {"c": torch.tensor([4.0])}})

@@ -1,4 +1,6 @@
-"""Defines LAMB: Adam with a step size per leaf, for very large batches (You et al. 2020, arXiv:1904.00962)."""
+"""Defines LAMB: Adam with a step size per parameter, for very large batches (You et al. 2020,
+arXiv:1904.00962).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from fzero.tree import Tree
 
 
 def scale_by_trust_ratio() -> GradientTransformation:
-    """Multiplies each leaf by `norm(params) / norm(grads)` of that leaf, or by 1 where either norm is 0.
+    """Multiplies each gradient by `norm(params) / norm(grads)` of its parameter, or by 1 if either norm is 0.
 
-    Norms are of whole leaves, in float32 (float64 for float64 leaves).
+    The norms are those of unsharded parameters, in float32 (float64 for float64 parameters).
 
-    Communication: on shards two all_reduces of 4 bytes a leaf, before coalescing.
+    Communication: on shards, two all-reduces of 4 bytes per parameter, before coalescing.
 
     Raises:
-        FzeroValueError: an update without params.
+        FzeroValueError: if update is called without params.
 
     Example:
         >>> opt = scale_by_trust_ratio()
@@ -65,14 +67,15 @@ def lamb(
         b2: decay of the mean of squared gradients, at least 0 and less than 1.
         eps: greater than 0.
         weight_decay: at least 0.
-        mask: which leaves decay, as in `masked`; None: all.
+        mask: which parameters decay, as in `masked`; None: all.
 
-    Communication: on shards two all_reduces of 4 bytes a leaf, before coalescing.
+    Communication: on shards two all_reduces of 4 bytes per leaf, before coalescing.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range, a mask of another structure, or an update without params.
+        FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
+            without params.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(4)}, lamb(0.1)

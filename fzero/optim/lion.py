@@ -39,13 +39,13 @@ def lion(
         b1: weight of the momentum in the update, at least 0 and less than 1.
         b2: decay of the momentum, at least 0 and less than 1.
         weight_decay: at least 0, multiplied by the learning rate. Three to ten times AdamW's.
-        mask: which leaves decay, as in `masked`; None: all.
+        mask: which parameters decay, as in `masked`; None: all.
 
-    Memory: 4 bytes a parameter (8 for float64), half of Adam's.
+    Memory: 4 bytes per parameter (8 for float64), half of Adam's.
 
     Raises:
-        FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is
-            decay.
+        FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
+            without params although there is decay.
 
     Example:
         >>> opt = lion(0.1)

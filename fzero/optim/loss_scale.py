@@ -1,8 +1,9 @@
-"""Updates the loss scale of float16 training.
+"""Updates the dynamic loss scale of float16 training.
 
-float16 has no numbers below 6e-8, so gradients of a scaled loss are computed and their scale is divided out in float32.
-A scale that is too large shows as a gradient that is not finite: that step is left out and the scale goes down. Pure
-functions of a small state, as optimizers are; what a step does with them is said in fzero/transforms/precision.py.
+float16 cannot represent numbers below 6e-8, so gradients are computed of a scaled loss, and the scale is divided out
+in float32. A scale that is too large leads to a gradient that is not finite: then the step is skipped and the scale
+is lowered. These are pure functions of a small state, like optimizers; fzero/transforms/precision.py says how a step
+uses them.
 """
 
 from __future__ import annotations
@@ -18,35 +19,36 @@ from fzero.optim.tree_updates import reject
 
 
 class LossScaleState(NamedTuple):
-    """The state of a loss scale. Leaves of a step's state, the same on every rank."""
+    """The state of a loss scale: tensors of a step's state, the same on every rank."""
 
-    scale: torch.Tensor  # float32[]: of the next step's loss
+    scale: torch.Tensor  # float32[]: scale of the next step's loss
     growth_tracker: torch.Tensor  # int64[]: steps since the last overflow or growth
-    hysteresis: torch.Tensor  # int64[]: overflows that are left until the scale is lowered, at least 1
-    skipped: torch.Tensor  # int64[]: steps left out so far
+    hysteresis: torch.Tensor  # int64[]: overflows that remain until the scale is lowered, at least 1
+    skipped: torch.Tensor  # int64[]: steps skipped so far
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """A dynamic loss scale: lowered when gradients overflow, raised after `growth_interval` steps in which none did.
+    """A dynamic loss scale: lowered when gradients overflow, raised after `growth_interval` steps without an
+    overflow.
 
-    Growth is that of `torch.amp.GradScaler`, whose defaults these are: the scale grows in the `growth_interval`-th step
-    in a row without an overflow, unless it would become infinite. `hysteresis`, `consecutive_hysteresis` and `minimum`
-    are DeepSpeed's; its defaults are `LossScale(growth_interval=1000, hysteresis=2)`, and DeepSpeed 0.19 counts one
-    step more before the first growth after an overflow.
+    It grows like that of `torch.amp.GradScaler`, whose defaults it has: in the `growth_interval`-th step in a row
+    without an overflow, unless the scale would become infinite. `hysteresis`, `consecutive_hysteresis` and `minimum`
+    are DeepSpeed's; DeepSpeed's defaults are `LossScale(growth_interval=1000, hysteresis=2)`, and DeepSpeed 0.19
+    counts one step more before the first growth after an overflow.
 
     Args:
         initial: the scale of the first step.
-        growth_interval: steps in a row without an overflow after which the scale grows, at least 1.
-        growth_factor: what the scale is multiplied by then, at least 1.
-        backoff_factor: what it is multiplied by at an overflow, above 0 and at most 1.
-        hysteresis: the scale is lowered at this overflow, and at every one after it, until it grows again: 1 lowers at
-            each. Each of them leaves a step out.
-        consecutive_hysteresis: one step without an overflow is enough to be that patient again.
-        minimum: the scale is never lowered below.
+        growth_interval: number of steps in a row without an overflow after which the scale grows, at least 1.
+        growth_factor: the factor by which it grows, at least 1.
+        backoff_factor: the factor by which it is multiplied at an overflow, above 0 and at most 1.
+        hysteresis: the scale is lowered at this overflow, and at every one after it, until it grows again; 1 lowers
+            it at every overflow. Each overflow skips a step.
+        consecutive_hysteresis: whether one step without an overflow restores the full hysteresis.
+        minimum: the scale is never lowered below this value.
 
     Raises:
-        FzeroValueError: listing every argument out of its range.
+        FzeroValueError: listing every argument that is out of range.
 
     Example:
         >>> scale = LossScale(initial=8.0, growth_interval=2)
@@ -88,11 +90,11 @@ class LossScale:
 
     @property
     def fixed(self) -> bool:
-        """Whether the scale never moves."""
+        """Whether the scale never changes."""
         return self.growth_factor == self.backoff_factor == 1
 
     def init(self) -> LossScaleState:
-        """The state before the first step, in host memory."""
+        """Returns the state before the first step, in host memory."""
         return LossScaleState(
             torch.tensor(float(self.initial), dtype=torch.float32),
             torch.zeros((), dtype=torch.int64),
@@ -101,11 +103,11 @@ class LossScale:
         )
 
     def update(self, state: LossScaleState, overflow: torch.Tensor) -> tuple[LossScaleState, torch.Tensor]:
-        """The state after a step, and whether the scale should have been lowered but is at its minimum.
+        """Returns the state after a step, and whether the scale should have been lowered but is at its minimum.
 
         Args:
-            state: before the step.
-            overflow: bool[], whether a gradient of it is not finite.
+            state: the state before the step.
+            overflow: bool[], whether a gradient of the step is not finite.
         """
         count = state.growth_tracker + 1
         grows = torch.logical_and(torch.logical_not(overflow), count >= self.growth_interval)
@@ -124,13 +126,13 @@ class LossScale:
         return new, torch.logical_and(lowers, state.scale <= self.minimum)
 
     def __repr__(self) -> str:
-        """Only what is not as by default."""
+        """Shows only values that differ from the defaults."""
         changed = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != f.default}
         return f"LossScale({', '.join(f'{name}={x!r}' for name, x in changed.items())})"
 
 
 def fixed_scale(scale: float) -> LossScale:
-    """A loss scale that never moves: an overflow leaves a step out and nothing else."""
+    """Returns a loss scale that never changes: an overflow only skips a step."""
     return LossScale(scale, growth_factor=1.0, backoff_factor=1.0, minimum=scale)
 
 

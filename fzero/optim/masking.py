@@ -1,6 +1,6 @@
-"""Applies different transformations to different leaves: `masked` to some, `partition` to all.
+"""Applies different transformations to different parameters: `masked` to some, `partition` to all.
 
-Leaves that a transformation is not meant for are `None` in the trees it sees, so it holds no state for them.
+Parameters that a transformation is not meant for are `None` in the trees that it gets, so it holds no state for them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from fzero.optim.tree_updates import reject, structure_message
 from fzero.tree import Tree
 
 Mask = Tree | Callable[[str, torch.Tensor], bool]
-"""A choice of leaves: `mask(path, leaf)`, or a tree of bools of the structure of params or of a prefix of it."""
+"""A choice of parameters: `mask(path, leaf)`, or a tree of bools with the structure of params or of a prefix of
+it.
+"""
 
 Labels = Tree | Callable[[str, torch.Tensor], Hashable]
-"""The label of each leaf: `labels(path, leaf)`, or a tree of labels of the structure of params or of a prefix of it."""
+"""The label of each parameter: `labels(path, leaf)`, or a tree of labels with the structure of params or of a prefix
+of it.
+"""
 
 
 class MaskedState(NamedTuple):
-    """The state of `masked`: that of the transformation within, of the leaves that it sees.
+    """The state of `masked`: that of the inner transformation, for the parameters that it gets.
 
     Example:
         >>> from fzero import optim
@@ -35,7 +39,7 @@ class MaskedState(NamedTuple):
         {'w': tensor([0., 0.]), 'b': None}
     """
 
-    inner_state: Any  # of the inner transformation, for the leaves of the mask; None if there are none
+    inner_state: Any  # state of the inner transformation, for the parameters of the mask; None if there are none
 
 
 class PartitionState(NamedTuple):
@@ -49,27 +53,27 @@ class PartitionState(NamedTuple):
         dict_keys(['fast', 'still'])
     """
 
-    # label -> state of its transformation, for the leaves of that label; None if there are none
+    # label -> state of its transformation, for the parameters with that label; None if there are none
     inner_states: dict[Any, Any]
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
-    """`inner` for the leaves of the mask; the other gradients pass *unchanged*.
+    """Applies `inner` to the parameters of the mask; the other gradients pass through *unchanged*.
 
-    That makes it a link in a chain: `masked(adamw(...), mask)` alone would add raw gradients to the other parameters;
-    use `partition` there.
+    So it can be a part of a chain. On its own, `masked(adamw(...), mask)` would add raw gradients to the other
+    parameters; use `partition` in that case.
 
     Args:
-        inner: sees params and grads with `None` in place of the other leaves.
-        mask: a tree of bools of the structure of params, or of a prefix of it, or a function `(path, leaf) -> bool`
-            with paths such as `params['layers'][3]['bias']`. The function is given the parameter (the gradient where
-            update is called without params), must be pure, and is called in each init and update.
+        inner: a transformation; it gets params and grads with `None` in place of the other parameters.
+        mask: a tree of bools with the structure of params, or of a prefix of it, or a function `(path, leaf) -> bool`
+            with paths such as `params['layers'][3]['bias']`. The function gets the parameter (the gradient if update
+            is called without params), must be pure, and is called in each init and update.
 
-    Memory: that of `inner` for the leaves of the mask alone.
+    Memory: that of `inner`, only for the parameters of the mask.
 
     Raises:
-        FzeroValueError: a mask of another structure than params: every differing path.
-        FzeroTypeError: a mask whose leaves are not bools.
+        FzeroValueError: if the mask has another structure than params, listing every differing path.
+        FzeroTypeError: if leaves of the mask are not bools.
 
     Example:
         >>> from fzero import optim
@@ -107,17 +111,17 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
 
 def partition(transformations: dict[Any, GradientTransformation], labels: Labels) -> GradientTransformation:
-    """Each leaf is updated by the transformation of its label.
+    """Updates each parameter by the transformation of its label.
 
     Args:
-        transformations: label -> transformation. A label that no leaf has is allowed.
-        labels: a tree of labels (strings, say) of the structure of params, or of a prefix of it, or a function
-            `(path, leaf) -> label` as in `masked`.
+        transformations: label -> transformation. A label that no parameter has is allowed.
+        labels: a tree of labels (for example strings) with the structure of params, or of a prefix of it, or a
+            function `(path, leaf) -> label` as in `masked`.
 
-    Memory: each transformation's, for its own leaves.
+    Memory: that of each transformation, for its own parameters.
 
     Raises:
-        FzeroValueError: labels without a transformation, or labels of another structure than params: every such path.
+        FzeroValueError: if labels have no transformation, or another structure than params, listing every such path.
 
     Example:
         >>> from fzero import optim
@@ -181,8 +185,9 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
 
 
 def check_mask(where: str, mask: Any, name: str = "mask") -> None:
-    """Raises if a mask, or labels, cannot be what says it of each leaf: a function of something else, or one thing that
-    is not a bool."""
+    """Raises an error if a mask, or labels, cannot be applied to parameters: if it is a function of other arguments,
+    or a single value that is not a bool.
+    """
     if callable(mask) and not dataclasses.is_dataclass(mask):
         reject(where, function(name, mask, "path", "leaf"))
     elif name == "mask" and isinstance(mask, (str, int, float, torch.Tensor)) and not isinstance(mask, bool):
@@ -190,7 +195,7 @@ def check_mask(where: str, mask: Any, name: str = "mask") -> None:
 
 
 def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:
-    """The mask as a tree of bools of the structure of params."""
+    """Returns the mask as a tree of bools with the structure of params."""
     chosen = _resolve(where, "mask", True if mask is None else mask, params)
     problems = [
         f"{path}: {tree.describe(m)}" for path, m in tree.with_paths(chosen, "params") if not isinstance(m, bool)
@@ -216,13 +221,13 @@ def _same_structure(where: str, grads: Tree, params: Tree) -> None:
 
 
 def _only(label: Any, chosen: Tree, values: Tree) -> Tree:
-    """`values` with None in place of every leaf of another label."""
+    """Returns `values` with None in place of every leaf with another label."""
     flat, spec = tree.flatten(values)
     return tree.unflatten(spec, [x if c == label else None for c, x in zip(tree.leaves(chosen), flat, strict=True)])
 
 
 def _merged(chosen: Tree, parts: dict[Any, Tree]) -> Tree:
-    """The tree whose leaves come from the part of their label, each part holding its own leaves in order."""
+    """Returns the tree whose leaves come from the tree of their label, which holds its own leaves in order."""
     flat, spec = tree.flatten(chosen)
     streams = {label: iter(tree.leaves(part)) for label, part in parts.items()}
     return tree.unflatten(spec, [next(streams[label]) for label in flat])

@@ -1,5 +1,6 @@
-"""Defines Muon: momentum whose singular values are brought near 1 (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982)."""
+"""Defines Muon: momentum whose singular values are moved close to 1 (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""Factors of the learning rate of a matrix: `torch.optim.Muon`'s "original" and "match_rms_adamw"."""
+"""Factors for the learning rate of a matrix: "original" and "match_rms_adamw" of `torch.optim.Muon`."""
 Where = Callable[[str, torch.Tensor], int]
-"""`where(path, leaf)`: the number of equal matrices that a leaf has along dim 0; True is 1, False is none."""
+"""`where(path, leaf)`: the number of matrices of equal shape that a parameter contains along dim 0. True is 1, False
+is none.
+"""
 
 
 class MuonState(NamedTuple):
@@ -46,8 +49,8 @@ class MuonState(NamedTuple):
 
 class QuantizedMuonState(NamedTuple):
     count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, int8 codes; float32 numbers of leaves with fewer than 4096 elements
-    mu_scale: Tree  # float32[num_blocks, 1] for each leaf of codes, None for the others
+    mu: Tree  # like params, int8 codes; float32 numbers for parameters with fewer than 4096 elements
+    mu_scale: Tree  # float32[num_blocks, 1] for each parameter with codes, None for the others
 
 
 @keywords
@@ -66,36 +69,37 @@ def muon(
 ) -> GradientTransformation:
     """Muon, equal to `torch.optim.Muon`: `updates = -lr * (factor * orthogonal(mu) + weight_decay * params)`.
 
-    `mu = momentum * mu + (1 - momentum) * grads`, with Nesterov momentum `momentum * mu + (1 - momentum) * grads` of
-    that. `orthogonal` divides by the Frobenius norm, then iterates `X = a X + (b A + c A A) X` with `A = X X^T`.
+    `mu = momentum * mu + (1 - momentum) * grads`; with Nesterov momentum, `momentum * mu + (1 - momentum) * grads` of
+    the new `mu` is used in its place. `orthogonal` divides by the Frobenius norm, then iterates `X = a X + (b A + c A
+    A) X` with `A = X X^T`.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
         momentum: decay of the mean of gradients, at least 0 and less than 1.
         nesterov: look one step ahead.
-        ns_steps: iterations, from 1 to 99.
+        ns_steps: number of iterations, from 1 to 99.
         weight_decay: at least 0, multiplied by the learning rate.
         scale: the factor. "spectral": `sqrt(max(1, rows / columns))`; "match_rms": `0.2 * sqrt(max(rows, columns))`,
-            for a learning rate and a decay of AdamW's.
-        where: `where(path, leaf)`, the number of equal matrices that a leaf has one behind the other along dim 0: 3 of
-            a fused qkv, the number of experts of theirs; True is 1, 0 and False leave the leaf to `other`. By default
-            True of leaves of two dims.
-        other: updates the other leaves, with a learning rate of its own.
+            for a learning rate and a weight decay tuned for AdamW.
+        where: `where(path, leaf)`, the number of matrices of equal shape that a parameter contains one after another
+            along dim 0: 3 for a fused qkv, the number of experts for their weights. True is 1; 0 and False leave the
+            parameter to `other`. By default, True for parameters with two dims.
+        other: updates the other parameters, with its own learning rate.
         ns_dtype: the dtype of the iterations. "bf16" as in torch.
-        eps: the least Frobenius norm that is divided by.
-        state_dtype: of the mean of gradients, as of `adamw`.
+        eps: lower bound for the Frobenius norm that is divided by.
+        state_dtype: dtype of the mean of gradients, as in `adamw`.
 
-    The products are `m (20 + 10 m / n) / 6T` of the model's in five iterations, for matrices [m, n] with m at most n
-    and T tokens a step. By plan 64 layers of width 1,024 with 65,536 tokens on 8 H100 take 115 ms a step, with `adamw`
-    108: 4.0 of the 6.8 ms are products in bf16, 2 are launches.
+    For five iterations, the products cost `m (20 + 10 m / n) / 6T` of the model's products, for matrices [m, n] with
+    m at most n and T tokens per step. According to the plan, 64 layers of width 1,024 with 65,536 tokens on 8 H100
+    take 115 ms per step, and with `adamw` 108: 4.0 of the 6.8 ms are products in bf16, 2 are launches.
 
-    Communication: on shards as of `optim.unsharded`, with 2 bytes an element in each direction ("fp32": 4).
+    Communication: on shards as for `optim.unsharded`, with 2 bytes per element in each direction ("fp32": 4).
 
-    Memory: 4 bytes a parameter (8 for float64); 1.02 with `state_dtype="int8"`.
+    Memory: 4 bytes per parameter (8 for float64); 1.02 with `state_dtype="int8"`.
 
     Raises:
-        FzeroValueError: an argument out of range, a leaf that is not as many matrices as `where` says, or a leaf for
-            `other` where there is none.
+        FzeroValueError: if an argument is out of range, if a parameter cannot be divided into as many matrices as
+            `where` says, or if `other` is missing for a parameter that needs it.
 
     Example:
         >>> opt = muon(0.1, weight_decay=0.0, ns_dtype="fp32")
@@ -154,11 +158,11 @@ def muon(
 def _for_matrices(
     made: GradientTransformation, where: Where, other: GradientTransformation | None
 ) -> GradientTransformation:
-    """`made` for the leaves that `where` accepts, as "matrices", and `other` for the rest, as "other".
+    """Applies `made` to the parameters that `where` accepts, as "matrices", and `other` to the rest, as "other".
 
     Raises:
-        FzeroValueError: when it is called: an argument of another kind. In `init`: a leaf that is not as many matrices
-            as `where` says, or that nothing updates; no whole number.
+        FzeroValueError: when it is called: if an argument has another kind. In `init`: if a parameter cannot be
+            divided into as many matrices as `where` says, if nothing updates it, or if `where` returns no integer.
     """
     problems = function("where", where, "path", "leaf")
     problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: no optimizer"]
@@ -178,10 +182,10 @@ def _for_matrices(
 
 
 def _num_matrices(where: Where, path: str, leaf: torch.Tensor) -> int:
-    """The number of matrices of a leaf, as `where` says.
+    """Returns the number of matrices of a parameter, as `where` says.
 
     Raises:
-        FzeroValueError: it says no whole number.
+        FzeroValueError: if `where` returns no integer.
     """
     num = python_numbers(where(path, leaf))
     if not isinstance(num, int):
@@ -191,7 +195,7 @@ def _num_matrices(where: Where, path: str, leaf: torch.Tensor) -> int:
 
 
 def _are_matrices(shape: torch.Size, num: int) -> bool:
-    """Whether a leaf of this shape can be so many equal matrices along dim 0."""
+    """Returns whether a parameter of this shape can be `num` matrices of equal shape along dim 0."""
     if len(shape) == 2:
         return num > 0 and shape[0] % num == 0
     return len(shape) == 3 and shape[0] == num
@@ -199,7 +203,7 @@ def _are_matrices(shape: torch.Size, num: int) -> bool:
 
 @unsharded
 def _orthogonal(u: torch.Tensor, num: int, steps: int, eps: float) -> torch.Tensor:
-    """Each of `num` matrices with its singular values near 1, by Newton and Schulz."""
+    """Moves the singular values of each of `num` matrices close to 1, by Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     x = u if num == 1 and u.dim() == 2 else u.reshape(num, -1, u.shape[-1])
     add = torch.addmm if x.dim() == 2 else torch.baddbmm

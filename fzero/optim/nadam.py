@@ -17,7 +17,7 @@ _WHERE = "optim.nadam"
 
 
 class NAdamState(NamedTuple):
-    """The state of the link of `nadam` that scales gradients.
+    """The state of the part of `nadam`'s chain that scales gradients.
 
     Example:
         >>> state = nadam(0.1).init({"w": torch.ones(2)})[0]
@@ -58,10 +58,10 @@ def nadam(
         decoupled_weight_decay: `lr * weight_decay * params` is subtracted from the parameters instead, as in `adamw`.
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, nadam(0.1, momentum_decay=0.0)

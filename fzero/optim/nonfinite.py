@@ -13,28 +13,31 @@ from fzero.tree import Tree
 
 
 class SkipsNonfinite(GradientTransformation):
-    """What `skip_nonfinite` returns. By this type a step recognizes it, and also skips the update if the loss is NaN,
-    which the optimizer itself cannot see."""
+    """The result of `skip_nonfinite`. A step recognizes it by this type, and also skips the update if the loss is
+    NaN, which the optimizer itself cannot see.
+    """
 
 
 def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
-    """The same optimizer, but an update with a gradient that is infinite or NaN anywhere changes nothing.
+    """Returns the same optimizer, except that an update with a gradient that is infinite or NaN anywhere changes
+    nothing.
 
-    Updates are zeros then, and the state, with the count that schedules go by, is what it was. That is what a loss
-    scale does in float16 (`mixed_precision("fp16")` needs no such wrapper), for bf16 and fp32; the step count of the
-    state goes on, and the metric `finite` says which steps they were.
+    In that case the updates are zeros, and the state stays unchanged, including the count that schedules depend on.
+    This does for bf16 and fp32 what a loss scale does for float16 (`mixed_precision("fp16")` needs no such wrapper).
+    The step count of the step's state is incremented all the same, and the metric `finite` says which steps were
+    skipped.
 
     A training step with this optimizer also skips the update if the loss is NaN while the gradients are finite. That
-    is so for `F.cross_entropy` if all targets are ignored: its gradients are zeros.
+    happens with `F.cross_entropy` if all targets are ignored: its gradients are zeros.
 
     Args:
-        optimizer: the whole chain: what stands outside of it still sees the gradients.
+        optimizer: the complete chain: transformations outside of it still see the gradients.
 
     Memory: that of `optimizer`.
-    Communication: on shards one all_reduce of 4 bytes, that of `clip_by_global_norm` if there is one.
+    Communication: on shards one all-reduce of 4 bytes, shared with `clip_by_global_norm` if there is one.
 
     Raises:
-        FzeroTypeError: an argument that is not a pair of init and update.
+        FzeroTypeError: if an argument is not a pair of init and update.
 
     Example:
         >>> from fzero import optim

@@ -1,16 +1,17 @@
-"""Quantises moments to 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element a code
-for its share of it.
+"""Quantizes moments to 8 bits: each block of 256 elements has a scale, its largest magnitude, and each element has a
+code for its fraction of the scale.
 
-A moment's elements differ by many orders of magnitude, and small ones matter: an update divides by the root of the
-second moment. So codes are even steps of a root of the number: the signed square root for the mean of gradients, the
-fourth root for the mean of squares (the square root of the divisor). Square roots are rounded alike on every device.
+The elements of a moment differ by many orders of magnitude, and small ones matter: an update divides by the root of
+the second moment. So codes are even steps of a root of the number: the signed square root for the mean of gradients,
+and the fourth root for the mean of squares (the square root of the divisor). Square roots are rounded identically on
+every device.
 
 Measured on 300 steps of the GPT of benchmarks/convergence.py (3 layers, width 96), held-out loss compared with fp32
-moments: these codes +0.1 %. Even steps of the mean of gradients and of the root of the mean of squares: +0.5 %. Even
-steps of both moments diverge, because second moments become 0.
+moments: +0.1 % with these codes; +0.5 % with even steps of the mean of gradients and of the root of the mean of
+squares. Even steps of both moments diverge, because second moments become 0.
 
-Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; there the steps
-    are those of a "dynamic tree".
+Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; the steps in
+the paper are those of a "dynamic tree".
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from fzero.tree import Tree
 
 
 class Code(NamedTuple):
-    """A way to keep a tensor in 8 bits: `encode(share of the scale, in [-1, 1]) -> codes` and `decode(codes) ->
-    share`."""
+    """A way to store a tensor in 8 bits: `encode(fraction of the scale, in [-1, 1]) -> codes` and `decode(codes) ->
+    fraction`.
+    """
 
     dtype: torch.dtype
     encode: Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +47,9 @@ def _decode_signed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_positive(share: torch.Tensor) -> torch.Tensor:
-    """Never 0: what is next to nothing is the smallest number there is, 2e-10 of the scale, for it is divided by."""
+    """Encodes fractions, never as 0, because the result is divided by: the smallest code stands for 2e-10 of the
+    scale.
+    """
     return (share.sqrt().sqrt() * 255).round().clamp(min=1).to(torch.uint8)
 
 
@@ -59,9 +63,9 @@ POSITIVE = Code(torch.uint8, _encode_positive, _decode_positive)
 
 
 def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
-    """Zeros: for each code a tree of codes like `params`, then for each a tree of scales. A leaf without blocks (fewer
-    than 4096 elements) has no
-    scales: it is kept in float32."""
+    """Returns zeros: for each code a tree of codes like `params`, then for each a tree of scales. A parameter without
+    blocks (fewer than 4096 elements) has no scales: its moments are kept in float32.
+    """
     check_floating(where, params)
 
     def zeros(code: Code, p: torch.Tensor) -> torch.Tensor:
@@ -77,8 +81,9 @@ def new_codes(where: str, params: Tree, codes: Sequence[Code]) -> list[Tree]:
 
 
 class Coded:
-    """Wraps a function of leaves and their moments to work with codes: decoded before, encoded after. For one walk over
-    the leaves, in order."""
+    """Wraps a function of gradients and their moments so that it works with codes, which are decoded before and
+    encoded after the call. Use one instance for one pass over the parameters, in order.
+    """
 
     def __init__(self, codes: Sequence[Code], scales: Sequence[Tree]):
         self._codes = codes
@@ -87,11 +92,11 @@ class Coded:
         self._made: list[list[torch.Tensor]] = [[] for _ in codes]
 
     def around(self, leaf: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        """`leaf(g, *moments, ...) -> (update, *moments)`, with codes for moments."""
+        """Returns `leaf(g, *moments, ...) -> (update, *moments)`, with codes in place of moments."""
 
         def coded(g: Any, *args: Any) -> tuple[Any, ...]:
             num = len(self._codes)
-            if args[0].dtype == torch.float32:  # without blocks
+            if args[0].dtype == torch.float32:  # a parameter without blocks
                 return leaf(g, *args)
             moments = [dequantize(c, m, next(s)) for c, m, s in zip(self._codes, args[:num], self._given, strict=True)]
             update, *moments = leaf(g, *moments, *args[num:])
@@ -103,17 +108,17 @@ class Coded:
         return coded
 
     def scales(self) -> list[Tree]:
-        """The new scales, once all leaves have been walked."""
+        """Returns the new scales, after the pass over all parameters."""
         return [tree.unflatten(structure, made) for structure, made in zip(self._structures, self._made, strict=True)]
 
 
 def quantize(code: Code, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the shape of `x`, and the scale of each block, float32 [num_blocks, 1]."""
+    """Returns codes with the shape of `x`, and the scale of each block, float32 [num_blocks, 1]."""
     scales = block_max(x.abs())
     scale = block_expand(scales, x.shape)
     return code.encode(torch.where(scale > 0, x / scale, 0)), scales
 
 
 def dequantize(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that codes stand for."""
+    """Returns the float32 numbers that codes stand for."""
     return code.decode(codes) * block_expand(scales, codes.shape)

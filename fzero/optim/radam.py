@@ -17,7 +17,7 @@ _WHERE = "optim.radam"
 
 
 class RAdamState(NamedTuple):
-    """The state of the link of `radam` that scales gradients.
+    """The state of the part of `radam`'s chain that scales gradients.
 
     Example:
         >>> state = radam(0.1).init({"w": torch.ones(2)})[0]
@@ -55,10 +55,10 @@ def radam(
         decoupled_weight_decay: `lr * weight_decay * params` is subtracted from the parameters instead, as in `adamw`.
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, radam(0.1)
@@ -83,7 +83,7 @@ def radam(
         correction, rho_max = 1 - b2**t, 2 / (1 - b2) - 1
         rho = rho_max - 2 * t * b2**t / correction
         rectified = rho > 5
-        rho = torch.where(rectified, rho, 5.0)  # else a root of a negative number, or rho_max - 4 = 0
+        rho = torch.where(rectified, rho, 5.0)  # otherwise the root of a negative number, or rho_max - 4 = 0
         factor = ((rho - 4) * (rho - 2) * rho_max / ((rho_max - 4) * (rho_max - 2) * rho) * correction).sqrt()
         at = scalars(torch.where(rectified, factor, 1.0) / (1 - b1**t))
 

@@ -19,7 +19,7 @@ _WHERE = "optim.rmsprop"
 
 
 class RMSpropState(NamedTuple):
-    """The state of the link of `rmsprop` that divides gradients.
+    """The state of the part of `rmsprop`'s chain that divides gradients.
 
     Example:
         >>> rmsprop(0.1).init({"w": torch.ones(2)})[0]
@@ -53,10 +53,10 @@ def rmsprop(
         centered: divide by the root of the variance, `nu - mu**2`, with the running mean of gradients `mu`.
         maximize: ascend instead of descend.
 
-    Memory: 4 bytes a parameter (8 for float64), 4 more with momentum, 4 more if centered.
+    Memory: 4 bytes per parameter (8 for float64), 4 more with momentum, 4 more if centered.
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, rmsprop(0.1, alpha=0.75)

@@ -1,8 +1,8 @@
-"""Rounds stochastically, for parameters that rest in bfloat16 without fp32 masters.
+"""Rounds stochastically, for parameters that are stored in bfloat16 without fp32 masters.
 
-An update is often smaller than half the distance between a parameter and its neighbours in bfloat16 (1/256 to 1/128 of
-it). Rounded to nearest it is lost, every time; rounded up or down with probabilities in proportion to the distances,
-the mean over steps is the update.
+An update is often smaller than half the distance between a parameter and its neighbors in bfloat16 (1/256 to 1/128 of
+its value). Rounded to nearest, it is lost every time; rounded up or down with probabilities in proportion to the
+distances, the mean over steps equals the update.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from fzero.errors import FzeroTypeError
 from fzero.random import DRAW, check_key
 from fzero.tree import describe
 
-_LOW = 1 << 16  # what bfloat16 drops of the bits of a float32
+_LOW = 1 << 16  # one more than the largest value of the bits that bfloat16 drops from a float32
 
 
 @plain_numbers
 def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, numel: int | None = None) -> torch.Tensor:
-    """`x` in bfloat16, each element one of its two neighbours there, with probabilities such that the mean is `x`.
+    """Rounds `x` to bfloat16: each element to one of its two neighbors, with probabilities such that the mean is `x`.
 
-    What bfloat16 can hold stays as it is, and so do infinities and NaN. Beyond the largest number the neighbour is
-    infinity.
+    Numbers that bfloat16 can represent stay as they are, and so do infinities and NaN. Beyond the largest number, the
+    neighbor is infinity.
 
     Args:
-        key: int64[3]; what is drawn depends on it and on the element's place in `x`, see [Note: keys and parts]
-            (fzero/random.py).
+        key: int64[3]. The random numbers depend on it and on the element's position in `x`, see [Note: keys and
+            parts] (fzero/random.py).
         x: float32.
         start, numel: draw as for the elements from `start` on of a tensor of `numel` elements.
 
-    Returns: bfloat16, of the shape of `x`.
+    Returns:
+        bfloat16, with the shape of `x`.
 
-    Memory: 8 bytes an element for random words, and 12 for bits, run eagerly; compiled it is part of the kernel that
-        makes `x`.
+    Memory: 8 bytes per element for random words, and 12 for bits, if run eagerly; compiled, it is part of the kernel
+    that computes `x`.
 
     Raises:
-        FzeroTypeError: `x` is not float32.
+        FzeroTypeError: if `x` is not float32.
 
     Paper: Gupta et al., Deep learning with limited numerical precision, ICML 2015.
 
@@ -55,6 +56,6 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
     noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
     bits = x.view(torch.int32)
     low = bits & (_LOW - 1)
-    away = (low + noise) & _LOW  # from zero: the bits of a float are its sign and its magnitude
+    away = (low + noise) & _LOW  # away from zero: the bits of a float are its sign and its magnitude
     rounded = (bits - low + away).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)  # of NaN all bits may be low
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)  # a NaN may have only low bits set

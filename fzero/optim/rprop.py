@@ -17,7 +17,7 @@ _WHERE = "optim.rprop"
 
 
 class RpropState(NamedTuple):
-    """The state of the last link of `rprop`.
+    """The state of the last part of `rprop`'s chain.
 
     Example:
         >>> state = rprop(0.1).init({"w": torch.ones(2)})[-1]
@@ -26,8 +26,8 @@ class RpropState(NamedTuple):
     """
 
     count: torch.Tensor  # int64[], updates done
-    sizes: Tree  # like params, float32 (float64 for float64 params): step sizes; the first ones are the learning rate
-    before: Tree  # like sizes: gradients of the update before, 0 where their sign changed
+    sizes: Tree  # like params, float32 (float64 for float64 params): step sizes; initially the learning rate
+    before: Tree  # like sizes: gradients of the previous update, 0 where their sign changed
 
 
 @keywords
@@ -49,10 +49,10 @@ def rprop(
         step_sizes: the smallest and the largest step size, greater than 0.
         maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64).
+    Memory: 8 bytes per parameter (16 for float64).
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, rprop(0.1)
@@ -87,7 +87,7 @@ def rprop(
 
 
 def _pair(name: str, value: Any, between: float | None = None) -> list[str]:
-    """Checks two numbers greater than 0 in order, and on both sides of `between`."""
+    """Checks that two numbers are greater than 0, in order, and on both sides of `between`."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return [f"{name}={shown(value)}: must be two numbers"]
     low, high = value

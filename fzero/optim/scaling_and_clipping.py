@@ -1,4 +1,4 @@
-"""Defines transformations that scale, clip or decay, and whose state is a step count at most."""
+"""Defines transformations that scale, clip or decay. Their only state is a step count, if any."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScaleByScheduleState(NamedTuple):
 
 @plain_numbers
 def scale(factor: float) -> GradientTransformation:
-    """Updates are `factor` times the gradients.
+    """Multiplies the gradients by `factor`.
 
     Example:
         >>> opt = scale(-2.0)
@@ -41,12 +41,12 @@ def scale(factor: float) -> GradientTransformation:
 
 
 def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
-    """Updates are `schedule(count)` times the gradients; `count` is 0 in the first update.
+    """Multiplies the gradients by `schedule(count)`; `count` is 0 in the first update.
 
     Memory: 8 bytes.
 
     Raises:
-        FzeroValueError: what is not a function of a step.
+        FzeroValueError: if `schedule` is not a function of a step.
 
     Example:
         >>> optimizer = scale_by_schedule(lambda count: 1 / (1 + count))
@@ -68,13 +68,13 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
 
 @plain_numbers
 def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
-    """Updates are `-lr` times the gradients: the last link of a chain that descends.
+    """Multiplies the gradients by `-lr`: the last transformation of a chain that descends.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
 
     Raises:
-        FzeroValueError: a negative number.
+        FzeroValueError: if `lr` is negative.
 
     Example:
         >>> optimizer = scale_by_learning_rate(0.1)
@@ -87,7 +87,7 @@ def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
 
 
 def set_to_zero() -> GradientTransformation:
-    """Updates are zeros: in a `partition`, the label of what stays as it is.
+    """Sets updates to zero. In a `partition`, use it for parameters that should not change.
 
     Example:
         >>> set_to_zero().update({"w": torch.ones(2)}, (), None)[0]
@@ -100,17 +100,17 @@ def set_to_zero() -> GradientTransformation:
 
 @plain_numbers
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """Scales all gradients by the same `min(1, max_norm / (norm + 1e-6))`, `norm` being their `global_norm`.
+    """Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, where `norm` is their `global_norm`.
 
-    Equal to `torch.nn.utils.clip_grad_norm_`. A gradient that is infinite anywhere makes updates NaN, as there.
+    Equal to `torch.nn.utils.clip_grad_norm_`. As there, a gradient that is infinite anywhere makes the updates NaN.
 
     Args:
         max_norm: greater than 0.
 
-    Communication: on shards one all_reduce of 4 bytes.
+    Communication: on shards, one all-reduce of 4 bytes.
 
     Raises:
-        FzeroValueError: `max_norm` is not greater than 0.
+        FzeroValueError: if `max_norm` is not greater than 0.
 
     Example:
         >>> opt = clip_by_global_norm(1.0)
@@ -127,14 +127,16 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 @plain_numbers
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
-    """Updates are `grads + weight_decay * params`: L2 regularisation before a preconditioner, decoupled decay after it.
+    """Returns updates `grads + weight_decay * params`: L2 regularization before a preconditioner, decoupled decay
+    after it.
 
     Args:
         weight_decay: at least 0.
-        mask: which leaves decay, as in `masked`; None: all.
+        mask: which parameters decay, as in `masked`; None: all.
 
     Raises:
-        FzeroValueError: a negative `weight_decay`, a mask of another structure, or an update without params.
+        FzeroValueError: if `weight_decay` is negative, if the mask has another structure, or if update is called
+            without params.
 
     Example:
         >>> opt = add_decayed_weights(0.1, mask=lambda path, p: p.ndim >= 2)
@@ -158,7 +160,8 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
 
 
 def first_links(weight_decay: float = 0.0, maximize: bool = False) -> list[GradientTransformation]:
-    """The links of a chain before the optimizer's own: the negative gradient if it maximizes, and L2 regularization.
+    """Returns the transformations of a chain before the optimizer's own: negated gradients to maximize, and L2
+    regularization.
 
     The order is that of torch, which adds the regularization after it has negated the gradient.
     """
@@ -173,10 +176,11 @@ def descent(
     maximize: bool = False,
     decoupled: bool = False,
 ) -> GradientTransformation:
-    """The chain of an optimizer of torch.optim whose own `links` do not depend on the learning rate.
+    """Returns the chain of an optimizer of torch.optim whose own transformations (`links`) do not depend on the
+    learning rate.
 
     Args:
-        decoupled: whether weight decay is added to the updates, as in AdamW, instead of the gradients.
+        decoupled: whether weight decay is added to the updates, as in AdamW, instead of to the gradients.
     """
     if decoupled and weight_decay:
         return chain(*first_links(0.0, maximize), *links, add_decayed_weights(weight_decay), scale_by_learning_rate(lr))

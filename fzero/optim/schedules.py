@@ -1,9 +1,9 @@
 """Defines learning rates as pure functions of the step.
 
 A schedule takes a step, a 0-dim integer tensor or a Python int, and returns a 0-dim float32 tensor on the step's
-device. Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as
-`torch.optim.lr_scheduler` does when its `step()` follows the optimizer's. Values are computed in float64 with tensor
-operations only, so that a schedule can be traced; any function that keeps to that is a schedule.
+device. Steps count from 0: the first update of an optimizer uses `schedule(0)`, as in optax and as in
+`torch.optim.lr_scheduler` if its `step()` is called after the optimizer's. Values are computed in float64 with tensor
+operations only, so that a schedule can be traced; any function that does the same is a schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fzero._utils.arguments import flag, number, plain_numbers
 from fzero.optim.tree_updates import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
-"""A learning rate by the number of the update, from 0.
+"""Maps the index of an update, from 0, to a learning rate.
 
 Example:
     >>> rate: Schedule = lambda count: 0.1 / (1 + count)
@@ -29,7 +29,7 @@ Example:
 
 @plain_numbers
 def constant(value: float) -> Schedule:
-    """`value` at every step.
+    """Returns `value` at every step.
 
     Example:
         >>> constant(0.5)(7)
@@ -41,7 +41,7 @@ def constant(value: float) -> Schedule:
 
 @plain_numbers
 def linear(init: float, end: float, steps: int) -> Schedule:
-    """From `init` at step 0 to `end` at step `steps`, in a straight line; `end` from there on.
+    """Goes from `init` at step 0 to `end` at step `steps`, in a straight line, and stays at `end` from there on.
 
     Example:
         >>> linear(1.0, 0.0, 10)(torch.tensor(4))
@@ -53,8 +53,8 @@ def linear(init: float, end: float, steps: int) -> Schedule:
 
 @plain_numbers
 def cosine(init: float, end: float, steps: int) -> Schedule:
-    """From `init` at step 0 to `end` at step `steps`, along half a cosine; `end` from there on (Loshchilov & Hutter
-    2017, arXiv:1608.03983).
+    """Goes from `init` at step 0 to `end` at step `steps`, along half a cosine, and stays at `end` from there on
+    (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
     Example:
         >>> cosine(1.0, 0.0, 10)(torch.tensor(5))
@@ -66,8 +66,8 @@ def cosine(init: float, end: float, steps: int) -> Schedule:
 
 @plain_numbers
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
-    """A straight line from `init` at step 0 to `peak` at step `warmup_steps`, then half a cosine to `end` at step
-    `total_steps`.
+    """Goes in a straight line from `init` at step 0 to `peak` at step `warmup_steps`, then along half a cosine to
+    `end` at step `total_steps`.
 
     Args:
         peak: the highest value.
@@ -103,8 +103,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 def warmup_stable_decay(
     peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0
 ) -> Schedule:
-    """A straight line up, `peak` for most of the run, a straight line down over the last `decay_steps` (Hu et al. 2024,
-    arXiv:2404.06395).
+    """Goes up in a straight line, stays at `peak` for most of the run, and goes down in a straight line over the last
+    `decay_steps` (Hu et al. 2024, arXiv:2404.06395).
 
     Args:
         peak: value from step `warmup_steps` to step `total_steps - decay_steps`.
@@ -143,12 +143,13 @@ def warmup_stable_decay(
 def warmup_lr(
     min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log"
 ) -> Schedule:
-    """DeepSpeed's `WarmupLR`: `min_lr + (max_lr - min_lr) * gamma`, gamma rising from 0 to 1 and then staying there.
+    """DeepSpeed's `WarmupLR`: `min_lr + (max_lr - min_lr) * gamma`, where gamma rises from 0 to 1 and then stays
+    there.
 
     gamma is `log(step + 1) / log(warmup_steps)` or `step / warmup_steps` while `step < warmup_steps`; fewer than 2
-    warm-up steps count as 2. `step` is DeepSpeed's `last_batch_iteration`. Its engine advances that after each update,
-    from -1, so its update number k (from 0) uses step k - 1, where fzero's uses step k. A negative step gives
-    `min_lr`, so `lambda step: schedule(step - 1)` is DeepSpeed's run to the step.
+    warm-up steps count as 2. `step` is DeepSpeed's `last_batch_iteration`. Its engine advances that after each
+    update, from -1, so its update number k (from 0) uses step k - 1, whereas fzero's uses step k. A negative step
+    gives `min_lr`, so `lambda step: schedule(step - 1)` reproduces DeepSpeed's run step by step.
 
     Args:
         min_lr: value at step 0.
@@ -242,7 +243,7 @@ def one_cycle(
         decay_steps: `decay_step_size`, at least 0; 0: no decay.
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> rates = one_cycle(0.1, 0.5, 4, 2, decay_rate=1.0, decay_steps=2)
@@ -278,7 +279,7 @@ def lr_range_test(min_lr: float = 1e-3, steps: int = 2000, rate: float = 1.0, st
         staircase: whether the rate rises only every `steps` steps.
 
     Raises:
-        FzeroValueError: a number out of range.
+        FzeroValueError: if a number is out of range.
 
     Example:
         >>> [round(lr_range_test(0.1, 10, 2.0)(step).item(), 3) for step in (0, 5, 10, 20)]
@@ -295,7 +296,9 @@ def lr_range_test(min_lr: float = 1e-3, steps: int = 2000, rate: float = 1.0, st
 
 
 def cycle_share(x: torch.Tensor, first: float, second: float, first_stairs: int, second_stairs: int) -> torch.Tensor:
-    """How far a cycle of DeepSpeed's `OneCycle` is from its first value (0) to its extreme (1); 0 after the cycle."""
+    """Returns how far a cycle of DeepSpeed's `OneCycle` is from its first value (0) to its extreme (1); 0 after the
+    cycle.
+    """
 
     def share(part: torch.Tensor, whole: float, stairs: int) -> torch.Tensor:
         return torch.floor(part * stairs / whole) / stairs if stairs else part / whole
@@ -333,8 +336,9 @@ def _check(
     at_least_0: dict[str, float] | None = None,
     **steps: float,
 ) -> None:
-    """Values that are finite numbers; `warmup_steps`, at least 0 and less than what `fits` names, and other counts of
-    steps, at least 1."""
+    """Checks that values are finite numbers, that `warmup_steps` is at least 0 and less than the value that `fits`
+    names, and that other numbers of steps are at least 1.
+    """
     problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
     problems += [p for name, x in (at_least_0 or {}).items() for p in number(name, x, at_least=0, below=math.inf)]
     problems += [p for name, n in steps.items() for p in number(name, n, at_least=1, below=math.inf)]

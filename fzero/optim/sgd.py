@@ -27,7 +27,7 @@ class TraceState(NamedTuple):
 
 
 class DampedTraceState(NamedTuple):
-    """The state of `trace` with dampening, which the first gradient does not have.
+    """The state of `trace` with dampening, which is not applied to the first gradient.
 
     Example:
         >>> trace(0.9, dampening=0.5).init({"w": torch.ones(2)})
@@ -40,15 +40,15 @@ class DampedTraceState(NamedTuple):
 
 @plain_numbers
 def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> GradientTransformation:
-    """Updates are `trace = grads + decay * trace`, or `grads + decay * trace` with that new trace for Nesterov
-    momentum.
+    """Returns updates `trace = grads + decay * trace`, or, with Nesterov momentum, `grads + decay * trace` of that
+    new trace.
 
     Args:
         decay: the momentum, at least 0 and less than 1.
         nesterov: look one step ahead.
-        dampening: gradients are multiplied by `1 - dampening` in the sum, but for the first; at least 0.
+        dampening: gradients are multiplied by `1 - dampening` in the sum, except the first; at least 0.
 
-    Memory: 4 bytes a parameter (8 for float64).
+    Memory: 4 bytes per parameter (8 for float64).
 
     Raises:
         FzeroValueError: a number out of range, or Nesterov momentum with dampening.
@@ -97,10 +97,10 @@ def sgd(
         momentum: at least 0 and less than 1; 0 keeps no state.
         nesterov: look one step ahead; needs momentum, and no dampening.
         weight_decay: L2 regularisation, `weight_decay * params` added to the gradients.
-        dampening: gradients are added to the momentum times `1 - dampening`, but for the first; at least 0.
+        dampening: gradients are added to the momentum times `1 - dampening`, except the first; at least 0.
         maximize: ascend instead of descend.
 
-    Memory: 4 bytes a parameter with momentum, none without.
+    Memory: 4 bytes per parameter with momentum, none without.
 
     Raises:
         FzeroValueError: a number out of range, or nesterov without momentum or with dampening.

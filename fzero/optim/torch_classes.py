@@ -1,4 +1,4 @@
-"""Makes optimizers from the classes of torch.optim and their arguments, for front ends that are given these."""
+"""Makes optimizers from classes of torch.optim and their arguments, for front ends that are given these."""
 
 from __future__ import annotations
 
@@ -87,16 +87,18 @@ _NEUTRAL = {"differentiable": False, "ns_coefficients": (3.4445, -4.7750, 2.0315
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The default values of a class's arguments."""
+    """Returns the default values of a class's arguments."""
     return {n: p.default for n, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
 
 
 def unsupported(options: Options) -> dict[str, Any]:
-    """The arguments that have no equivalent here and would change numbers."""
+    """Returns the arguments that have no equivalent here and would change numbers."""
     return {name: options[name] for name, neutral in _NEUTRAL.items() if options.get(name, neutral) != neutral}
 
 
 def of_torch(cls: type, lr: float | Schedule, options: Options) -> GradientTransformation:
-    """The optimizer that equals a class of torch.optim with these arguments, and its defaults for all others."""
+    """Returns the optimizer that equals a class of torch.optim with these arguments, and its defaults for all
+    others.
+    """
     decoupled = {"decoupled_weight_decay": cls is torch.optim.AdamW}
     return _TABLE[cls](lr, decoupled | defaults(cls) | dict(options))

@@ -1,7 +1,8 @@
-"""Walks over leaves for every optimizer: trees in step with each other, initial states, dtypes, invalid arguments.
+"""Provides helpers that every optimizer uses: walks over several trees at once, initial states, dtypes, and checks of
+arguments.
 
-Nothing here is public. The rules of [Note: optimizers on shards] (fzero/optim/__init__.py) are kept in these few
-helpers, so that an optimizer's own file is its formula.
+Nothing here is public. The rules of [Note: optimizers on shards] (fzero/optim/__init__.py) are implemented in these
+few helpers, so that an optimizer's own file is its formula.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from fzero.tree import Tree
 
 
 def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], **trees: Tree) -> tuple[Tree, ...]:
-    """`fn(*leaves)` leaf by leaf over the trees in the order given, each call returning `num_outputs` values: as many
-    trees like the first.
+    """Calls `fn(*leaves)` for each position of the trees in the order given. Each call returns `num_outputs` values;
+    the result is as many trees like the first.
 
     Raises:
-        FzeroTypeError: leaves of the first tree that are not floating-point tensors.
-        FzeroValueError: trees of different structure, or tensors of one leaf of different shapes (they would
-            broadcast).
+        FzeroTypeError: if leaves of the first tree are not floating-point tensors.
+        FzeroValueError: if trees have different structures, or the tensors at one position have different shapes
+            (they would broadcast).
     """
     (first, reference), *others = trees.items()
     flat, spec = tree.flatten(reference)
@@ -56,8 +57,9 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
 
 
 def structure_message(where: str, one: tuple[str, Tree], two: tuple[str, Tree]) -> str:
-    """Says which leaves are in one tree and not in the other; a leaf of a prefix tree stands for all that is under
-    it."""
+    """Returns a message about which leaves are in one tree and not in the other. A leaf of a prefix tree stands for
+    everything below it.
+    """
     paths = [tree.paths(t, "params") for _, t in (one, two)]
     problems = [
         f"{path}: in {mine[0]}, not in {other[0]}"
@@ -74,7 +76,7 @@ def structure_message(where: str, one: tuple[str, Tree], two: tuple[str, Tree]) 
 
 
 def under(path: str, prefix: str) -> bool:
-    """Whether `path` is `prefix` or lies below it."""
+    """Returns whether `path` is `prefix` or lies below it."""
     return path.startswith(prefix) and path[len(prefix) : len(prefix) + 1] in ("", "[", ".")
 
 
@@ -95,7 +97,7 @@ def need_params(where: str, grads: Tree, params: Tree) -> None:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """float64 for a float64 tensor, else float32: the dtype of arithmetic and state."""
+    """Returns float64 for a float64 tensor, otherwise float32: the dtype of arithmetic and state."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -104,7 +106,7 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(where: str, params: Tree) -> Tree:
-    """Zeros of the shapes of `params`, in the dtype of arithmetic."""
+    """Returns zeros with the shapes of `params`, in the dtype of arithmetic."""
     check_floating(where, params)
     return tree.map(
         lambda p: torch.zeros_like(p, dtype=compute_dtype(p), memory_format=torch.contiguous_format), params
@@ -112,19 +114,19 @@ def new_moment(where: str, params: Tree) -> Tree:
 
 
 def new_count(params: Tree) -> torch.Tensor:
-    """A 0-dim int64 zero on the device of the first leaf."""
+    """Returns a 0-dim int64 zero on the device of the first parameter."""
     flat = tree.leaves(params)
     return torch.zeros((), dtype=torch.int64, device=flat[0].device if flat else None)
 
 
 def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> float | torch.Tensor:
-    """The learning rate of this update: a number as it is, a schedule's value as 0-dim float64."""
+    """Returns the learning rate of this update: a number as it is, a schedule's value as 0-dim float64."""
     value = scheduled(where, lr, count) if callable(lr) else lr
     return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
 
 
 def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | int) -> Any:
-    """The value of a schedule in this update: a number, or a tensor of one."""
+    """Returns the value of a schedule in this update: a number, or a 0-dim tensor."""
     value = python_numbers(schedule(count))
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool:
         return value
@@ -136,15 +138,18 @@ def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | 
 
 
 def scalars(*values: float | torch.Tensor) -> Callable[[torch.dtype], tuple[float | torch.Tensor, ...]]:
-    """The values in a leaf's dtype, converted once per dtype and not once per leaf. Python numbers stay what they are.
+    """Returns a function that gives the values in a parameter's dtype, converted once per dtype rather than once per
+    parameter. Python numbers stay as they are.
 
-    They come in as float64: 1 - b2**count loses four digits in float32 at the first step.
+    The values are passed in as float64: 1 - b2**count loses four digits in float32 at the first step.
     """
     return functools.cache(lambda dtype: tuple(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in values))
 
 
 def add_up(terms: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of 0-dim tensors, in pairs: the rounding error grows with the logarithm of their number."""
+    """Returns the sum of 0-dim tensors, added in pairs: the rounding error grows with the logarithm of their
+    number.
+    """
     while len(terms) > 1:
         pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + terms[len(terms) & ~1 :]
@@ -152,7 +157,7 @@ def add_up(terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """0-dim, in the dtype of arithmetic."""
+    """Returns the sum of squares: 0-dim, in the dtype of arithmetic."""
     x = upcast(x)
     return (x * x).sum()
 
@@ -165,7 +170,7 @@ def check(
     betas: dict[str, Any] | None = None,
     flags: dict[str, Any] | None = None,
 ) -> None:
-    """Every bad hyperparameter at once. NaN is bad everywhere."""
+    """Raises an error that lists every bad hyperparameter at once. NaN is always bad."""
     if not callable(lr) and not isinstance(lr, (int, float)):
         fix = "give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)"
         fix += "; parameters come with train.init(params)" if isinstance(lr, Iterable) else ""

@@ -1,4 +1,4 @@
-"""Lets a function of an optimizer read whole tensors, such as matrices, where ranks have shards of them."""
+"""Lets a function of an optimizer read unsharded tensors, such as matrices, although ranks hold shards of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fzero.optim.tree_updates import reject
 
 
 def unsharded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that receives unsharded tensors although the optimizer's update that calls it has shards of them. Its
-    results are sharded again.
+    """Makes a function receive unsharded tensors although the optimizer's update that calls it has shards of them.
+    Its results are sharded again.
 
-    It may be a function of one matrix, or a whole `update`: then gradients, state and params are all unsharded. A
-    matrix product, a transpose, a sort or a factorisation needs it; pointwise operations and full reductions do not.
+    It may be a function of one matrix, or a complete `update`: then gradients, state and params are all unsharded. A
+    matrix product, a transpose, a sort or a factorization needs it; pointwise operations and full reductions do not.
 
     Args:
         fn: a pure function of trees of tensors. Other arguments are passed on.
 
-    Communication: of a leaf that is sharded over N ranks, whose tensors and results are `nbytes`: N calls that are
-        alike are dealt to the N ranks, one each, for `nbytes * (N - 1) / N**2` bytes a leaf and rank. A call that is
-        like no other runs on every rank, for (N - 1) / N of the bytes that arrive.
+    Communication: for a parameter that is sharded over N ranks, and whose tensors and results have `nbytes`: N equal
+    calls are assigned to the N ranks in round-robin order, one each, for `nbytes * (N - 1) / N**2` bytes per
+    parameter and rank. A call that is equal to no other runs on every rank, for (N - 1) / N of the gathered bytes.
 
-    Memory: of a deal one leaf's tensors and results on each rank.
+    Memory: for round-robin ownership, one parameter's tensors and results on each rank.
 
     Example:
         >>> from fzero import optim
