@@ -204,7 +204,7 @@ class Turns:
         if self.store is None or self._ended:
             return
         self._ended = why = _brief(error, self._rank)
-        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
             self._ended = self.store.compare_set(_ENDED, "", why).decode()
 
     def check(self, owner: str) -> None:

@@ -67,9 +67,9 @@ class ProcessGroups:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._names: list[str] = []  # of the programs, in the order of their pools
+        self._names: list[str] = []  # names of the programs, in the order of their pools
         self._under_way: set[PendingTransfer] = set()
-        self._sends: dict[str, Any] = {}  # by axis
+        self._sends: dict[str, Any] = {}  # process groups for sends, by axis
         self._free: list[torch.Tensor] = []  # unused buffers for other ranks' contributions
         self._registered: list[weakref.finalize[..., Any]] = []  # each deregisters a pool with NCCL, once
         self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, index of sender, index of receiver
@@ -108,6 +108,7 @@ class ProcessGroups:
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
     ) -> PendingTransfer:
+        """Starts to all-gather shards along an axis. `into`: for each shard the flat, padded, unsharded tensor."""
         group, shards = self._mesh.group(axis, gathers=True), [shard.reshape(-1) for shard in shards]
         if self._mesh.device.type == "cuda":
             return self._moving(compat.all_gather_together(into, shards, group), into)
@@ -125,6 +126,11 @@ class ProcessGroups:
     def reduce_scatter_start(
         self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
     ) -> PendingTransfer:
+        """Starts to reduce-scatter tensors along an axis.
+
+        Args:
+            into: the flat, padded buffer of each tensor, then the flat shard of each result.
+        """
         group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
@@ -141,6 +147,7 @@ class ProcessGroups:
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
     ) -> PendingTransfer:
+        """Starts to all-reduce values along an axis. `into`: the flat buffer of each value, reduced in place."""
         group = self._mesh.group(axis)
         settle(values, into)
         if self._mesh.device.type == "cuda":
@@ -151,6 +158,7 @@ class ProcessGroups:
     def all_to_all_start(
         self, values: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
     ) -> PendingTransfer:
+        """Starts an all-to-all along an axis. `into`: the flat buffer of each value, then that of each result."""
         group, flats, filled = self._mesh.group(axis), into[: len(values)], into[len(values) :]
         settle(values, flats)
         pairs = [(out.view(torch.uint8), flat.view(torch.uint8)) for flat, out in zip(flats, filled, strict=True)]
@@ -249,8 +257,8 @@ class ProcessGroups:
     def wait(
         self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
     ) -> Sequence[torch.Tensor]:
-        """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or
-        not."""
+        """Returns the values of a transfer after they have arrived. After that no rank reads the sent buffers any more,
+        with or without `together`."""
         for work in moving.works:
             if work is not None:
                 self._finish(work, moving.on_host)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fzero")
 
-_NUM_SECRET = 64  # characters
+_NUM_SECRET = 64  # characters of the hex digest by which a caller proves that it knows the secret
 _NUMBER = 8  # bytes that encode the number of a program
 _PAUSE = 0.5  # seconds between two checks whether the ranks will connect at all
 _ANOTHER = "another rank cannot"
@@ -164,6 +164,7 @@ class SharedMemory:
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
     ) -> SharedTransfer:
+        """See `ProcessGroups.all_gather_start`. Copies this rank's shards into the pool, unless they are there."""
         index = self._mesh.index(axis)
         for shard, whole in zip(shards, into, strict=True):
             part = whole[index * shard.numel() : (index + 1) * shard.numel()]

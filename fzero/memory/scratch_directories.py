@@ -98,7 +98,7 @@ def aligned(nbytes: int) -> torch.Tensor:
         memory, boundary = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu"), ALIGNMENT
     else:
         pages, boundary = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _HUGE
-        with suppress(AttributeError, OSError):  # a system without them
+        with suppress(AttributeError, OSError):  # the system may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % boundary :][:nbytes]

@@ -126,17 +126,17 @@ class CompiledStep(Compiled):
         """Creates the first state of a model whose weights are in safetensors files: a directory in Hugging Face's
         layout, or one file. Each rank's shard is read directly to where it is stored.
 
-        Parameters are found by their dotted names (`fz.tree.names(params)`) and converted to the dtype in which they
-        are stored. Parameters that are not in the files are initialized as by `init`, and named in the log `fzero`, as
-        are unused entries of the files.
+        Parameters are found by their dotted names (`fz.tree.names(params)`) and converted to the dtype in which the
+        state stores them. Parameters that are not in the files are initialized as by `init`, and named in the log
+        `fzero`, as are unused entries of the files.
 
         Args:
             path: the directory, or a .safetensors file; or the URL of one.
             params: the structure of the model: a function of a key that returns a pytree of tensors, or such a pytree
-                with unsharded leaves. Its values are used for parameters that are missing in the files; if its leaves
-                are on the meta device, no parameter may be missing. By default the structure of the step's model
-                (`fz.functionalize`), else that of the parameters made or restored last, else nested dicts and lists
-                according to the names in the files, in their dtypes.
+                with unsharded leaves. Its values are used for parameters that are missing in the files; a missing
+                parameter must not be on the meta device, unless the model can initialize it. By default the structure
+                of the step's model (`fz.functionalize`), else that of the parameters made or restored last, else nested
+                dicts and lists according to the names in the files, in their dtypes.
             key: int64[3]; by default `fz.random.key(0)`.
             names: the stored names of parameters that have other names in the files. By default the model defines how
                 its parameters are made up from stored tensors (`fz.hf`: renamed and fused weights too).
