@@ -57,11 +57,11 @@ def read(
     Every rank calls it.
 
     Communication: on a mesh of several processes, up to three exchanges of a small object, so that all ranks read
-    the same checkpoint and all of them raise if one does. Each rank reads the bytes of its own ranges, rounded to whole
-    MiB.
+        the same checkpoint and all of them raise if one does. Each rank reads the bytes of its own ranges, rounded to
+        whole MiB.
 
     Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one tensor of the stored
-    dtype; if tensors are stored on disk, additional buffers of 96 MiB.
+        dtype; if tensors are stored on disk, additional buffers of 96 MiB.
 
     Raises:
         CheckpointError: as for `describe`; tensors that are missing or of another shape or dtype; files that are

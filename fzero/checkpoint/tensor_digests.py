@@ -111,7 +111,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     are told.
 
     Communication: about a hundred bytes through the store; if anything differs, 30 more bytes per name. Memory and
-    time: see `digest`.
+        time: see `digest`.
 
     Raises:
         DivergenceError: naming the values that differ, and the ranks.
@@ -149,7 +149,7 @@ def digest(x: torch.Tensor | str) -> str:
     bits of a word also affect its low bits.
 
     Memory: 8 MiB, also for a tensor that is not contiguous, plus 1/4000 of the tensor. Time: 2.5 GB/s per core; a
-    tenth of that for a tensor that is not contiguous.
+        tenth of that for a tensor that is not contiguous.
     """
     if isinstance(x, str):
         return _sha(x.encode())

@@ -40,9 +40,9 @@ def reshard(state: State, train: CompiledStep) -> State:
         train: the step that continues with it.
 
     Communication: each rank uses the bytes that it already holds, and requests each byte that it lacks once from
-    another rank, through host memory; plus an exchange of a small object for each GiB of the new state.
+        another rank, through host memory; plus an exchange of a small object for each GiB of the new state.
     Memory: the new state, the part of the old state that has not been moved yet (it is released 1 GiB or one tensor
-    at a time), and 32 MiB.
+        at a time), and 32 MiB.
 
     Raises:
         FzeroTypeError: an argument is not a state, or not a compiled step.
