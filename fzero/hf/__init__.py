@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 _HOME = {"Trainer": "trainer", "TrainingArguments": "trainer_options"}
-"""The modules that import the library, when they are asked for."""
+"""The names whose modules import transformers. They are imported when the names are first used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Joins the library `peft`: adapters on models that have no weights yet, and written from a sharded state.
+"""Connects the library `peft`: puts adapters on models that have no weights yet, and saves them from a sharded state.
 
-What an adapter is made of, and which of its tensors are saved, is asked of the library; only their places are known
-here.
+Which tensors an adapter consists of, and which of them are saved, is left to peft. This file only knows where
+adapters are placed in a model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def is_adapted(module: Any) -> bool:
 
 
 def put_on(module: Any, config: Any) -> Any:
-    """A copy of a model on the meta device with the adapters of a configuration; the rest of it is frozen.
+    """Returns a copy of a model on the meta device with the adapters of a configuration. All other parameters are
+    frozen.
 
     Raises:
-        FzeroTypeError: what is not a configuration of the library, or one that does not fit the model.
-        FzeroValueError: adapters that begin with what is computed from the model's weights.
+        FzeroTypeError: the argument is not a configuration of peft, or does not fit the model.
+        FzeroValueError: the adapters are initialized from the model's weights.
     """
     owner = "hf.from_pretrained"
     if not type(config).__module__.startswith("peft."):
@@ -50,19 +51,22 @@ def put_on(module: Any, config: Any) -> Any:
 
     try:
         return get_peft_model(copy.deepcopy(module), copy.deepcopy(config))
-    except ValueError as error:  # no module of the names that it targets
+    except ValueError as error:  # the model has no modules with the target names
         raise FzeroTypeError(owner, "the adapter does not fit the model", [str(error)]) from error
 
 
 def stored_names(module: Any, base: Collection[str]) -> dict[str, str]:
-    """By its name in a model with adapters the name that a tensor has without them; for those that are in `base`."""
+    """Maps the names of tensors in a model with adapters to their names in the model without, for those that are in
+    `base`."""
     names = {name: _WRAPPERS.sub("", name.removeprefix(_PREFIX)) for name in module.state_dict()}
     return {name: plain for name, plain in names.items() if plain in base}
 
 
 def initial(module: Any, name: str, fill: int) -> torch.Tensor | None:
-    """A tensor of an adapter as the library initialises it, over memory that held this number; None if it is of no
-    adapter."""
+    """Returns a tensor of an adapter as peft initializes it, in memory that was filled with the number `fill` before.
+
+    Returns None if the tensor does not belong to an adapter.
+    """
     parents = name.split(".")
     for depth in range(len(parents) - 1, 0, -1):
         part = module.get_submodule(".".join(parents[:depth]))
@@ -80,13 +84,15 @@ def initial(module: Any, name: str, fill: int) -> torch.Tensor | None:
 
 
 def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state dict of a model with adapters, without values, and by its names the leaves of what is saved of it.
+    """Returns the state dict of a model with adapters, without values, and which of its tensors are saved.
+
+    The saved tensors are given by their names in the state dict, with the names of the parameters of the state.
 
     Args:
-        leaf_of: by the names of the state dict those of the leaves.
+        leaf_of: maps names in the state dict to names of parameters.
 
     Raises:
-        CheckpointError: an adapter that is saved otherwise than as the tensors it has.
+        CheckpointError: an adapter is not saved simply as the tensors that it has.
     """
     from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports] - of no extra but `test`
 
@@ -107,11 +113,12 @@ def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, tor
 
 
 def write(module: Any, values: Mapping[str, torch.Tensor], out: Path) -> list[Path]:
-    """Has the library write a model's adapters: the weights, the configuration, a card. Files appear whole, those of
-    weights first.
+    """Lets peft write a model's adapters: the weights, the configuration, and a model card.
+
+    Each file appears only when it is complete, those of weights first.
 
     Args:
-        values: a state dict, with values of what is saved.
+        values: a state dict, with values for the tensors that are saved.
     """
     temporary = out / ".tmp-adapter"
     shutil.rmtree(temporary, ignore_errors=True)

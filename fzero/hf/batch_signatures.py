@@ -1,10 +1,11 @@
-"""Tells apart batches with different entries, so that each micro-batch of a step is computed with its own.
+"""Distinguishes batches with different entries, so that each micro-batch of a step is computed with its own entries.
 
-A program is traced for a fixed set of entries, but a collator may return some only now and then: images in every second
-batch, a mask when there is something to mask. Batches with the same entries are of one kind. A step whose micro-batches
-are of several kinds is one program that calls the loss once per kind and micro-batch. For each kind other than its own,
-a micro-batch is replaced by a copy of some batch of that kind, with weight 0. All ranks run the same program, so they
-agree first on the kinds of the step, also if a rank has no batch of some kind.
+A program is traced for a fixed set of entries, but a collator may return some entries only now and then: images in
+every second batch, or a mask only when there is something to mask. Batches with the same entries are of one kind. If
+the micro-batches of a step are of several kinds, the step is one program that calls the loss once per kind and
+micro-batch. For each kind other than its own, a micro-batch is replaced by a copy of some batch of that kind, with
+weight 0. All ranks run the same program, so they first agree on the kinds in the step, even if a rank has no batch of
+some kind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Kinds:
     """The kinds of batches seen so far, the same on all ranks.
 
     Args:
-        ranks: what the ranks tell each other.
+        ranks: the exchange between the ranks.
     """
 
     def __init__(self, ranks: Exchange):
@@ -49,7 +50,7 @@ class Kinds:
         self._known: dict[Kind, Entries] = {}  # with a batch of each in host memory, if there are several ranks
 
     def of_step(self, batches: Sequence[Entries]) -> list[Kind]:
-        """The kinds that any rank's batches have. Every rank calls it."""
+        """Returns the kinds of the batches of all ranks. Every rank calls it."""
         here = {kind_of(batch): batch for batch in batches}
         if self._ranks.alone:
             return sorted(here)
@@ -60,14 +61,15 @@ class Kinds:
         return sorted(kinds + self._learned(here) if found["new"] else kinds)
 
     def stand_in(self, kind: Kind, batches: Sequence[Entries], device: Any) -> Entries:
-        """A batch of this kind: the first of these, or one from another step or rank."""
+        """Returns a batch of this kind: the first such batch of these, or one from another step or rank."""
         own = [batch for batch in batches if kind_of(batch) == kind]
         if own:
             return own[0]
         return {n: x if x is None else x.to(device) for n, x in self._known[kind].items()}
 
     def _learned(self, here: Mapping[Kind, Entries]) -> list[Kind]:
-        """The kinds that were not known before. If some rank has no batch of a new kind, all are sent one."""
+        """Returns the kinds that were not known before. If some rank has no batch of a new kind, all ranks are sent
+        one."""
         held = exchanged([kind for kind in here if kind not in self._known], list[Kind], "hf.Trainer")
         new = sorted({kind for some in held for kind in some})
         for kind in new:
@@ -80,10 +82,11 @@ class Kinds:
 
 
 def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
-    """Describes how the kinds of a step differ: a line for each entry that only some have, or in different dtypes.
+    """Describes how the kinds in a step differ, with one line for each entry that only some have, or have with another
+    dtype.
 
     Args:
-        kinds: of the step, on all ranks.
+        kinds: the kinds in the step, on all ranks.
         batches: this rank's micro-batches of the step.
     """
     own = [dict(kind_of(batch)) for batch in batches]
@@ -102,11 +105,11 @@ def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
 
 
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of a batch, a dict, that are tensors or None, and its other values: constants of the program that it
-    is given to.
+    """Splits a batch, a dict, into the entries that are tensors or None, and the other values, which are constants of
+    the program.
 
     Raises:
-        FzeroTypeError: naming what is neither a tensor nor a constant; a batch that has no names.
+        FzeroTypeError: an entry is neither a tensor nor a constant, or the batch is not a dict.
     """
     if not isinstance(inputs, Mapping):
         found = inputs if isinstance(inputs, (tuple, list)) else [inputs]
@@ -123,10 +126,10 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises if batches have other constants than the first one.
+    """Raises an error if batches have other constants than the first one.
 
     Raises:
-        FzeroTypeError: naming each, as it was and as it is.
+        FzeroTypeError: it names each constant that differs, with its first and its present value.
     """
     said = lambda held, n: f"{n}={held[n]!r}" if n in held else f"no {n}"  # noqa: E731
     of = lambda held: {n: exact(x) for n, x in held.items()}  # noqa: E731

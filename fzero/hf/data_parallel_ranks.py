@@ -1,7 +1,7 @@
-"""Counts the parts of a Trainer's data: ranks along an axis of tensor parallelism have the same part.
+"""Counts the data-parallel shards of a Trainer. All ranks along a tensor-parallel axis read the same shard of the data.
 
-The library counts processes. The accelerator here counts parts instead: loaders give the same rows to all ranks of a
-part, and gathers return each part once.
+transformers and Accelerate count processes. The accelerator defined here counts shards of the data instead: data
+loaders give the same samples to all ranks of a shard, and gathers return each shard once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Base: Any = accelerate.Accelerator
 
 
 class TensorAxis(NamedTuple):
-    """The axis of a Trainer's mesh along which the data is the same, and its size; 1: there is none."""
+    """The axis of a Trainer's mesh along which all ranks read the same data, its size (1 if there is none), and the
+    given transform."""
 
     name: str
     size: int
@@ -36,7 +37,7 @@ class TensorAxis(NamedTuple):
 
 
 def tensor_axis(num: int | None, mesh: Mesh | None, transforms: Sequence[Any] | None) -> TensorAxis:
-    """The tensor axis of a Trainer's arguments."""
+    """Returns the tensor-parallel axis that a Trainer's arguments define."""
     spec = find(tuple(transforms or ()), TensorParallel)
     name = spec.axis if spec else "model"
     size = num if num is not None else mesh.axes.get(name, 1) if spec and mesh is not None else 1
@@ -44,12 +45,12 @@ def tensor_axis(num: int | None, mesh: Mesh | None, transforms: Sequence[Any] | 
 
 
 def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[str]:
-    """Why a Trainer cannot have this `tensor_parallel`."""
+    """Returns the reasons why a Trainer cannot use this `tensor_parallel`."""
     if num is not None and (type(num) is not int or num < 1):
         return [f"tensor_parallel={num!r}: must be a whole number of at least 1"]
     name, size, spec = tensor_axis(num, mesh, transforms)
     found = list[str]()
-    if (parts := find(tuple(transforms or ()), SequenceParallel)) is not None:  # a rank would read part of a sample
+    if (parts := find(tuple(transforms or ()), SequenceParallel)) is not None:  # a rank reads part of a sample
         found.append(f"transforms: {parts.name} has no place in a Trainer: fz.compile a step")
     if mesh is not None and num is not None and mesh.axes.get(name, 1) != num:
         found.append(f"tensor_parallel={num}: the mesh has {mesh}; fz.make_mesh(data=-1, {name}={num}) has the axis")
@@ -63,10 +64,10 @@ def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[st
 
 
 def missing(axis: TensorAxis, model: Any) -> list[Transform]:
-    """The transform of the axis, where the caller gave none.
+    """Returns the `tensor_parallel` transform of the axis, if the caller has not given one.
 
     Raises:
-        FzeroValueError: a model without a plan.
+        FzeroValueError: there is no tensor-parallel plan for the model.
     """
     if axis.size == 1 or axis.given is not None:
         return []
@@ -74,11 +75,11 @@ def missing(axis: TensorAxis, model: Any) -> list[Transform]:
 
 
 class DataParts(NamedTuple):
-    """The parts that a mesh cuts data into.
+    """The shards into which a mesh divides the data.
 
     Attributes:
-        index: the number of this rank's part.
-        firsts: of each part the first rank that has it.
+        index: the number of this rank's shard.
+        firsts: for each shard, the first rank that reads it.
     """
 
     index: int
@@ -86,7 +87,10 @@ class DataParts(NamedTuple):
 
 
 def of(mesh: Mesh, axis: str) -> DataParts:
-    """The parts along all axes but one. The axes of a step's batch: compiling refuses a mesh with an axis of no use."""
+    """Returns the data shards along all axes except `axis`.
+
+    These are the axes that shard a step's batch: compiling rejects a mesh with an axis that has no use.
+    """
     axes = tuple(name for name in mesh.axes if name != axis)
     stride, size = 1, mesh.axes[axis]
     for name in reversed(mesh.axes):
@@ -98,7 +102,8 @@ def of(mesh: Mesh, axis: str) -> DataParts:
 
 
 class Accelerator(Base):
-    """Accelerate's, whose processes are the parts of the data. An instance of Accelerate's becomes one by `count`."""
+    """An accelerator of Accelerate whose processes are the data shards. `count` turns an existing accelerator into
+    one."""
 
     _parts: Callable[[], DataParts]
 
@@ -112,7 +117,8 @@ class Accelerator(Base):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **settings: Any) -> Any:
         seeding = data_loader.worker_init_fn
-        if isinstance(seeding, partial) and seeding.func is seed_worker:  # what workers draw is of a part too
+        # The workers of all ranks of a data shard draw the same random numbers.
+        if isinstance(seeding, partial) and seeding.func is seed_worker:
             data_loader.worker_init_fn = partial(seeding, rank=self.process_index)
         return super().prepare_data_loader(data_loader, *args, **settings)
 
@@ -136,16 +142,16 @@ class Accelerator(Base):
 
 
 def count(accelerator: Any, parts: Callable[[], DataParts]) -> None:
-    """Has an accelerator count parts, which `parts` returns once there is a mesh.
+    """Makes an accelerator count data shards, which `parts` returns once there is a mesh.
 
-    Every rank reads an iterable data set itself: a process that dispatches batches would count processes.
+    Every rank reads an iterable data set itself, because a process that dispatches batches would count processes.
     """
     accelerator._parts, accelerator.__class__ = parts, Accelerator
     accelerator.dataloader_config.dispatch_batches = False
 
 
 class OtherArguments:
-    """Arguments of the library with other values of some."""
+    """Arguments of transformers with some values replaced."""
 
     def __init__(self, args: Any, **values: Any):
         self._args = args
@@ -156,13 +162,13 @@ class OtherArguments:
 
 
 class Exchange:
-    """Tells every rank of a Trainer what the others have. All of them call its methods."""
+    """Exchanges numbers between all ranks of a Trainer. All of them call its methods."""
 
     def __init__(self, trainer: Any):
         self._trainer, self.alone = trainer, trainer.args.world_size == 1
 
     def bounds(self, numbers: Mapping[str, Sequence[int]]) -> tuple[dict[str, int], dict[str, int]]:
-        """The largest and the smallest number of each name, over all ranks."""
+        """Returns the largest and the smallest number of each name over all ranks."""
         high, low = {n: max(x) for n, x in numbers.items()}, {n: min(x) for n, x in numbers.items()}
         if self.alone:
             return high, low

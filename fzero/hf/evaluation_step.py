@@ -1,4 +1,4 @@
-"""Evaluates a Trainer's model from its sharded state, batch by batch, as the library's `prediction_step` does with a
+"""Evaluates a Trainer's model from its sharded state, batch by batch, as transformers' `prediction_step` does with a
 module."""
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 
 Named = tuple[str, torch.Tensor]
-"""A tensor and what to call it."""
+"""A name for messages, and a tensor."""
 
 
 class Evaluation:
-    """One kind of evaluation, as long as the trainer stays as it is.
+    """One kind of evaluation. It is valid as long as the values that the loss reads from the trainer do not change.
 
     Args:
-        held: the trainer.
-        constants: what its batches have besides tensors.
-        transforms: those of its step that concern an evaluation.
+        held: the trainer, with the values that its loss reads.
+        constants: the values in its batches that are not tensors.
+        transforms: the transforms of its step that also apply to an evaluation.
         compiling: arguments of `fz.compile`.
 
-    Batches are padded to a few shapes, if that changes nothing. If it does, each shape runs by itself, all but the
-    first operation by operation.
+    Batches are padded to a few shapes, if padding does not change the results. If it does, batches keep their own
+    shapes: the first shape is compiled, and all others run operation by operation.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class Evaluation:
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def __call__(self, params: Any, entries: Entries, items: Any, key: torch.Tensor) -> Any:
-        """The loss of a batch and its outputs, in the shapes that it has by itself. A forward that draws random numbers
-        draws them from `key`."""
+        """Returns the loss of a batch and its outputs, in the shapes that they have without padding.
+
+        A forward pass that draws random numbers draws them from `key`.
+        """
         device, own = self.held.trainer.args.device, kind_of(entries)
         found: dict[Kind, Any] = {}
-        for kind in self._kinds.of_step([entries]):  # all ranks run the program of each kind that one of them has
+        for kind in self._kinds.of_step([entries]):  # all ranks run the program of each kind that any rank has
             batch = self._kinds.stand_in(kind, [entries], device)
             found[kind] = self._evaluated(params, kind, batch, items, key)
         return found[own]
@@ -92,8 +94,9 @@ class Evaluation:
     def compared(
         self, params: Any, kind: Kind, reads: bool, key: torch.Tensor, one: padding.Tensors, two: padding.Tensors
     ) -> tuple[bool, str]:
-        """Evaluates a batch and the same batch padded. Returns whether the numbers of the first are finite, and how
-        those of the second differ ("": they do not).
+        """Evaluates a batch and the same batch padded.
+
+        Returns whether the results of the first are finite, and how those of the second differ ("" if they do not).
 
         Args:
             reads: whether the loss depends on the number of items in a step.
@@ -112,12 +115,12 @@ class Evaluation:
         return all(finite), next(filter(None, differs), "")
 
     def _compared_numbers(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-        """The loss of a batch, its outputs, and if the loss is all that is wanted, gradients by name.
+        """Returns the loss of a batch, its outputs and, if only the loss is wanted, gradients by name.
 
-        They are computed in float32, because rounding in bfloat16 would hide what padding changes, and in evaluation
-        mode, in which nothing is drawn. A convolution that reads the padding may change the loss by less than it is
-        rounded, but it changes gradients of its own block by much more. Gradients of vectors (biases, norms) take no
-        memory, and each block has some.
+        They are computed in float32, because rounding in bfloat16 would hide the effect of padding, and in
+        evaluation mode, which draws no random numbers. A convolution that reads the padding may change the loss by less
+        than the rounding error, but it changes gradients of its own block by much more. Only the gradients of vectors
+        (biases, norms) are computed: they take almost no memory, and each block has some.
         """
         leaves, structure = tree.flatten(params)
         leaves = [_widened(x) for x in leaves]
@@ -145,14 +148,14 @@ class Evaluation:
         return batch
 
     def _cut(self, out: Any, part: Any, tensors: Any, own_shapes: Any) -> Any:
-        """The outputs of a batch, of those of the padded one."""
+        """Cuts the outputs of a padded batch to those of the batch itself."""
         if out is None or all(part[n].shape == x.shape for n, x in tensors.items()):
             return out
         sizes = iter(own_shapes())
         return tree.map(lambda x: x[tuple(slice(0, n) for n in next(sizes))], out)
 
     def _own_shapes(self, entries: Entries, reads: bool) -> list[tuple[int, ...]]:
-        """The shapes of outputs for a batch that is not padded."""
+        """Returns the shapes of the outputs for a batch that is not padded."""
         kind = kind_of(entries), tuple(tuple(x.shape) for _, x in sorted(tensors_of(entries).items()))
         if kind not in self._shapes:
             made = self._model.shapes(self._fn, self._batch(entries, 16, reads))[1]
@@ -169,11 +172,12 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(one: Sequence[Named], two: Sequence[Named], *, exact: bool) -> tuple[bool, str]:
-    """Whether tensors are finite, and how others of the same names differ from them ("": by no more than rounding).
+    """Returns whether tensors are finite, and how others of the same names differ from them ("" if by no more than
+    rounding).
 
-    A number may differ by 5e-6 of itself, and an element of a larger tensor by 5e-5 of the tensor's largest one. A
-    tensor much smaller than the others may be rounding alone, such as the gradient of the bias of attention's keys,
-    which is 0. So 1e-4 of the largest of all is added to its largest element.
+    A number may differ by 5e-6 of itself, and an element of a larger tensor by 5e-5 of the tensor's largest element.
+    A tensor much smaller than the others may consist of rounding errors only, such as the gradient of the bias of
+    attention's keys, which is 0. So 1e-4 of the largest element of all tensors is added to its largest element.
 
     Args:
         exact: whether products are computed in float32, and not in a narrower format.

@@ -1,4 +1,5 @@
-"""Runs models of the library with the weights of a sharded state: whole, or layer by layer where they do not fit."""
+"""Runs transformers models with the weights of a sharded state: fully gathered, or layer by layer if they do not
+fit."""
 
 from __future__ import annotations
 
@@ -22,23 +23,24 @@ Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 
 
 def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
-    """A model of the library with the weights of a state, in evaluation mode: for `generate()` and what else takes one.
+    """Returns a transformers model with the weights of a state, in evaluation mode, for `generate()` and other uses of
+    a module.
 
-    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all parameters of the model get
-    that dtype. Every rank calls it.
+    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all parameters of the model
+    get that dtype. Every rank calls it.
 
     Args:
-        model: of `fz.hf.from_pretrained` or `from_config`.
-        state: a state of its training step, or its parameters, on any tier. It is read, not changed.
-        stream: gather the weights of each layer (`model.blocks`) when it runs, and let go of them behind it. Then all
-            ranks run the model together, with the same inputs, and the state must be as it was. Slow: every token
-            gathers, or reads from disk, the whole model.
+        model: what `fz.hf.from_pretrained` or `from_config` returned.
+        state: a state of its training step, or its parameters, on any memory tier. It is read, not changed.
+        stream: gather the weights of each layer (`model.blocks`) when the layer runs, and release them afterwards.
+            All ranks must then run the model together, with the same inputs, and the state must not change meanwhile.
+            This is slow: every token gathers the entire model, or reads it from disk.
 
-    Memory: the whole model on the mesh's device; with `stream` one layer of it and what is in no layer.
-    Communication: one all_gather a sharded leaf; with `stream` those of the layers each time that they run.
+    Memory: the entire model on the mesh's device; with `stream`, one layer and everything that is in no layer.
+    Communication: one all-gather per sharded parameter; with `stream`, those of a layer each time that it runs.
 
     Raises:
-        FzeroTypeError: another kind of model, or a tree that is not the model's.
+        FzeroTypeError: another kind of model, or a state whose parameters are not the model's.
 
     Example:
         >>> import torch, transformers, fzero as fz
@@ -78,10 +80,11 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
 
 
 def _rounded(model: Pretrained, flat: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
-    """The parameters that the module has in another dtype than the state, by name, with the dtype of the module.
+    """Returns the parameters to convert to another dtype for the module, by name, with that dtype.
 
-    Under `mixed_precision` frozen parameters are kept in 16 bits, trained ones in fp32. A forward of such a mixture
-    fails in the first product of both, so trained parameters are rounded, as a step does before its forward.
+    Under `mixed_precision`, frozen parameters are kept in 16 bits and trained ones in fp32. A forward pass with such
+    a mixture fails in the first product of both, so trained parameters are rounded, as a step does before its forward
+    pass.
     """
     slots = model.slots(model.module).values()
     floats = {s.name: x.dtype for s in slots if s.of == "_parameters" and (x := flat[s.name]).is_floating_point()}
@@ -92,7 +95,7 @@ def _rounded(model: Pretrained, flat: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-    """A leaf of a state, whole, on the mesh's device. Every rank calls it."""
+    """Returns the full tensor of a state on the mesh's device. Every rank calls it."""
     if mesh is None:
         return tensor.detach()
     with mesh.alone("gather"), agreement.unbroken(mesh):
@@ -111,7 +114,7 @@ def _fill(slots: dict[str, TensorSlot], gathered: Gathered, paths: Sequence[str]
 def _empty(slots: dict[str, TensorSlot], paths: Sequence[str]) -> None:
     for path in paths:
         _put(slots[path], torch.empty_like(slots[path].get(), device="meta"))
-    return_freed_memory()  # what lies between freed layers would keep them all
+    return_freed_memory()  # otherwise allocations between freed layers would keep their memory reserved
 
 
 def _put(slot: TensorSlot, value: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Finds the values that a Trainer's own loss reads besides its batch, and refuses changes of them.
+"""Finds the values that a Trainer's loss reads in addition to its batch, and rejects changes to them.
 
-Of the Trainer, most of whose attributes change all the time, a program's settings are only the values that the user's
-own methods read: one that changes between steps is refused, and not frozen into the program.
+Most attributes of a Trainer change all the time. The settings of a program include only the values that the user's
+own methods read. If such a value changes between steps, an error is raised, because otherwise its old value would be
+frozen into the program.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from fzero.trace.guards.value_keys import PLAIN_TYPES, contents
 from fzero.tree import describe
 
 _LARGE = 4096
-"""Elements of a tensor above which only `_SAMPLE` of them are compared from step to step."""
+"""The number of elements above which only `_SAMPLE` elements of a tensor are compared from step to step."""
 _SAMPLE = 256
 _MANY = 1000
-"""Items of a container of which no more are compared, and submodules of a module."""
+"""The largest number of items of a container that are compared, and of submodules of a module."""
 _READ = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
-"""Attributes that the library's own loss reads."""
+"""The attributes that transformers' own loss reads."""
 _NOTHING = object()
 _KEPT = (
     "make what stays as it is before train() (in __init__); count and write down in a callback (on_step_end, on_log), "
@@ -43,11 +44,12 @@ _KEPT = (
 
 
 class LossInputs:
-    """Stands for a Trainer in a program's settings, by `visible`: the values that the user's own loss methods read. All
-    its other attributes change as training goes on, and are left out.
+    """Stands for a Trainer in a program's settings. `visible` has the values that the user's own loss methods read.
+
+    All other attributes of the trainer change during training, and are left out.
 
     Args:
-        base: the class whose methods are not a user's own.
+        base: the class whose methods are not the user's own.
     """
 
     def __init__(self, trainer: Any, base: type):
@@ -61,26 +63,28 @@ class LossInputs:
 
     @property
     def visible(self) -> tuple[Any, ...]:
-        """The part that a program's settings are made of."""
+        """The values that become part of a program's settings."""
         return self.read, self.code, self.trainer.compute_loss_func, self.trainer._chunked
 
     def look(self) -> None:
-        """Writes down the values that the methods read of the trainer, its state, arguments and configuration, now."""
+        """Records the present values that the methods read from the trainer, its state, arguments and configuration."""
         vars(self.read).clear()
         vars(self.read).update(self._values())
 
     def changed(self) -> bool:
-        """Whether anything is another than when this was made: what was traced since does not hold."""
+        """Whether any value differs from when this object was made. Programs traced since then are not valid for the
+        new values."""
         if _fingerprint_of_all(self._captured) != self._fingerprint:
             return True
         return self._values() != self._first or self._of_library() != self._fixed
 
     def check(self) -> None:
-        """Raises if what a step is made of is another in training, but for what `look` writes down.
+        """Raises an error if anything that a step was made of has changed during training, except the values that
+        `look` records.
 
         Raises:
-            FzeroValueError: a tensor that is a literal of a program, or a value that the library reads, is not what it
-                was.
+            FzeroValueError: a tensor that was traced as a constant of a program, or a value that transformers reads,
+                has changed.
         """
         if _fingerprint_of_all(self._captured) != self._fingerprint:
             changed = [self._named(x) for x, known in self._captured.values() if _fingerprint(x) != known]
@@ -92,24 +96,25 @@ class LossInputs:
             raise FzeroValueError("hf.Trainer", "what a step is made of was changed in training", changed, fix)
 
     def _of_library(self) -> dict[str, Any]:
-        """The values that the library itself reads in each step."""
+        """Returns the values that transformers itself reads in each step."""
         trainer = self.trainer
         held = {f"self.{n}": getattr(trainer, n, None) for n in _READ}
         return held | {f"args.{n}": getattr(trainer.args, n) for n in ("max_grad_norm", "gradient_accumulation_steps")}
 
     def prepare(self, forward: Any) -> None:
-        """Gives the outputs of a module's stand-in the dtype that they have beyond autocast, as the library does."""
+        """Makes the substitute for the module convert its outputs to fp32, as transformers does for outputs that leave
+        autocast."""
         if self.trainer.args.bf16 or self.trainer.args.fp16:
             forward.finish = convert_to_fp32
 
     @contextmanager
     def tracing(self, forward: Any) -> Iterator[Any]:
-        """Around a call of the trainer's `compute_loss`: `self.model` is the module's stand-in there.
+        """A context for a call of the trainer's `compute_loss`, in which `self.model` is the substitute for the module.
 
-        Yields: what counts the cross entropies in its calls.
+        Yields: the object that counts the cross entropies in the calls.
 
         Raises:
-            TraceError: tensors that are kept beyond the call.
+            TraceError: `compute_loss` keeps tensors beyond the call, or changes attributes.
         """
         trainer = self.trainer
         before, values = {id(x) for x in self._fakes()}, self._values()
@@ -139,7 +144,7 @@ class LossInputs:
         self._fingerprint = _fingerprint_of_all(self._captured)
 
     def _named(self, x: torch.Tensor) -> str:
-        """A tensor with the way that leads to it from the trainer, if there is one."""
+        """Describes a tensor, with the path that leads to it from the trainer if there is one."""
         at = compat.memory_of(x)
         shape = describe(x)
         for name, value in vars(self.trainer).items():
@@ -163,7 +168,7 @@ class LossInputs:
         return found
 
     def _fakes(self) -> dict[torch.Tensor, str]:
-        """The fake tensors that the methods' names lead to, with the ways."""
+        """Returns the fake tensors that can be reached by names in the methods, with their paths."""
         found: dict[torch.Tensor, str] = {}
         for name in sorted(self._names & vars(self.trainer).keys()):
             found |= _tensors(vars(self.trainer)[name], f"self.{name}")
@@ -176,8 +181,10 @@ class LossInputs:
 def _smoothed(
     smoother: LabelSmoother, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
 ) -> torch.Tensor:
-    """The loss of the library's LabelSmoother, which computes it from the logarithms of all probabilities, as a cross
-    entropy, which can be computed in chunks."""
+    """Computes the loss of transformers' LabelSmoother as a cross entropy, which can be computed in chunks.
+
+    LabelSmoother itself computes it from the logarithms of all probabilities.
+    """
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if shift_labels:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
@@ -196,7 +203,7 @@ def _config(trainer: Any) -> Any:
 
 
 def _variables(fn: Any) -> Iterator[tuple[str, Any]]:
-    """The containers and tensors among a function's globals and closure."""
+    """Yields the values of the globals and the closure of a function, by name."""
     fn = getattr(fn, "__func__", fn)
     if isinstance(fn, FunctionType):
         yield from ((n, fn.__globals__[n]) for n in names_in(fn.__code__).globals if n in fn.__globals__)
@@ -208,7 +215,7 @@ def _variables(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(x: Any, path: str, depth: int = 3) -> dict[torch.Tensor, str]:
-    """The tensors in a value and in the containers and objects of the user's in it, with their paths."""
+    """Returns the tensors in a value, and in its containers and objects of the user's classes, with their paths."""
     if isinstance(x, torch.Tensor):
         return {x: path}
     items: list[tuple[str, Any]] = []
@@ -222,7 +229,7 @@ def _tensors(x: Any, path: str, depth: int = 3) -> dict[torch.Tensor, str]:
 
 
 def _users(x: Any) -> bool:
-    """Whether an object is one of a user's own class."""
+    """Whether an object is an instance of a class of the user's."""
     plain = not isinstance(x, (type, FunctionType, MethodType, torch.nn.Module))
     package = type(x).__module__.partition(".")[0]
     return plain and hasattr(x, "__dict__") and package not in _LIBRARIES and package != "builtins"
@@ -232,7 +239,7 @@ _LIBRARIES = {"transformers", "accelerate", "torch", "datasets", "tokenizers", "
 
 
 def _shown(x: Any, trainer: Any, named: set[str], depth: int = 4) -> Any:
-    """A value as it is compared from step to step; `_NOTHING` where it is not.
+    """Returns a value in the form in which it is compared from step to step, or `_NOTHING` if it is not compared.
 
     Args:
         named: the attributes of objects that are read.
@@ -258,7 +265,7 @@ def _shown(x: Any, trainer: Any, named: set[str], depth: int = 4) -> Any:
         return [again(x.func), again(x.args), again(x.keywords)]
     if isinstance(x, (FunctionType, MethodType)):
         return f"{x.__qualname__}, at {id(getattr(x, '__func__', x))}"
-    if isinstance(x, torch.nn.Module):  # one with few tensors: of others those that are read are compared
+    if isinstance(x, torch.nn.Module):  # a small one; of others, the tensors that are read are compared
         few = sum(1 for _ in x.modules()) < 16
         held = {n: y for n, y in vars(x).items() if n[0] != "_"} | dict(x.named_buffers()) if few else {}
         return [(n, y) for n, v in held.items() if (y := again(v)) is not _NOTHING]
@@ -271,13 +278,13 @@ def _attributes(x: Any, trainer: Any, named: set[str], depth: int = 3) -> Simple
 
 
 def _fingerprint(x: torch.Tensor) -> str:
-    """A text that is another when a tensor has changed."""
+    """Returns a text that changes when a tensor changes."""
     with _untraced():
         return f"{_kind(x)} {digest(_part(x))}"
 
 
 def _fingerprint_of_all(captured: dict[int, tuple[torch.Tensor, str]]) -> str:
-    """One fingerprint of all these tensors, with one transfer for each device and dtype."""
+    """Returns one fingerprint of all these tensors, with one transfer per device and dtype."""
     parts: dict[Any, list[torch.Tensor]] = {}
     with _untraced():
         for x, _ in captured.values():
@@ -297,13 +304,14 @@ def _kind(x: torch.Tensor) -> str:
 
 
 def _part(x: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that are compared: of a large one a part, which tells when most are changed."""
+    """Returns the elements of a tensor that are compared: for a large tensor a sample, which shows a change of most
+    elements."""
     flat = x.detach().reshape(-1) if not x.is_meta and x.layout is torch.strided else x.new_zeros(0, device="cpu")
     return flat if flat.numel() <= _LARGE else flat[:: flat.numel() // _SAMPLE].clone()
 
 
 def _methods(cls: type, base: type) -> dict[str, FunctionType]:
-    """The methods of subclasses of `base` that compute the loss, by name."""
+    """Returns the methods of subclasses of `base` that compute the loss, by name."""
     own: dict[str, Any] = {}
     for c in reversed(cls.__mro__[: cls.__mro__.index(base)]):
         plain = {n: getattr(f, "__func__", getattr(f, "fget", None) or f) for n, f in vars(c).items()}

@@ -1,4 +1,4 @@
-"""Makes models of the library from their directories and configurations, as functions of their tensors."""
+"""Makes transformers models from directories and configurations, as functions of their tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fzero.modules.functionalize import Functional
 
 
 class Pretrained(Functional):
-    """A model of the library as functions of its tensors. Made by `from_pretrained` and `from_config`.
+    """A transformers model as functions of its tensors, made by `from_pretrained` and `from_config`.
 
     Attributes:
-        module: the library's model, on the meta device if it was made from a directory; with adapters `peft`'s model of
-            it. Its configuration is `module.config`.
-        directory: where it came from; None without one.
+        module: the transformers model, on the meta device if it was made from a directory; with adapters, `peft`'s
+            model of it. Its configuration is `module.config`.
+        directory: the directory that it came from, or None.
 
     Example:
         >>> import transformers, fzero as fz
@@ -47,12 +47,12 @@ class Pretrained(Functional):
 
     @property
     def unstored(self) -> set[str]:
-        """The names of tensors that the model's directory does not have: buffers that are not persistent, adapters."""
+        """The names of tensors that are not in the model's directory: non-persistent buffers and adapters."""
         mine = {*self._names} - self._base_names.keys() if self._base_names is not None else set()
         return super().unstored | mine
 
     def sources(self, weights: Weights) -> Sources:
-        """The runs of stored tensors that make up each leaf, as the library would convert them."""
+        """Returns the runs of stored tensors that make up each parameter, as transformers would convert them."""
         config = _config_of(weights.path)
         theirs, ours = config.get("model_type"), self._base.config.model_type
         if theirs not in (None, ours):
@@ -66,10 +66,11 @@ class Pretrained(Functional):
         return {n: runs for n, runs in found.items() if n not in self._base_names.values()} | adapted
 
     def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The values with which the library begins: weights that no file has, buffers that are computed.
+        """Returns the initial values that transformers gives to tensors that are in no file: new weights, and computed
+        buffers.
 
         Raises:
-            CheckpointError: leaves that the library gives no value.
+            CheckpointError: tensors that transformers does not initialize.
         """
         out, problems = {}, []
         for number, name in enumerate(names):
@@ -85,7 +86,7 @@ class Pretrained(Functional):
         return out
 
     def _begun(self, name: str, seed: int, fill: int) -> torch.Tensor:
-        """A tensor as the library initialises it, over memory that held this number."""
+        """Returns a tensor as transformers initializes it, in memory that was filled with the number `fill` before."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self._base_names is not None and (found := adapters.initial(self.module, name, fill)) is not None:
@@ -113,20 +114,22 @@ def from_pretrained(
     adapter: Any = None,
     **settings: Any,
 ) -> Pretrained:
-    """A model of a directory that the library wrote, without its weights: they come with `train.load(path)`.
+    """Makes a model from a directory that transformers wrote, without its weights, which `train.load(path)` reads
+    later.
 
     Args:
-        cls: a class of the library: `AutoModelForCausalLM`, `ViTForImageClassification`.
-        path: a local directory; `huggingface_hub.snapshot_download("org/name")` makes one of a name on the hub.
-        dtype: of the parameters; by default fp32, whatever the files have.
-        adapter: a configuration of the library peft, `LoraConfig(r=8)`: the model gets its adapters, which begin anew,
-            and nothing else is trained. `save_pretrained` then writes a directory of adapters.
-        settings: `blocks` and `mutable` of `fz.functionalize`; others are the model's configuration
+        cls: a class of transformers: `AutoModelForCausalLM`, `ViTForImageClassification`.
+        path: a local directory. For a name on the hub, `huggingface_hub.snapshot_download("org/name")` makes one.
+        dtype: of the parameters; by default fp32, whatever dtype the files have.
+        adapter: a configuration of the library peft, such as `LoraConfig(r=8)`: the model gets its adapters, newly
+            initialized, and nothing else is trained. `save_pretrained` then writes a directory of adapters.
+        settings: `blocks` and `mutable` of `fz.functionalize`; all others belong to the model's configuration
             (`attn_implementation="eager"`, `num_labels=3`).
 
     Raises:
-        CheckpointError: a directory that is missing, has no configuration, is of another architecture, or quantised.
-        FzeroTypeError, FzeroValueError: an adapter that does not fit, or begins with what is computed from weights.
+        CheckpointError: a directory that is missing, has no configuration, is of another architecture, or is
+            quantised.
+        FzeroTypeError, FzeroValueError: an adapter that does not fit, or that is initialized from the weights.
 
     Example:
         >>> import tempfile, torch, transformers, fzero as fz
@@ -178,14 +181,14 @@ def from_pretrained(
 def from_config(
     cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any
 ) -> Pretrained:
-    """A model with new weights, as the library draws them, the same on every rank.
+    """Makes a model with new weights, initialized by transformers, the same on every rank.
 
     Args:
         cls, dtype, settings: as for `from_pretrained`.
-        config: the library's configuration.
-        seed: of the draws; PyTorch's own generator stays as it is.
+        config: a configuration of transformers.
+        seed: of the random numbers. The state of PyTorch's own generator is not changed.
 
-    Memory: the whole model on the host of each rank, as of `params` given to `train.init`.
+    Memory: the entire model on the host of each rank, as for `params` given to `train.init`.
 
     Example:
         >>> import transformers, fzero as fz
@@ -202,14 +205,14 @@ def from_config(
 
 
 def _made(cls: Any, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
-    """A model of a configuration, in training mode, without what only generation needs."""
+    """Returns a model of a configuration, in training mode."""
     make = getattr(cls, "from_config", None) or cls._from_config
     module = make(config, dtype=dtype, **settings)
     return module.train()
 
 
 def _config_of(path: Place) -> dict[str, Any]:
-    """The configuration in a directory of the library's; empty without one."""
+    """Returns the configuration in a directory of transformers, which is empty if there is none."""
     file = path / "config.json"
     try:
         found = parsed(storage_of(path).whole(file))

@@ -1,4 +1,5 @@
-"""Has mixtures of the library compute products of fixed size, of the rows of each expert: what expert_parallel cuts."""
+"""Makes mixture-of-experts layers of transformers compute products of fixed size per expert, which `expert_parallel`
+can shard."""
 
 from __future__ import annotations
 
@@ -12,25 +13,25 @@ from fzero.hf.transformers_import import library
 from fzero.ops.experts import Back, Capacity, capacity_problems, combine, dispatch, matmul
 
 NAME = "fzero_rows"
-"""The beginning of the names under which the library knows these implementations."""
+"""The prefix of the names under which these implementations are registered with transformers."""
 
 
 @plain_numbers
 def experts_implementation(capacity: Capacity | None = None, ranks: int | None = None) -> str:
-    """Registers an implementation of the experts of a mixture with the library, and returns its name.
+    """Registers an implementation of mixture-of-experts layers with transformers, and returns its name.
 
-    `fz.experts.dispatch` makes the rows of the experts, and two products compute with all of them. Give the
-    name as `experts_implementation=` to `from_config` and `from_pretrained`, of the library or of `fz.hf`, or to
-    `model.set_experts_implementation`.
+    `fz.experts.dispatch` arranges the tokens of all experts in rows, and each matrix product computes all experts at
+    once. Pass the name as `experts_implementation=` to `from_config` and `from_pretrained`, of transformers or of
+    `fz.hf`, or to `model.set_experts_implementation`.
 
     Args:
-        capacity: the rows that an expert takes, as a factor of tokens x k / experts: choices above it are dropped.
-            None drops nothing, and computes experts / k times as many rows as there are choices.
-            ("rank", factor): the rows of a rank's experts together, as `fz.experts.dispatch` has it.
-        ranks: of a capacity of ranks, the size of the axis that cuts the experts, or a multiple.
+        capacity: the number of tokens that an expert takes, as a factor of tokens x k / experts. Choices beyond it
+            are dropped. None drops nothing, and computes experts / k times as many rows as there are choices. ("rank",
+            factor): the rows of all experts of a rank together, as in `fz.experts.dispatch`.
+        ranks: for a capacity per rank, the size of the axis that shards the experts, or a multiple of it.
 
     Raises:
-        FzeroValueError: a capacity that is neither; a number of ranks below 1, or that belongs to none.
+        FzeroValueError: an invalid capacity; a number of ranks below 1, or one without a capacity per rank.
 
     Example:
         >>> import transformers, fzero as fz
@@ -59,8 +60,8 @@ def experts_implementation(capacity: Capacity | None = None, ranks: int | None =
 
 
 def is_mixture(module: torch.nn.Module) -> bool:
-    """Whether a model of the library has experts whose implementation can be chosen (`experts_implementation=`)."""
-    # what the library's decorator of such modules sets, and `_computed` reads
+    """Whether a transformers model has experts whose implementation can be chosen (`experts_implementation=`)."""
+    # transformers' decorator for such modules sets these attributes, and `_computed` reads them
     return any(hasattr(part, "has_gate") and hasattr(part, "is_transposed") for part in module.modules())
 
 
@@ -72,7 +73,7 @@ def _computed(
     capacity: Capacity | None,
     ranks: int | None,
 ) -> torch.Tensor:
-    """The output of a module of experts of the library."""
+    """Computes the output of an experts module of transformers."""
     num = experts.num_experts
     factor = num / chosen.shape[-1] if capacity is None else capacity
     rows, back = dispatch(x, chosen, weights, num_experts=num, capacity=factor, ranks=ranks)
@@ -87,7 +88,7 @@ def _computed(
 
 
 def _product(experts: Any, rows: torch.Tensor, name: str, back: Back) -> torch.Tensor:
-    """Rows times the parameter of a name, [experts, outputs, inputs] or transposed, with its bias."""
+    """Multiplies rows with the parameter `name`, [experts, outputs, inputs] or transposed, and adds its bias."""
     weight = getattr(experts, name)
     out = matmul(rows, weight if experts.is_transposed else weight.transpose(1, 2), back)
     if not experts.has_bias:

@@ -1,13 +1,13 @@
-"""Pads batches to a few shapes, each of which is one program: ragged lengths, and the rows that a last batch lacks.
+"""Pads batches to a few shapes, each of which is compiled once: ragged lengths, and samples missing in a last batch.
 
-A batch is a dict of tensors with one row per sample. If it has an attention mask, its token-like entries are padded
-along dim 1 with the collator's values. Missing rows are copies of the last row whose labels are ignored. All ranks
-choose the same shape.
+A batch is a dict of tensors with the batch dimension first. If it has an attention mask, its token-like entries are
+padded along dim 1 with the collator's values. Missing samples are copies of the last sample whose labels are ignored.
+All ranks choose the same shape.
 
-Whether padding changes what a model computes is not known in advance: convolutions, means over all positions or batch
-statistics may read the padding. Therefore the first batch that is padded is evaluated both ways, in
-`evaluation_step.py`. If the numbers differ, padding along the length is an error, and missing rows are not added.
-Batches that cannot be padded are taken as they come.
+Whether padding changes what a model computes is not known in advance: convolutions, means over all positions or
+batch statistics may read the padding. Therefore the first batch that is padded is evaluated both ways, in
+`evaluation_step.py`. If the results differ, padding along the length is an error, and missing samples are not added.
+Batches that cannot be padded keep their shapes.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from fzero.modules.functionalize import Functional
 logger = logging.getLogger("fzero")
 
 MOST = 4
-"""Shapes that ragged batches are padded to, unless longer ones come."""
+"""The number of shapes that ragged batches are padded to, unless longer batches come."""
 
 Shape = dict[str, int]
-"""The lengths of entries by their names, and under "" the rows of a micro-batch."""
+"""The lengths of entries by their names, and under "" the number of samples of a micro-batch."""
 Tensors = dict[str, torch.Tensor]
 Compare = Callable[[Tensors, Tensors], tuple[bool, str]]
-"""`Evaluation.compared` of a batch, and of the same batch padded."""
+"""Calls `Evaluation.compared` with a batch and the same batch padded."""
 
 
 @dataclass
 class Padding:
-    """The shapes that there are, and how batches get one.
+    """The shapes used so far, and the rules by which a batch gets one.
 
     Args:
-        labels: names of the entries that are labels.
+        labels: the names of the entries that are labels.
         fills: padding values, by the ends of the entries' names.
-        unknown: why lengths cannot be padded ("": they can, if that is found to change nothing).
-        own_loss: whether the loss is the user's own. It may read the outputs of all rows, with a weight so small that
-            the comparison does not show it, so no rows are added.
-        losses: what is known of the loss.
-        rows: the rows of a full micro-batch.
-        longest: the greatest length that the model takes; None: any.
-        lengths: the lengths to pad to, whatever that changes; None: chosen as batches come.
+        unknown: why lengths cannot be padded; "" if they can, provided that it is found to change nothing.
+        own_loss: whether the loss is the user's own. It may read the outputs of all samples, with a weight so small
+            that the comparison does not show it, so no samples are added.
+        losses: what is known about the loss.
+        rows: the number of samples of a full micro-batch.
+        longest: the greatest length that the model takes, or None for any.
+        lengths: the lengths to pad to, even if that changes the results; None to choose them as batches come.
         what: "training" or "evaluation", for the log.
-        strict: whether it is an error if padding along the length changes the loss, and if entries that cannot be
-            padded have more than `MOST` lengths. Otherwise such batches are taken as they come.
+        strict: whether it is an error if padding along the length changes the loss, or if entries that cannot be
+            padded have more than `MOST` lengths. Otherwise such batches keep their shapes.
     """
 
     labels: Sequence[str]
@@ -75,10 +75,11 @@ class Padding:
     _labelled: bool = False  # whether each token has a label
     _masked: bool = False  # whether there is an attention mask
     _steady: dict[str, int | None] = field(default_factory=dict)  # lengths that have not changed yet
-    _found: dict[str, str] = field(default_factory=dict)  # of "lengths" and "rows": how padding changes the numbers
+    _found: dict[str, str] = field(default_factory=dict)  # by "lengths" or "rows": how padding changes the results
 
     def kept(self, name: str) -> str:
-        """Why an entry keeps its length, or with "" a batch its rows; "": it is padded."""
+        """Returns why an entry keeps its length or, for the name "", why a batch keeps its number of samples; "" if it
+        is padded."""
         if name and self.lengths is not None:
             return ""
         if not self.losses.ignores and (not name or self._labelled):
@@ -90,8 +91,10 @@ class Padding:
         return self.unknown or self._found.get("lengths", "")
 
     def fill(self, name: str, x: torch.Tensor, length: int | None = None) -> int | None:
-        """The number that pads an entry along dim 1; None: nothing does. Features (`input_values`) are padded only if
-        the attention mask has their `length`."""
+        """Returns the number that pads an entry along dim 1, or None if the entry is not padded.
+
+        Features (`input_values`) are padded only if the attention mask has their `length`.
+        """
         last = name.rpartition(".")[2]
         if last in ("input_values", "input_features"):
             return 0 if x.is_floating_point() and x.dim() > 1 and x.shape[1] == length else None
@@ -105,8 +108,8 @@ class Padding:
         """Pads the micro-batches of a step to one shape.
 
         Raises:
-            FzeroValueError: padding changes the loss. Entries without a batch dimension, or whose other dimensions
-                change. Ragged entries that are not padded and have several lengths in a step, or too many in all.
+            FzeroValueError: padding changes the loss; entries without a batch dimension, or whose other dimensions
+                change; ragged entries that are not padded and have several lengths in a step, or too many in all.
         """
         self._check(parts)
         names = self._names(parts[0])
@@ -134,7 +137,7 @@ class Padding:
         return [self._padded(part, shape) for part in parts], shape
 
     def _names(self, part: Tensors) -> list[str]:
-        """The entries that have a length."""
+        """Returns the names of the entries that have a length."""
         mask = next((x for n, x in part.items() if n.endswith("attention_mask") and x.dim() == 2), None)
         length = None if mask is None else mask.shape[1]
         return sorted(n for n, x in part.items() if self.fill(n, x, length) is not None)
@@ -168,10 +171,11 @@ class Padding:
             padded[name] = x
         return padded
 
-    # --- whether padding changes numbers ---
+    # --- whether padding changes results ---
 
     def _difference(self, parts: Sequence[Tensors], names: Sequence[str], shape: Shape, compare: Compare) -> str:
-        """How padding these entries ("" for rows) changes the numbers of the first padded batch ("": it does not).
+        """Returns how padding these entries ("" for samples) changes the results of the first padded batch, or "" if it
+        does not.
 
         Every rank calls it, whether its own batch is padded or not. All ranks evaluate the same batch, the shortest
         one, so that they run the same programs.
@@ -185,7 +189,7 @@ class Padding:
             device = next(iter(batch.values())).device
             batch = {n: x.to(device) for n, x in min(gathered_tensors(batch), key=length).items()}
         padded = {n: x.shape[1] for n, x in batch.items() if n in shape} | {"": _rows(batch)}
-        for n in names:  # to twice its length, or as far as the model takes, so that a small effect of padding shows
+        for n in names:  # to twice its length, or the model's longest, so that a small effect of padding shows
             twice = 2 * padded[n]
             padded[n] = max(shape[n], twice if not n or self.longest is None else min(twice, self.longest))
         finite, found = compare(batch, self._padded(batch, padded))
@@ -196,7 +200,8 @@ class Padding:
         return self._found[what]
 
     def check_rows(self, trainer: Any, batch: Tensors, compare: Compare) -> None:
-        """Raises before the first step if the last micro-batch of an epoch will have fewer rows than its step."""
+        """Raises an error before the first step if the last micro-batch of an epoch will have fewer samples than the
+        others of its step, and no samples can be added."""
         args, rows, parts = trainer.args, self.rows, trainer.accelerator.num_processes
         if parts > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
             return
@@ -211,7 +216,8 @@ class Padding:
     # --- shapes ---
 
     def _choose(self, high: Shape, low: Shape) -> Shape:
-        """The shape for batches of these lengths: one that there is, if it is not much longer, else a new one."""
+        """Returns the shape for batches of these lengths: an existing one that is not much larger, or else a new
+        one."""
         own = {n for n in high if self.kept(n)}
         if unlike := [n for n in own if low[n] < high[n]]:
             text = "micro-batches of one step have several shapes, and cannot be padded"
@@ -232,8 +238,10 @@ class Padding:
         return wanted
 
     def _rounded(self, length: int) -> int:
-        """The length to pad this one to: the next power of two, up to what the model takes; or the next of those
-        given."""
+        """Returns the length that a batch of this length is padded to.
+
+        It is the next power of two, limited by what the model takes, or the next of the given lengths.
+        """
         if self.lengths is None:
             up = max(32, 1 << math.ceil(math.log2(max(1, length))))
             return up if self.longest is None else max(length, min(up, self.longest))
@@ -243,7 +251,7 @@ class Padding:
         raise FzeroValueError("hf.Trainer", f"a batch of {length} is longer than lengths={self.lengths}", fix=fix)
 
     def _refusal(self, what: str, told: Mapping[str, str]) -> FzeroValueError:
-        """The error about entries that cannot be padded, each with what is said of it."""
+        """Returns the error about entries that cannot be padded. `told` describes each of them."""
         problems = []
         for why in dict.fromkeys(self.kept(n) for n in sorted(told)):
             problems.append(f"{', '.join(told[n] for n in sorted(told) if self.kept(n) == why)}: {why}")
@@ -269,7 +277,7 @@ def _volume(shape: Shape) -> int:
 
 
 def of(trainer: Any, model: Functional, what: str, losses: Losses, rows: int, strict: bool = True) -> Padding:
-    """The padding of a Trainer's batches."""
+    """Returns the padding for a Trainer's batches."""
     config = getattr(trainer.model, "config", None)
     config = getattr(config, "text_config", config)
     longest = getattr(config, "max_position_embeddings", None)

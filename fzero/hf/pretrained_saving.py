@@ -1,4 +1,4 @@
-"""Writes directories that the library's `from_pretrained` reads, from a sharded state, within bounded memory."""
+"""Writes directories that transformers' `from_pretrained` reads, from a sharded state, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER = (
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-"""Files beside the weights that say how a model's inputs are made."""
+"""The files next to the weights that define how a model's inputs are made."""
 
 _LOCAL = "models are written to a local directory"
 
@@ -52,29 +52,31 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> list[Path]:
-    """Writes a directory that the library's `from_pretrained` reads: the weights under the names, and in the forms, in
-    which the library itself writes them, the configuration, that of generation, and the files of the tokenizer. Of a
-    model with adapters (`peft`) the adapters alone, for `PeftModel.from_pretrained`.
+    """Writes a directory that transformers' `from_pretrained` reads.
 
-    Every rank calls it; it returns when the directory is complete, with the files of weights.
+    It has the weights, with the names and in the form in which transformers itself writes them, the configuration,
+    the generation configuration, and the files of the tokenizer. For a model with adapters (`peft`), only the adapters
+    are written, for `PeftModel.from_pretrained`. Every rank calls it. It returns the files of weights when the
+    directory is complete.
 
     Args:
-        path: a directory on a filesystem that all ranks share; made if it is not there.
-        model: of `fz.hf.from_pretrained` or `from_config`; or `fz.functionalize(peft_model)`.
-        state: a state of its training step, or its parameters, on any tier.
-        tokenizer: one of the library's, or a processor; or a directory whose files are copied. By default those of the
-            directory that the model came from, if there are any.
+        path: a directory on a filesystem that all ranks share; it is made if it does not exist.
+        model: what `fz.hf.from_pretrained` or `from_config` returned, or `fz.functionalize(peft_model)`.
+        state: a state of its training step, or its parameters, on any memory tier.
+        tokenizer: a tokenizer or processor of transformers, or a directory whose files are copied. By default, the
+            files of the directory that the model came from, if there are any.
         dtype: floating-point tensors are converted to it.
         max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
 
-    Memory: buffers of about 200 MiB, whatever the size of the model. The disk holds the weights twice for a while:
-        every rank writes its shards, and the first makes the files of them. Adapters are whole on every rank.
-    Communication: that of `fz.checkpoint.save`; of adapters one all_gather a sharded leaf.
+    Memory: buffers of about 200 MiB, whatever the size of the model. The disk temporarily holds the weights twice:
+        every rank writes its shards, and the first rank makes the files from them. Adapters are gathered in full on
+        every rank.
+    Communication: that of `fz.checkpoint.save`; for adapters, one all-gather per sharded parameter.
 
     Raises:
-        FzeroTypeError: another kind of model, or a tree that is not the model's.
-        CheckpointError: a directory that holds a model already or cannot be written, a tokenizer that is not there,
-            weights whose stored form takes rows apart.
+        FzeroTypeError: another kind of model, or a state whose parameters are not the model's.
+        CheckpointError: the directory already holds a model or cannot be written; the tokenizer does not exist; or
+            the stored form of the weights would split rows of tensors.
 
     Example:
         >>> import tempfile, transformers, fzero as fz
@@ -133,10 +135,11 @@ def save_pretrained(
 
 
 def problem(model: Any) -> str:
-    """The reason why the weights of a Trainer's model cannot be written to files, or "" if they can. Writes nothing.
+    """Returns the reason why the weights of a Trainer's model cannot be written to files, or "" if they can. Writes
+    nothing.
 
     Args:
-        model: a module, whose library writes it, or a model of `fz.hf.from_pretrained`.
+        model: a module, which its own library writes, or a model of `fz.hf.from_pretrained`.
     """
     if isinstance(model, Pretrained):
         try:
@@ -152,13 +155,14 @@ def problem(model: Any) -> str:
     if hasattr(model, "save_pretrained"):
         return ""
     at = [x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()]
-    if len(set(at)) < len(at):  # the library writes the state dict as it is
+    if len(set(at)) < len(at):  # transformers writes the state dict as it is
         return f"tensors of {type(model).__name__} share memory, which a file of safetensors cannot hold"
     return ""
 
 
 def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any) -> None:
-    """As `save_pretrained`, but in the place of a model that is there: written beside it, and then renamed."""
+    """Does what `save_pretrained` does, but replaces a model that exists: the new one is written next to it, and then
+    renamed."""
     out, ranks = local(path, "hf.save_pretrained", _LOCAL), world()
     fresh, what = out / ".tmp-model", f"cannot save to {out}"
 
@@ -174,7 +178,7 @@ def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any)
             if (out / name).is_dir():
                 shutil.rmtree(out / name)
             os.replace(fresh / name, out / name)
-        if any(name.startswith("model") for name in names):  # else adapters, beside which there may be a model
+        if any(name.startswith("model") for name in names):  # not adapters, next to which there may be a model
             for old in out.glob("model*.safetensors*"):
                 if old.name not in names:
                     old.unlink()

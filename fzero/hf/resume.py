@@ -1,7 +1,7 @@
-"""Finds the checkpoint that a Trainer resumes from, passing over those whose save was killed.
+"""Finds the checkpoint that a Trainer resumes from, skipping those whose save was killed.
 
-The library writes `trainer_state.json` last, after all ranks have written theirs, so a `checkpoint-N` directory without
-a readable one is left by a save that did not finish.
+transformers writes `trainer_state.json` last, after all ranks have written their files. So a `checkpoint-N`
+directory in which this file is missing or unreadable was left by a save that did not finish.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("fzero")
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether the save of a checkpoint of the library did not finish."""
+    """Whether the save of a Trainer's checkpoint did not finish."""
     if _number(path) is None or not path.is_dir():
         return False
     try:
@@ -35,13 +35,13 @@ def unmark(path: str) -> None:
 
 
 def newest_finished(given: str | bool, output_dir: str) -> str | bool | None:
-    """The checkpoint to resume from in place of one whose save was killed, the same on every rank.
+    """Returns the checkpoint to resume from, the same on every rank, replacing one whose save was killed.
 
     Args:
-        given: `resume_from_checkpoint`, a directory, or True for the newest one of `output_dir`.
+        given: `resume_from_checkpoint`: a directory, or True for the newest one in `output_dir`.
 
-    Returns: `given`, unless its save did not finish. Then, with a warning, the newest finished checkpoint with a lower
-        number in the same directory, or None if there is none and training begins anew.
+    Returns: `given`, unless its save did not finish. In that case, with a warning, the newest finished checkpoint
+    with a lower number in the same directory, or None if there is none and training begins anew.
 
     Communication: one exchange of a small object.
     """
@@ -72,6 +72,6 @@ def _number(path: Path) -> int | None:
 
 
 def _numbered(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, the newest first."""
+    """Returns the checkpoints in a directory, the newest first."""
     found = {p: n for p in directory.iterdir() if p.is_dir() and (n := _number(p)) is not None}
     return sorted(found, key=found.__getitem__, reverse=True)

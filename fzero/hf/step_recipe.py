@@ -1,4 +1,4 @@
-"""Says what a Trainer's step is made of, by its arguments or by a ds_config.json: optimizer, transforms, learning
+"""Determines the parts of a Trainer's step from its arguments or a ds_config.json: optimizer, transforms and learning
 rates."""
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Recipe:
     """The parts of a step.
 
     Attributes:
-        optimizer: of `fz.train_step`.
-        groups: for each rate in the optimizer's state the number of torch's group that has it.
-        apply: the transforms, of a training step.
-        schedule: the learning rate by the number of the update, if a ds_config.json says it.
-        report: the table of what became of that.
-        values: settings of torch's parameter groups, without learning rates, that the step was made with.
+        optimizer: for `fz.train_step`.
+        groups: for each learning rate in the optimizer's state, the index of the torch parameter group that has it.
+        apply: applies the transforms to a training step.
+        schedule: the learning rate by the number of the update, if a ds_config.json defines it.
+        report: the table that says how each of its keys was handled.
+        values: the settings of torch's parameter groups that the step was made with, without learning rates.
     """
 
     optimizer: GradientTransformation
@@ -49,7 +49,8 @@ class Recipe:
 
 
 def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Transform]) -> Recipe:
-    """By the arguments, and the caller's transforms in place of ZeRO-3; and `more`."""
+    """Makes the recipe from the Trainer's arguments, with the caller's `transforms` instead of ZeRO-3 if given, plus
+    `more`."""
     clipped = bool(args.max_grad_norm and args.max_grad_norm > 0)
     optimizer = (
         optim.chain(optim.clip_by_global_norm(args.max_grad_norm), made.optimizer) if clipped else made.optimizer
@@ -63,8 +64,10 @@ def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Tr
 
 
 def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Sequence[Transform] = ()) -> Recipe:
-    """By a ds_config.json, "auto" from the arguments; and `more`. What it leaves out is the library's: `made`, its
-    optimizer, and its schedule."""
+    """Makes the recipe from a ds_config.json, with "auto" filled in from the arguments, plus the transforms in `more`.
+
+    If the file defines no optimizer, the Trainer's own is used (`made`), and likewise its schedule.
+    """
     own, scheduled = _sections(args.deepspeed)
     given: dict[str, Any] = {}
     schedule, at_rate = rate_in_state()
@@ -83,17 +86,17 @@ def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Seque
 
 
 def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
-    """A Trainer's, whose optimizer and scheduler are made: of torch, holding the numbers.
+    """Makes the recipe of a Trainer, and creates its torch optimizer and scheduler, which hold the learning rates.
 
     Raises:
-        FzeroValueError: an optimizer that is not translated; whatever of a ds_config.json cannot be carried out.
+        FzeroValueError: the optimizer cannot be translated, or something in a ds_config.json is not supported.
     """
     args, module = OtherArguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
     if trainer._created_lr_scheduler:
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
     own, scheduled = _sections(args.deepspeed)
     made = None
-    if own:  # the group of this one is where a schedule writes its rates
+    if own:  # a schedule writes its rates to the group of this optimizer
         lr = 1.0 if scheduled else _base_rate(args)
         trainer.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=lr)
     else:
@@ -115,13 +118,13 @@ def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence
 
 
 def _sections(config: Any) -> tuple[bool, bool]:
-    """Whether a configuration has an optimizer, and a schedule."""
+    """Returns whether a configuration has an optimizer, and whether it has a schedule."""
     found = read_file(config)[0] if config else {}
     return "optimizer" in found, "scheduler" in found
 
 
 def _base_rate(args: Any) -> float:
-    """The learning rate of a configuration's optimizer."""
+    """Returns the learning rate of a configuration's optimizer."""
     section = read_file(args.deepspeed)[0]["optimizer"]
     lr = section.get("params", {}).get("lr", default_rate(str(section.get("type", ""))))
     return args.learning_rate if lr == "auto" else lr

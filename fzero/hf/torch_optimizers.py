@@ -1,7 +1,8 @@
-"""Translates torch's optimizers, by class and with their values, into fzero's, whose learning rates follow them.
+"""Translates torch optimizers, by class and with their values, into fzero optimizers that follow their learning rates.
 
-The torch optimizer goes on holding the numbers: the library's schedulers write learning rates into its groups, and
-before each step they are written to the state, a scalar a group. It never updates anything.
+The torch optimizer continues to hold the learning rates: the schedulers of transformers write them into its
+parameter groups, and before each step they are written to the state, one scalar per group. The torch optimizer never
+updates any parameter.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from fzero.optim.torch_classes import CLASSES, of_torch, unsupported
 
 
 class RateState(NamedTuple):
-    """The learning rate of the next update, of a group of parameters. Its writer is the host."""
+    """The learning rate of the next update, for a group of parameters. The host writes it."""
 
     rate: torch.Tensor  # float32[]
 
 
 def problems(optimizer: Any, where: str) -> list[str]:
-    """Says what keeps an optimizer from being translated."""
+    """Returns the reasons why an optimizer cannot be translated."""
     if type(optimizer) not in CLASSES:
         return [f"{where}: {not_translated(type(optimizer))}"]
     groups = enumerate(optimizer.param_groups)
@@ -39,21 +40,21 @@ def not_translated(cls: Any) -> str:
 
 
 class Translated(NamedTuple):
-    """An optimizer, and for each of its rates the number of the group that has it."""
+    """An optimizer and, for each of its learning rates, the index of the parameter group that has it."""
 
     optimizer: GradientTransformation
     groups: tuple[int, ...]
 
 
 def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Parameter], model: Any) -> Translated:
-    """An optimizer of fzero's equal to this one, but for its learning rates, which are written to its state.
+    """Returns an fzero optimizer equal to this one, except that its learning rates are read from its state.
 
     Args:
         names: the module's parameters by all their names.
-        model: what `functionalize` made of it.
+        model: what `functionalize` returned for it.
 
     Raises:
-        FzeroValueError: another class, a setting that is not there, a parameter that is trained and in no group.
+        FzeroValueError: the class or a setting is not supported, or a trained parameter is in no group.
     """
     wrong = problems(optimizer, "optimizer")
     if not isinstance(optimizer.state, Elsewhere) and any(map(_has_stepped, optimizer.state.values())):
@@ -76,7 +77,7 @@ def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Pa
             "trained; make what a loss learns part of the model"
         )
         raise FzeroValueError("hf.Trainer", "this optimizer is not translated", wrong, fix)
-    trained = sorted({*labels.values()})  # of the others nothing is
+    trained = sorted({*labels.values()})  # groups without trained parameters are left out
     kinds = {k: _of_group(type(optimizer), optimizer.param_groups[i]) for k, i in enumerate(trained)}
     number = {i: k for k, i in enumerate(trained)}
     whole = kinds[0] if len(kinds) == 1 else optim.partition(kinds, lambda path, leaf: number[labels[path]])
@@ -88,7 +89,7 @@ _NOT_PROPORTIONAL = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
-    """The optimizer of a parameter group, whose learning rate is in the state."""
+    """Returns the optimizer for a parameter group, whose learning rate is in the state."""
     if cls in _NOT_PROPORTIONAL:
         schedule, at_rate = rate_in_state()
         return at_rate(of_torch(cls, schedule, group))
@@ -96,12 +97,12 @@ def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter was updated before. Adagrad makes its state when it is constructed."""
+    """Whether a parameter has been updated before. Adagrad makes its state when it is constructed."""
     return "step" not in state or float(state["step"]) > 0
 
 
 def rates(opt_state: Any) -> list[torch.Tensor]:
-    """The rates in a state, in the order of `Translated.groups`."""
+    """Returns the learning rates in a state, in the order of `Translated.groups`."""
 
     def found(x: Any) -> Iterator[torch.Tensor]:
         if isinstance(x, RateState):
@@ -114,13 +115,13 @@ def rates(opt_state: Any) -> list[torch.Tensor]:
 
 
 def write(into: Sequence[torch.Tensor], groups: Sequence[int], optimizer: torch.optim.Optimizer) -> None:
-    """Writes the learning rates of an optimizer's groups to a state, alike on every rank."""
+    """Writes the learning rates of an optimizer's parameter groups to a state, the same on every rank."""
     for tensor, i in zip(into, groups, strict=True):
         tensor.fill_(float(optimizer.param_groups[i]["lr"]))
 
 
 def values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The values of an optimizer's groups that a step is made with: all but the learning rates."""
+    """Returns the values of an optimizer's parameter groups that a step is made with: all except the learning rates."""
     return [
         {k: [id(p) for p in x] if k == "params" else x for k, x in g.items() if k not in ("lr", "initial_lr")}
         for g in optimizer.param_groups
@@ -131,7 +132,8 @@ _Dict: Any = dict
 
 
 class Elsewhere(_Dict):
-    """In place of a torch optimizer's state, which is sharded with the parameters: whoever asks for it is told so."""
+    """Replaces a torch optimizer's state, which is sharded with the parameters. Any access raises an error that says
+    so."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         what = "an optimizer's moments are not in torch's optimizer: they are sharded, in trainer.train_state.opt_state"
@@ -143,10 +145,10 @@ class Elsewhere(_Dict):
 
 
 def check(made_with: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Raises if values of an optimizer's groups are not those that the step was made with.
+    """Raises an error if the values of an optimizer's parameter groups are not those that the step was made with.
 
     Raises:
-        FzeroValueError: naming each, as it was and as it is.
+        FzeroValueError: it names each value, as it was and as it is.
     """
     now = values(optimizer)
     pairs = enumerate(zip(made_with, now, strict=False))
@@ -168,7 +170,7 @@ def check(made_with: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer)
 
 
 def by_rate() -> GradientTransformation:
-    """Updates are the rate in the state times the gradients."""
+    """Multiplies the gradients by the learning rate in the state."""
 
     def init(params: Any) -> RateState:
         flat = tree.leaves(params)
@@ -181,10 +183,11 @@ def by_rate() -> GradientTransformation:
 
 
 def rate_in_state() -> tuple[Schedule, Callable[[GradientTransformation], GradientTransformation]]:
-    """A schedule whose value is the learning rate in the state, and a function that wraps the optimizer made with it.
+    """Returns a schedule whose value is the learning rate in the state, and a function that wraps the optimizer made
+    with it.
 
-    It is for optimizers whose updates are not proportional to the learning rate. A schedule is only given the count, so
-    the wrapper hands it the rate during an update. The state is that of `chain(optimizer, by_rate())`.
+    This is for optimizers whose updates are not proportional to the learning rate. A schedule is only given the
+    count, so the wrapper passes the rate to it during an update. The state is that of `chain(optimizer, by_rate())`.
     """
     current: list[torch.Tensor] = []  # the rate of the update that is being computed
 
@@ -202,7 +205,7 @@ def rate_in_state() -> tuple[Schedule, Callable[[GradientTransformation], Gradie
                 current.pop()
             return updates, (new, state[1])
 
-        # of the same class, as one that skips updates that are not finite is known by its class
+        # `_replace` keeps the class, by which an optimizer that skips updates that are not finite is recognized.
         return optimizer._replace(init=init, update=update)
 
     return (lambda count: current[-1]), wrapped

@@ -1,5 +1,5 @@
-"""Says how tensor_parallel cuts a model of the library: the library's own plan, as rules for the names of its
-parameters."""
+"""Determines how `tensor_parallel` shards a transformers model: converts the model's own tensor-parallel plan to
+rules."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ _OWN = {
         "wte": "embedding_rowwise",
     }
 }
-"""Plans for families of which the library has none, by the type of the model."""
+"""Plans for model types for which transformers has none."""
 _PIECES = {"c_attn": 3, "gate_up_proj": 2}
-"""Matrices that are several of equal size, one behind the other along their outputs."""
+"""Matrices that consist of several matrices of equal size, concatenated along their outputs."""
 
 
 @plain_numbers
 def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
-    """The rules of `fz.tensor_parallel` for a model of the library, from the library's plan of it (`tp_plan`).
+    """Returns the rules of `fz.tensor_parallel` for a transformers model, from transformers' own plan for it
+    (`tp_plan`).
 
     Args:
-        model: of the library, or what `fz.functionalize`, `from_pretrained` or `from_config` made of one.
-        ranks: the size of the axis. A vocabulary, and attention whose heads it does not divide, stay whole; with fewer
-            heads of keys and values, these alone.
+        model: a model of transformers, or what `fz.functionalize`, `from_pretrained` or `from_config` made from one.
+        ranks: the size of the axis. If it does not divide the size of a vocabulary or the number of attention heads,
+            the vocabulary or the attention is not sharded. If it only does not divide the number of key and value
+            heads, these alone are not sharded.
 
-    Returns: for each name of the plan, with `*` for the number of a layer, the dim that is cut, or `(dim, groups)`.
+    Returns: for each name in the plan, with `*` for the number of a layer, the dim that is sharded, or `(dim,
+    groups)`.
 
     Raises:
-        FzeroTypeError: what is no such model.
-        FzeroValueError: a model that neither the library nor fzero has a plan for.
+        FzeroTypeError: the argument is no such model.
+        FzeroValueError: neither transformers nor fzero has a plan for the model.
 
     Example:
         >>> import transformers, fzero as fz
@@ -66,7 +69,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
         raise FzeroValueError("tensor_rules", what, fix=fix)
     rules: dict[str, Any] = {}
     parts = dict(module.named_modules())
-    known = {name for name, _ in module.named_parameters()}  # of tied ones the first
+    known = {name for name, _ in module.named_parameters()}  # of tied parameters, only the first name
     for glob, style in plan.items():
         part = next((x for name, x in parts.items() if matches(name, glob)), None)
         if part is None or style not in _OUTPUTS | _INPUTS | _WORDS or (ranks and _torn(glob, config, ranks)):
@@ -87,7 +90,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
 
 
 def _torn(glob: str, config: Any, ranks: int) -> bool:
-    """Whether so many ranks would have parts of heads."""
+    """Whether sharding over this many ranks would split attention heads."""
     *parents, last = glob.split(".")
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -98,7 +101,7 @@ def _torn(glob: str, config: Any, ranks: int) -> bool:
 
 
 def _pieces(last: str, size: int, config: Any) -> int:
-    """The number of matrices of equal size that one is, by its name."""
+    """Returns how many matrices of equal size a matrix consists of, judging by its name."""
     if last == "qkv_proj":  # queries, keys and values
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

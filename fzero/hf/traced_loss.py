@@ -1,7 +1,8 @@
-"""Traces what a Trainer computes: its loss of a micro-batch and its outputs in an evaluation, through the library's own
-`compute_loss` or the user's.
+"""Traces what a Trainer computes, its loss of a micro-batch and its outputs in an evaluation, through `compute_loss`,
+either transformers' own or the user's.
 
-`visible` is an argument of what is traced that no body reads: it is what a program's settings see of the Trainer.
+The traced functions have an argument `visible` that their bodies do not read. Through it, a program's settings see
+the relevant values of the Trainer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from fzero.loss import weighted
 from fzero.modules.functionalize import Functional
 
 Constants = Mapping[str, Any]
-"""The values of a batch besides its tensors, the same in each that a program is of."""
+"""The values of a batch that are not tensors. They are the same in every batch of a program."""
 
 
 def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, **settings: Any) -> tuple[Any, Any]:
-    """The result of the trainer's `compute_loss`, and what counted the cross entropies in it."""
+    """Returns the result of the trainer's `compute_loss`, and the object that counted the cross entropies in it."""
     items = batch.get("num_items")
     with held.tracing(forward) as counting:
         inputs = {**batch["inputs"], **constants}
@@ -32,10 +33,10 @@ def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, 
 
 
 def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
-    """The loss of a micro-batch, for a step's mean over micro-batches and ranks.
+    """Returns the loss of a micro-batch, for a step's mean over micro-batches and ranks.
 
-    A micro-batch has one part for each kind of batches in the step (`batch_signatures.py`). One of them is its own; the
-    others have weight 0 (`on`).
+    A micro-batch has one part for each kind of batches in the step (`batch_signatures.py`). One of the parts is its
+    own; the others have weight 0 (`on`).
     """
     trainer = held.trainer
     parts = [(part, *_computed(held, constants, forward, part)) for part in batch["kinds"]]
@@ -62,9 +63,9 @@ class Kind(NamedTuple):
     """One kind of evaluation.
 
     Attributes:
-        losing: whether there is a loss.
-        loss_only: whether there is nothing else.
-        ignored: outputs that are left out.
+        losing: whether it computes a loss.
+        loss_only: whether it returns nothing else.
+        ignored: the outputs that are left out.
     """
 
     losing: bool
@@ -73,7 +74,7 @@ class Kind(NamedTuple):
 
 
 def outputs(held: LossInputs, visible: Any, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
-    """The loss of a batch, None without one, and the outputs but for those that are ignored."""
+    """Returns the loss of a batch, or None without one, and the outputs except for those that are ignored."""
     losing, loss_only, ignored = kind
     if losing:
         (found, out), _ = _computed(held, constants, forward, batch, return_outputs=True)
@@ -90,12 +91,13 @@ def outputs(held: LossInputs, visible: Any, constants: Constants, kind: Kind, fo
 
 
 class Losses(NamedTuple):
-    """The facts of a loss that are known before it is computed.
+    """What is known about a loss before it is computed.
 
     Attributes:
         reads: whether it depends on the number of items in a step.
-        ignores: whether it is said to leave out labels of `ignored`, and with them rows.
-        ignored: the label that its one cross entropy leaves out; without one the library's.
+        ignores: whether it is known to leave out labels of the value `ignored`, and samples that have only such
+            labels.
+        ignored: the label that its one cross entropy leaves out; otherwise the default of transformers.
     """
 
     reads: bool = False
@@ -106,10 +108,10 @@ class Losses(NamedTuple):
 def probe(
     held: LossInputs, model: Functional, entries: Mapping[str, Any], constants: Constants, counted: bool
 ) -> Losses:
-    """The facts of the loss of such a batch.
+    """Returns what is known about the loss of such a batch.
 
     Args:
-        counted: whether the library counts these items.
+        counted: whether transformers counts these items.
     """
     trainer = held.trainer
     found = SimpleNamespace(reads=False, ignored=[])
@@ -123,7 +125,7 @@ def probe(
 
     try:
         model.shapes(model.calling(fn, train=False), dict(entries))
-    except compat.DATA_DEPENDENT:  # which the trace refuses, by the user's own line
+    except compat.DATA_DEPENDENT:  # the trace rejects it later, with the user's own line
         return Losses()
     labels = [x for n in trainer.label_names if (x := entries.get(n)) is not None]
     whole = bool(labels) and not any(x.is_floating_point() for x in labels)
@@ -135,19 +137,20 @@ def probe(
 
 
 def _is_mean_of_targets(counting: Any) -> bool:
-    """Whether a loss is one mean over targets, whose number is known. Any other loss has weight 1 per micro-batch."""
+    """Whether a loss is one mean over targets whose number is known. Any other loss has weight 1 per micro-batch."""
     return len(counting.counts) == 1 and not counting.in_blocks
 
 
 def other_scale(trainer: Any, losses: Losses, counted: bool) -> str:
-    """How the loss and gradient that transformers' Trainer logs differ from the mean over a step, or "" if they do not.
+    """Returns how the loss and gradient that transformers' Trainer logs differ from the mean over a step, or "" if they
+    do not.
 
     transformers' Trainer adds up the losses of a step's micro-batches if the model's forward takes further keyword
     arguments or there is a `compute_loss_func`, whether or not these divide by `num_items_in_batch`. Otherwise it
     averages them. Its own `compute_loss` also multiplies by the number of processes, by which DDP divides.
 
     Args:
-        counted: whether the library counts the items of a step.
+        counted: whether transformers counts the items of a step.
     """
     takes_items = trainer.model_accepts_loss_kwargs and counted
     adds_up = takes_items or trainer.compute_loss_func is not None

@@ -1,9 +1,9 @@
-"""Replaces the inner step of the library's Trainer: forward, backward and update of all micro-batches are one compiled
+"""Replaces the inner step of transformers' Trainer: forward, backward and update of all micro-batches are one compiled
 step.
 
-The loop, callbacks, logging, data, schedules and arguments are the library's own code. What is replaced: the step is
-made where the library prepares a model, run at the last micro-batch of an update, and evaluated where it predicts;
-states are saved and restored as fzero's checkpoints.
+The loop, callbacks, logging, data, schedules and arguments are transformers' own code. The following is replaced:
+the step is made where transformers prepares a model, and runs at the last micro-batch of an update; evaluation happens
+where transformers predicts; states are saved and restored as checkpoints of fzero.
 """
 
 from __future__ import annotations
@@ -56,53 +56,55 @@ from fzero.transforms.zero import data_parallel
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
 _EVALUATION = 1 << 40
-"""Folded into the key of an evaluation. No training step folds in a number this large, so their draws differ."""
+"""Folded into the key of an evaluation. No training step folds in a number this large, so their random numbers
+differ."""
 STATE = "fzero"
-"""The directory of the state within one of the library's checkpoints."""
+"""The directory of the sharded state in a checkpoint directory of transformers."""
 
 
 class Trainer(Base):
-    """In place of transformers' Trainer: the same arguments, callbacks, logging, evaluation and schedules around one
-    compiled step of all micro-batches.
+    """A drop-in replacement for transformers' Trainer, with the same arguments, callbacks, logging, evaluation and
+    schedules, around one compiled step of all micro-batches.
 
-    Equal to the library's own with exact averages: a loss is the mean over all targets of a step, however they are
-    padded, cut into micro-batches and spread over ranks. Ragged batches with an attention mask are padded to at most
-    four shapes, each a program (`num_programs`). The first one is evaluated with and without padding: if that changes
-    the loss or its gradients, it is an error. Batches without an attention mask are taken as they come, in at most
-    four shapes.
-    A model's loss is traced, an overridden `compute_loss` or a `compute_loss_func` too.
+    Its results equal those of transformers with exact averages: a loss is the mean over all targets of a step,
+    however they are padded, split into micro-batches and distributed over ranks. Ragged batches with an attention mask
+    are padded to at most four shapes, each of which is compiled (`num_programs`). The first padded batch is evaluated
+    with and without padding, and it is an error if padding changes the loss or its gradients. Batches without an
+    attention mask keep their shapes, of which there may be at most four. The model's loss is traced, and so is an
+    overridden `compute_loss` or a `compute_loss_func`.
 
     Args:
-        model: a module, or what `fz.hf.from_pretrained` returned, whose weights go straight into shards.
-        args: TrainingArguments of the library; with `deepspeed=` those of `fzero.hf`.
-        more, settings: all other arguments of the library's Trainer.
-        transforms: by default `[fz.shard_params()]`. Precision, accumulation and checkpointing of activations come of
-            the arguments.
-        sync: what reads or writes weights in training: callbacks or their classes, the class of an own Trainer
-            (`evaluate`, `log` and others of its methods), functions of metrics.
-        mesh: by default of all processes, along `data`.
-        tensor_parallel: ranks that compute with one part of the data, along the axis `model`: the mesh and
-            `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, where they are not given. Samples, tokens and steps
-            are counted once for each part of the data.
+        model: a module, or what `fz.hf.from_pretrained` returned, whose weights are read directly into shards.
+        args: TrainingArguments of transformers; with `deepspeed=` those of `fzero.hf`.
+        more, settings: all other arguments of transformers' Trainer.
+        transforms: by default `[fz.shard_params()]`. Precision, gradient accumulation and activation checkpointing
+            are set by the arguments.
+        sync: code that reads or writes weights during training: callbacks or their classes, your own subclass of
+            Trainer (for its `evaluate`, `log` and other methods), metrics functions.
+        mesh: by default, all processes along the axis `data`.
+        tensor_parallel: the number of ranks that compute with the same shard of the data, along the axis `model`. It
+            makes the mesh and `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, if they are not given. Samples,
+            tokens and steps are counted once per shard of the data.
         loss: "chunked" computes the cross entropies of a loss by `fz.chunked_cross_entropy`, in training and
             evaluation, so that a step never holds all logits (docs/hugging_face.md). By default they are computed from
             all logits. An evaluation that returns logits still holds them.
-        lengths: to which ragged batches of any model are padded, as a collator would, whatever that changes; by default
-            powers of two, if that changes nothing.
-        save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or of
-            adapters `adapter_model.safetensors`), so that `from_pretrained("run/checkpoint-500")` reads it.
-            With False it has the sharded state only: smaller, and saved sooner.
+        lengths: the lengths to which ragged batches of any model are padded, as a collator would, even if that
+            changes the results. By default, powers of two, if padding changes nothing.
+        save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or for
+            adapters `adapter_model.safetensors`), so that `from_pretrained("run/checkpoint-500")` reads it. With False
+            it has the sharded state only: it is smaller, and saved faster.
         backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
 
     Attributes:
         compiled: the step, a `CompiledStep`, once training has begun.
-        train_state: its state. The module has the trained weights after `train()`, and where code in `sync` runs.
+        train_state: the state of the step. The module has the trained weights after `train()`, and while code in
+            `sync` runs.
 
     Raises:
-        FzeroValueError: with all that cannot be kept: an overridden `training_step`, an optimizer of another class,
-            options such as `fsdp`. In training, weights that code reads or writes which is not in `sync`; entries of
-            batches that change their shape and cannot be padded; padding that changes the loss or its gradients.
-        CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero's.
+        FzeroValueError: lists everything that is not supported: an overridden `training_step`, an optimizer of
+            another class, options such as `fsdp`. During training: code that is not in `sync` reads or writes weights;
+            entries of batches change their shape and cannot be padded; padding changes the loss or its gradients.
+        CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero.
 
     Example:
         >>> import tempfile, transformers
@@ -155,7 +157,7 @@ class Trainer(Base):
         self.train_state: State | None = None
         self._tracing = False
         self._optimizer_was: Any = None
-        self._evaluated: tuple[bool, Any] | None = None  # in an evaluation, what it is of
+        self._evaluated: tuple[bool, Any] | None = None  # during an evaluation, the weights that it uses
         self._evaluations: dict[Any, Evaluation] = {}
         self._num_predictions = 0
         self._programs: set[Any] = set()
@@ -167,7 +169,7 @@ class Trainer(Base):
 
     @property
     def num_programs(self) -> int:
-        """The programs of training: one for each shape that batches are padded to."""
+        """The number of compiled training programs: one for each shape that batches are padded to."""
         return len(self._programs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
@@ -179,7 +181,7 @@ class Trainer(Base):
             self._sync.broken_off()
             raise
 
-    # --- what the library would do to the module ---
+    # --- what transformers would do to the module ---
 
     def _build_accelerator_args(self, **settings: Any) -> dict[str, Any]:
         found = super()._build_accelerator_args(**settings)
@@ -193,10 +195,10 @@ class Trainer(Base):
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """The module stays where it is: what computes are shards of its own."""
+        """Leaves the module where it is, because the step computes with its own shards of the parameters."""
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if not self.accelerator._models:  # or it would prepare the module for an evaluation
+        if not self.accelerator._models:  # otherwise transformers would prepare the module for an evaluation
             self.accelerator._models.append(model)
         return model
 
@@ -204,7 +206,7 @@ class Trainer(Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.train_state is not None and resume_from_checkpoint is None:
-            self._sync.refresh()  # behind a training that was broken off
+            self._sync.refresh()  # after a training that was interrupted
         module = self.model.train()
         carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
         model = self.functional = self._functional()
@@ -226,7 +228,7 @@ class Trainer(Base):
         )
         self._values = found.values
         self._parts = []
-        self._last_left: int | None = None  # the step at which an epoch left micro-batches over
+        self._last_left: int | None = None  # the step at which an epoch had micro-batches left over
         self._kinds = Kinds(Exchange(self))
         self._paddings: dict[Kind, tuple[traced_loss.Losses, padding.Padding]] = {}
         self._programs = set()
@@ -255,7 +257,7 @@ class Trainer(Base):
             raise FzeroValueError("hf.Trainer", what, fix=fix)
         return self._given_mesh
 
-    # --- the parts of the data ---
+    # --- the data shards ---
 
     def _data_parts(self) -> data_parallel_ranks.DataParts:
         return data_parallel_ranks.of(self._mesh(), self._tensor.name)
@@ -265,11 +267,12 @@ class Trainer(Base):
 
     def store_flos(self) -> None:
         if self._tensor.size > 1 and self.args.process_index not in self._data_parts().firsts:
-            self.current_flos *= 0  # of the type that the others send
+            self.current_flos *= 0  # keeps the type that the other ranks send
         super().store_flos()
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        """All ranks of a part of the data draw alike: from the state of the first."""
+        """Loads the random state of the first rank of a data shard on all its ranks, which must draw the same random
+        numbers."""
         args, parts = self.args, self._data_parts() if self._tensor.size > 1 else None
         if parts is not None:
             self.args = data_parallel_ranks.OtherArguments(args, process_index=parts.firsts[parts.index])
@@ -283,7 +286,7 @@ class Trainer(Base):
         key = random.key(self.args.seed)
         if resumed is not None:
             return self.compiled.restore(os.path.join(resumed, STATE), self.functional.params)
-        if carried is not None:  # the optimizer lives on, and its state with it
+        if carried is not None:  # the optimizer was kept, so its state is kept as well
             self._sync.check_trained()
             if not self._sync.same():
                 overwrite(carried, self.functional.named_params, self._mesh())
@@ -292,14 +295,14 @@ class Trainer(Base):
             state = self.compiled.init(self.functional.params, key)
         else:
             state = self.compiled.load(self._pretrained.directory, key=key)
-        if self._pretrained is not None and self.train_state is not None:  # no module has what was trained
+        if self._pretrained is not None and self.train_state is not None:  # no module holds the trained weights
             names, values = tree.names(self.train_state.params), tree.leaves(self.train_state.params)
             for name, x in zip(names, values, strict=True):
                 overwrite(state, {name: whole(x, self._mesh())}, self._mesh())
         return state
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """The micro-batches of an update, of which those left over by an epoch of unknown length are none."""
+        """Returns the micro-batches of an update, and drops those that an epoch of unknown length has left over."""
         if self._parts:
             num, parts = len(self._parts), self.args.gradient_accumulation_steps
             if self.state.global_step == self._last_left:
@@ -313,7 +316,7 @@ class Trainer(Base):
         return super().get_batch_samples(*args)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Keeps a micro-batch, and runs the step with the last one of an update."""
+        """Collects a micro-batch, and runs the step with the last one of an update."""
         self._parts.append(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -339,8 +342,11 @@ class Trainer(Base):
         return self._metrics["grad_norm"]
 
     def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
-        """The batch of a step: for each kind of its micro-batches (`batch_signatures.py`) one micro-batch per slot, all
-        in one shape. Slots whose micro-batch is of another kind, or is missing, hold copies that count nothing."""
+        """Returns the batch of a step: for each kind of its micro-batches (`batch_signatures.py`) one micro-batch per
+        slot, all of one shape.
+
+        Slots whose micro-batch is of another kind, or is missing, hold copies with weight 0.
+        """
         entries, constants = zip(*map(split, parts), strict=True)
         if not self._paddings:
             self._constants.update(constants[0])
@@ -370,7 +376,7 @@ class Trainer(Base):
         return {"kinds": made}
 
     def _padding_of(self, kind: Kind, entries: Any, items: Any) -> tuple[traced_loss.Losses, padding.Padding]:
-        """The facts of the loss of batches with these entries, and their padding."""
+        """Returns what is known about the loss of batches with these entries, and the padding for them."""
         assert self.functional is not None
         losses = traced_loss.probe(self._held, self.functional, entries, self._constants, items is not None)
         found = padding.of(self, self.functional, "training", losses, self._train_batch_size)
@@ -381,7 +387,8 @@ class Trainer(Base):
         return losses, found
 
     def _comparing(self, kind: Kind, losses: traced_loss.Losses) -> padding.Compare:
-        """Compares the losses of a batch and the same batch padded, with the current weights."""
+        """Returns a function that compares the losses of a batch and the same batch padded, with the current
+        weights."""
 
         def compare(one: padding.Tensors, two: padding.Tensors) -> tuple[bool, str]:
             assert self.train_state is not None
@@ -394,7 +401,8 @@ class Trainer(Base):
         return compare
 
     def _check_kinds(self, kinds: list[Kind], entries: Any, shapes: list[Any], reads: set[bool]) -> None:
-        """Raises if micro-batches with different entries cannot be computed in one step, and warns of the cost."""
+        """Raises an error if micro-batches with different entries cannot be computed in one step; otherwise warns of
+        the cost."""
         assert self.functional is not None
         what, problems = "micro-batches of one step have different entries", differences(kinds, entries)
         fix = "have the collator give every batch the same entries, such as a mask of ones"
@@ -421,7 +429,7 @@ class Trainer(Base):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        self._evaluated, self._num_predictions = self._weights(), 0  # each evaluation draws the same
+        self._evaluated, self._num_predictions = self._weights(), 0  # each evaluation draws the same random numbers
         try:
             return super().evaluation_loop(*args, **settings)
         finally:
@@ -430,7 +438,7 @@ class Trainer(Base):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """The loss, outputs and labels of a batch, from the sharded state."""
+        """Returns the loss, outputs and labels of a batch, computed from the sharded state."""
         inputs = self._prepare_inputs(inputs)
         config = getattr(self.model, "config", None)
         if ignore_keys is None:
@@ -452,13 +460,14 @@ class Trainer(Base):
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels
 
     def _next_key(self) -> torch.Tensor:
-        """The key of the next batch of an evaluation, with this rank's part of the global batch."""
+        """Returns the key of the next batch of an evaluation, for this rank's shard of the global batch."""
         key = random.fold_in(random.key(self.args.seed, self._mesh().device), _EVALUATION)
         self._num_predictions += 1
         return random.with_part(random.fold_in(key, self._num_predictions), self.accelerator.process_index)
 
     def _evaluation(self, kind: traced_loss.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
-        """The evaluation of a kind, of batches with these constants. `ours`: of the trained state."""
+        """Returns the evaluation of a kind, for batches with these constants. `ours`: whether it uses the trained
+        state."""
         known = kind, ours, frozenset((n, exact(x)) for n, x in constants.items())
         if known not in self._evaluations or self._evaluations[known].held.changed():
             assert self.functional is not None
@@ -475,7 +484,7 @@ class Trainer(Base):
         return self._evaluations[known]
 
     def _weights(self) -> tuple[bool, Any]:
-        """The parameters that are evaluated, and whether they are those of the state."""
+        """Returns the parameters to evaluate, and whether they are those of the state."""
         self._sync.take()
         with self._sync.paused():
             current = self._current()
@@ -493,11 +502,13 @@ class Trainer(Base):
     # --- the module, and checkpoints ---
 
     def _current(self) -> bool:
-        """Whether the state is of the module: it is trained, or has not been changed since it was."""
+        """Whether the state has the module's weights: the module is being trained, or has not been changed since it
+        was."""
         return self.train_state is not None and (self.is_in_train or self._sync.same())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes files that `from_pretrained` reads; in one of the library's checkpoints the sharded state, too."""
+        """Writes files that `from_pretrained` reads and, in a checkpoint directory of transformers, also the sharded
+        state."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
         self._sync.take()
         inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
@@ -525,7 +536,7 @@ class Trainer(Base):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save:  # the optimizer's state is with the parameters
+        if self.args.should_save:  # the optimizer's state is saved with the parameters
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -538,7 +549,7 @@ class Trainer(Base):
                 group["lr"] = rate
 
     def _saves_weights(self) -> bool:
-        """Whether checkpoints also have files of weights. A model whose weights cannot be written is warned of once."""
+        """Whether checkpoints also have files of weights. Warns once if the model's weights cannot be written."""
         with self._sync.paused():
             why = pretrained_saving.problem(self._pretrained or self.model) if self._save_weights else ""
         if why:
@@ -550,12 +561,12 @@ class Trainer(Base):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # The library writes trainer_state.json next, which marks the checkpoint as finished (resume.py), so all ranks
-        # must have written theirs.
+        # transformers writes trainer_state.json next, which marks the checkpoint as finished (resume.py), so all ranks
+        # must have written their files by now.
         together(world(), "hf.Trainer", f"cannot save to {output_dir}", lambda: None)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """The loss scale is part of the state."""
+        """Does nothing, because the loss scale is part of the state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = os.path.join(resume_from_checkpoint, STATE)

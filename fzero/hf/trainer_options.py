@@ -1,4 +1,5 @@
-"""Answers the options of the library's Trainer: which are its own as ever, which do nothing here, which are refused."""
+"""Defines which options of transformers' Trainer keep their meaning, which have no effect in fzero, and which are
+rejected."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ KEPT = """
     length_column_name ddp_backend ddp_timeout deepspeed skip_memory_metrics do_train do_eval do_predict
     resume_from_checkpoint local_rank full_determinism
 """
-"""Options that mean what they mean there."""
+"""Options that have the same meaning as in transformers."""
 
 NOTES = {
     **dict.fromkeys(
@@ -57,7 +58,7 @@ NOTES = {
     "liger_kernel_config": "only with use_liger_kernel, which is refused",
     "optim_target_modules": "of optimizers that are refused",
 }
-"""Options that are accepted and do nothing, and why."""
+"""Options that are accepted but have no effect, and why."""
 
 REFUSED = {
     "fsdp": "write it as transforms: Trainer(transforms=[fz.shard_params()]) (docs/from_fsdp.md)",
@@ -71,10 +72,10 @@ REFUSED = {
     "debug": "mixed_precision(watch=True) and fz.testing.check find what overflows",
     "enable_jit_checkpoint": "it saves in the midst of a step",
 }
-"""Options that are refused when they are set, and what to do."""
+"""Options that are rejected if they are set, and what to do instead."""
 
 OF_OTHERS = {"predict_with_generate": "of Seq2SeqTrainer, which is not there: generate with fz.hf.module(model, state)"}
-"""Options of the library's other classes of arguments, and what to do."""
+"""Options of other argument classes of transformers, and what to do instead."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 OVERRIDDEN = {
@@ -85,14 +86,14 @@ OVERRIDDEN = {
     "_prepare_for_training": "the step is made there",
     "_inner_training_loop": "the loop is the library's",
 }
-"""Methods that a subclass must not override, and what to do."""
+"""Methods that a subclass must not override, and what to do instead."""
 
 
 class TrainingArguments(Base):
-    """The library's TrainingArguments, whose `deepspeed` is read by fzero alone.
+    """transformers' TrainingArguments, except that `deepspeed` is read by fzero and not by DeepSpeed.
 
-    The library's own initialises DeepSpeed as soon as it is made with a configuration, and needs the package. All else
-    is as there; scripts without `--deepspeed` need no other class.
+    The original class initializes DeepSpeed as soon as it is constructed with a configuration, and needs the
+    package. Everything else is unchanged; scripts without `--deepspeed` can use the original class.
 
     Attributes:
         deepspeed: the path of a ds_config.json, its JSON, or a dict.
@@ -114,7 +115,7 @@ class TrainingArguments(Base):
 
 
 def notes(args: Any, save_weights: bool = True) -> list[str]:
-    """Options that are set and do nothing, or less than there."""
+    """Returns a message for each option that is set and has no effect, or less than in transformers."""
     found = [f"{name}={shown(getattr(args, name))}: {NOTES[name]}" for name in _set(args) if name in NOTES]
     if args.push_to_hub and not save_weights and not args.save_only_model and args.hub_strategy != HubStrategy.END:
         said = str(getattr(args.hub_strategy, "value", args.hub_strategy))
@@ -137,12 +138,12 @@ def check(
     sync: Any,
     wrong: Sequence[str] = (),
 ) -> None:
-    """Raises if anything that was asked for cannot be kept, all of it at once, before anything is done.
+    """Raises one error that lists everything that was asked for and is not supported, before anything is done.
 
     Args:
         optimizer: `optimizers[0]`; `pair`: `optimizer_cls_and_kwargs`.
-        base: the Trainer whose methods must be these.
-        wrong: problems that are known already.
+        base: the Trainer class whose methods must not be overridden.
+        wrong: problems that are already known.
     """
     found = [*problems(sync), *wrong]
     known = {*KEPT.split(), *NOTES}
@@ -200,15 +201,17 @@ def check(
 
 
 def _set(args: Any) -> list[str]:
-    """The names of the library's options that differ from their defaults. Fields that a user's subclass adds are left
-    to the user's code."""
+    """Returns the names of transformers' options that differ from their defaults.
+
+    Fields that a user's subclass adds are left to the user's code.
+    """
     library = next(c for c in type(args).__mro__ if c.__module__.partition(".")[0] in ("transformers", "fzero"))
     blank = {f.name: f.default for f in dataclasses.fields(library) if f.default is not dataclasses.MISSING}
     return [n for n, default in blank.items() if (x := getattr(args, n)) != default and x not in (None, False, [], {})]
 
 
 def _of_other_libraries(args: Any) -> list[str]:
-    """The names of set fields that another installed library (trl) adds: its own Trainer would read them."""
+    """Returns the names of set fields that another installed library (trl) adds, which its own Trainer would read."""
     found = {}
     for cls in type(args).__mro__:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""

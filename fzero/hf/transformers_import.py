@@ -1,4 +1,4 @@
-"""Imports the library `transformers`, of which version 5 is needed, or says how to install it."""
+"""Imports the library `transformers`, version 5, or raises an error that says how to install it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INSTALL = "pip install 'transformers>=5,<6' accelerate"
 
 
 def library(owner: str) -> Any:
-    """The module `transformers`.
+    """Returns the module `transformers`.
 
     Args:
         owner: the public name that an error begins with.
@@ -29,8 +29,8 @@ def library(owner: str) -> Any:
 
 @contextmanager
 def needed(owner: str) -> Iterator[None]:
-    """Turns a failing import of the library, or of a package that its Trainer needs, into an error that says what to
-    install."""
+    """A context that turns a failing import of transformers, or of a package that its Trainer needs, into an error that
+    says what to install."""
     try:
         yield
     except ImportError as error:

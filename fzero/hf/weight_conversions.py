@@ -1,9 +1,11 @@
-"""Follows the library's conversions of stored weights: which rows of which stored tensors make up each leaf, and back.
+"""Follows transformers' conversions of stored weights: which rows of which stored tensors make up each parameter, and
+back.
 
-In memory models have other names than in files, and other forms: experts fused, projections beside each other. The
-library says so as operations on tensors. They are run here on numbers of rows: of each tensor its shape with a last dim
-of 1, each element the number of that row. Where rows come out whole, the result says where each came from; an operation
-that takes rows apart (a transposition) is refused by name.
+In memory, models use other names than in files, and other forms: experts are fused, projections are concatenated.
+transformers describes this as operations on tensors. Here, these operations are run on row numbers: for each tensor, a
+tensor of the same shape except for a last dimension of 1, in which each element is the number of the row. If only whole
+rows are moved, the result tells where each row came from. An operation that splits rows (a transposition) is rejected
+with an error that names it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from fzero.errors import CheckpointError
 
 
 def sources(module: Any, weights: Weights) -> Sources:
-    """The runs of stored tensors that make up each tensor of a model's state dict, as far as they are stored. What the
-    library leaves out without a word is there under its stored name.
+    """Returns the runs of stored tensors that make up each tensor of a model's state dict, if they are stored.
+
+    Stored tensors that transformers silently leaves out appear under their stored names.
 
     Raises:
-        CheckpointError: conversions that take rows apart, or that fail; with the leaf, what it is made of and how.
+        CheckpointError: a conversion splits rows, or fails. The message has the parameter, what it is made from, and
+            how.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports] - of the extra `hf`
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -69,11 +73,11 @@ def sources(module: Any, weights: Weights) -> Sources:
 
 
 def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
-    """The tensors that the library writes of a model: by their stored names the shape, and the runs of leaves that
-    make them up.
+    """Returns the tensors that transformers writes for a model: by stored name, the shape and the runs of parameters
+    that make it up.
 
     Raises:
-        CheckpointError: conversions that take rows apart.
+        CheckpointError: a conversion splits rows.
     """
     from transformers.core_model_loading import revert_weight_conversion  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
@@ -120,12 +124,12 @@ def _converted(convert: Any, numbered: _Rows, shapes: Mapping[str, Any], problem
 
 
 def _tied(module: Any) -> dict[str, str]:
-    """The names that are another's tensor, and that one's."""
+    """Maps the names of tied tensors to the names of the tensors that they are tied to."""
     return dict(getattr(module, "all_tied_weights_keys", None) or {})
 
 
 class _Rows:
-    """Tensors whose elements are the numbers of rows: each row of each tensor has its own."""
+    """Tensors whose elements are row numbers: each row of each tensor has its own number."""
 
     def __init__(self, entries: Mapping[str, Entry]):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -140,11 +144,13 @@ class _Rows:
             self._begins.append(at)
             self._keys.append(key)
             self._widths.append(entry.shape[-1] if len(entry.shape) > 1 else 1)
-            at += num + 1  # the last row of one is not followed by the first of the next
+            at += num + 1  # a gap, so that no run continues from one tensor into the next
 
     def runs(self, rows: torch.Tensor) -> tuple[list[ElementRun], int] | None:
-        """The runs of elements that these rows are, and the length of a row; None if they are none, or of several
-        lengths."""
+        """Returns the runs of elements that these rows stand for, and the length of a row.
+
+        Returns None if the elements are no row numbers, or their rows have several lengths.
+        """
         flat = rows.reshape(-1)
         if flat.dtype != torch.int64:
             return None

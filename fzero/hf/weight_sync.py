@@ -1,10 +1,10 @@
-"""Gives the weights of a Trainer's state to the code that is declared to want them, and refuses all other code that
-touches them.
+"""Gives the current weights of a Trainer's state to the code that is declared to use them, and rejects other code that
+accesses them.
 
-In training the weights are in the sharded state, and those of the module are old. Declared code (`Trainer(sync=[...])`)
-has the weights before it runs, and its changes go into the state. Callbacks, metrics, overridden methods and data sets
-that are not declared are refused at their first operation on one of the module's tensors. Threads that they start are
-not watched.
+During training the current weights are in the sharded state, and those of the module are old. Declared code
+(`Trainer(sync=[...])`) gets the current weights before it runs, and its changes are copied to the state. Callbacks,
+metrics, overridden methods and data sets that are not declared raise an error at their first operation on one of the
+module's tensors. Threads that they start are not watched.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger("fzero")
 
 Callback: Any = transformers.TrainerCallback
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-"""The library's events."""
+"""The events of transformers' callbacks."""
 OWN = "log, evaluate or save"
-"""A name for all code of the user's that runs where a Trainer logs, evaluates and saves, and is no callback."""
+"""The name for all user code, other than callbacks, that runs where a Trainer logs, evaluates and saves."""
 DATA = "loading a batch"
 _AFTER = "_maybe_log_save_evaluate"
-"""A method that runs behind each step."""
+"""A method that runs after each step."""
 _METHODS = {_AFTER: OWN, "_evaluate": OWN, "evaluation_loop": OWN, "get_batch_samples": DATA, "_prepare_inputs": DATA}
 
 Rule = Callable[[Any, list[str]], None]
@@ -49,7 +49,7 @@ Rule = Callable[[Any, list[str]], None]
 
 
 def problems(declared: Any) -> list[str]:
-    """The items of `sync=` that are neither callbacks, nor Trainers, nor functions."""
+    """Returns a message for each item of `sync=` that is neither a callback, nor a Trainer, nor a function."""
     if not isinstance(declared, Sequence) or isinstance(declared, str):
         return [f"sync={shown(declared)}: write a list, sync=[MyCallback]"]
     kinds = (Callback, transformers.Trainer)
@@ -59,11 +59,12 @@ def problems(declared: Any) -> list[str]:
 
 
 class Sync:
-    """Tracks whether a Trainer's module has the weights of its sharded state, which steps write first.
+    """Tracks whether a Trainer's module has the weights of its sharded state, which is what steps update.
 
     Args:
-        base: the class whose methods are not a user's own.
-        declared: what wants weights: callbacks, their classes, the class of the trainer, its functions of metrics.
+        base: the class whose methods are not the user's own.
+        declared: the code that uses weights: callbacks, their classes, the class of the trainer, its metrics
+            functions.
     """
 
     def __init__(self, trainer: Any, base: type, declared: Sequence[Any]):
@@ -71,7 +72,7 @@ class Sync:
         self._guard = _WeightGuard(trainer.model)
         self._fresh, self._ended, self._said = True, False, False
         self._module: Any = None
-        self._open: list[tuple[str, list[str]]] = []  # declared code that runs, by event and names
+        self._open: list[tuple[str, list[str]]] = []  # the declared code that is running, by event and names
         self._agreed: dict[str, bool] = {}
         trainer.callback_handler.call_event = self._call
         for name, event in _METHODS.items():
@@ -80,7 +81,8 @@ class Sync:
     # --- module and state ---
 
     def begin(self, fresh: bool) -> None:
-        """At the beginning of a training, on every rank. `fresh`: the state is of the module."""
+        """Called at the beginning of a training, on every rank. `fresh`: whether the module has the weights of the
+        state."""
         module = self._module = self._trainer.model
         self._parameters = list(module.named_parameters(remove_duplicate=False))
         self._trained = [p.requires_grad for _, p in self._parameters]
@@ -91,12 +93,13 @@ class Sync:
         self._agreed = {event: bool(n) for event, n in most.items()}
 
     def end(self) -> None:
-        """Behind the last step: the module has the trained weights, for everybody. Every rank calls it."""
+        """Called after the last step: copies the trained weights to the module, for all code. Every rank calls it."""
         self.refresh()
         self._ended = True
 
     def broken_off(self) -> None:
-        """Behind a training that raised: on one rank the module has the weights of its last step, as there."""
+        """Called after a training that raised an error. On a single rank, the module gets the weights of its last step,
+        as in transformers."""
         trainer = self._trainer
         if not self._training:
             return
@@ -111,11 +114,10 @@ class Sync:
         logger.warning(text)
 
     def stepping(self) -> None:
-        """Before a step, behind which the module will be.
+        """Called before a step, after which the weights of the module will be old.
 
         Raises:
-            FzeroValueError: parameters that were frozen, made trainable, replaced or changed by code that is not
-                declared.
+            FzeroValueError: parameters were frozen, unfrozen, replaced or changed by code that is not declared.
         """
         self.check_trained()
         pairs = zip(self._parameters, self._versions, strict=True)
@@ -125,7 +127,7 @@ class Sync:
         self._fresh = False
 
     def check_trained(self) -> None:
-        """Raises if other parameters are trained than those that the optimizer has a state of."""
+        """Raises an error if the trainable parameters are not those for which the optimizer has a state."""
         frozen = [
             f"{name}: requires_grad={p.requires_grad}, the step was made with {was}"
             for (name, p), was in zip(self._parameters, self._trained, strict=True)
@@ -137,14 +139,14 @@ class Sync:
             raise FzeroValueError("hf.Trainer", what, frozen, fix)
 
     def refresh(self) -> None:
-        """Brings the module's tensors up to date. Every rank calls it.
+        """Copies the current weights to the module's tensors. Every rank calls it.
 
-        Communication: one all_gather of each sharded parameter. Memory: all parameters, in host memory.
+        Communication: one all-gather per sharded parameter. Memory: all parameters, in host memory.
         """
         trainer = self._trainer
         if self._fresh or trainer._pretrained is not None or trainer.train_state is None:
             return
-        if trainer.model is not self._module:  # another, of `model_init`
+        if trainer.model is not self._module:  # another one, made by `model_init`
             return
         if changed := _differing(self._digests, digests(trainer.model)):
             self._refuse_unseen(changed)
@@ -157,23 +159,24 @@ class Sync:
         self._note()
 
     def behind(self) -> None:
-        """The state has become another."""
+        """Records that the state has changed, so that the module's weights are old."""
         self._fresh = False
 
     def same(self) -> bool:
-        """Whether the module's tensors are what they were when they were those of the state."""
+        """Whether the module's tensors have not changed since they were those of the state."""
         return not _differing(self._digests, digests(self._trainer.model))
 
     def take(self) -> None:
-        """Takes over what declared code that runs has changed so far, before the state is read."""
+        """Copies the changes that running declared code has made so far to the state, before the state is read."""
         if self._open:
             with self.paused():
                 self._take(*self._open[-1])
 
-    # --- code of the user's ---
+    # --- user code ---
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **settings: Any) -> Any:
-        """The library's `call_event`: each callback with weights if it is declared, else without."""
+        """Replaces transformers' `call_event`: a callback runs with the current weights if it is declared, and without
+        them otherwise."""
         handler = self._trainer.callback_handler
         plain = type(handler).call_event
         if not self._training:
@@ -189,7 +192,7 @@ class Sync:
         return control
 
     def _watched(self, name: str, event: str) -> Callable[..., Any]:
-        """A method of the trainer in which code of the user's runs that is no callback: his own, if it overrides it."""
+        """Wraps a method of the trainer that runs user code other than callbacks, or that the user overrides."""
         trainer, fn = self._trainer, getattr(self._trainer, name)
         always = name != _AFTER or getattr(type(trainer), name) is not getattr(self._base, name)
 
@@ -205,7 +208,7 @@ class Sync:
 
     @contextmanager
     def _own(self, event: str, comes: bool) -> Iterator[None]:
-        """Around methods of a user's own Trainer, functions of metrics and data sets.
+        """A context for methods of a user's own Trainer, metrics functions and data sets.
 
         Args:
             comes: whether such code runs now, if there is any.
@@ -220,7 +223,7 @@ class Sync:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around code of this library's, which may touch the module's tensors."""
+        """A context for fzero's own code, which may access the module's tensors."""
         was, self._guard.rule = self._guard.rule, None
         try:
             yield
@@ -233,7 +236,7 @@ class Sync:
 
     @contextmanager
     def _with_weights(self, event: str) -> Iterator[None]:
-        """Around code of an event, of which some is declared on this rank or another."""
+        """A context for the code of an event, some of which may be declared on this rank or another one."""
         trainer, names = self._trainer, self._wanting(event)
         inside = any(event == OWN == known for known, _ in self._open)
         if trainer._pretrained is not None or inside or not (names or self._agreed.get(event)):
@@ -258,7 +261,8 @@ class Sync:
             self._take(event, names)
 
     def _wanting(self, event: str) -> list[str]:
-        """The declared code of an event, by name: callbacks that have a method of it, or what a Trainer runs itself."""
+        """Returns the names of the declared code of an event: callbacks that have a method for it, or what a Trainer
+        runs itself."""
         trainer, base = self._trainer, vars(Callback)
         if event == OWN:
             given = [(type(trainer).__name__, trainer)] if type(trainer) is not self._base else []
@@ -274,7 +278,8 @@ class Sync:
 
     @contextmanager
     def _guarded(self, who: str, way: str, declared: Any) -> Iterator[None]:
-        """Around code of this name: it reads and writes no weights unless it is declared, and no gradients."""
+        """A context for code of this name. It must not read or write weights unless it is declared, and never
+        gradients."""
         pretrained = self._trainer._pretrained is not None
         free = self._ended and not pretrained
         refused: list[FzeroValueError] = []
@@ -316,27 +321,27 @@ class Sync:
             raise
         finally:
             self._guard.rule = was
-        if refused:  # and the code has caught it
+        if refused:  # the code has caught the error
             raise refused[0]
 
     # --- changes ---
 
     def _note(self) -> None:
-        """Writes down what the module's tensors are: those of the state."""
+        """Records the present values of the module's tensors as those of the state."""
         self._digests, self._fresh = digests(self._trainer.model), True
         self._versions = [p._version for _, p in self._parameters]
         self._guard.look(self._trainer.model)
 
     def _replaced(self) -> list[str]:
-        """The parameters of the module that are other objects than when training began."""
+        """Returns the parameters of the module that are not the same objects as when training began."""
         ids = {id(p) for _, p in self._parameters}
         return [n for n, p in self._trainer.model.named_parameters(remove_duplicate=False) if id(p) not in ids]
 
     def _take(self, event: str, names: list[str]) -> None:
-        """Takes over into the state what was changed of the module.
+        """Copies changes of the module's weights to the state.
 
         Raises:
-            FzeroValueError: changes that a step does not see.
+            FzeroValueError: changes that a step would not see.
         """
         trainer, module = self._trainer, self._trainer.model
         who = f"{' or '.join(names)}, in {event},"
@@ -373,10 +378,10 @@ class Sync:
 
 
 class _WeightGuard(OwnTensors):
-    """Has a rule judge each operation on the tensors of a module.
+    """Applies a rule to each operation on the tensors of a module.
 
     Attributes:
-        rule: None: all are let be.
+        rule: the rule, or None to allow everything.
     """
 
     rule: Rule | None = None
@@ -389,7 +394,8 @@ class _WeightGuard(OwnTensors):
 
 
 def digests(module: torch.nn.Module) -> dict[str, str]:
-    """A digest of each of a module's tensors, so that changes are seen that PyTorch does not count (`.data`)."""
+    """Returns a digest of each of a module's tensors. It also detects changes that PyTorch's version counter misses
+    (`.data`)."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {n: digest(x) if x.layout is torch.strided and not x.is_meta else str(x._version) for n, x in named}
 
