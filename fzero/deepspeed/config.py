@@ -1,4 +1,4 @@
-"""Loads DeepSpeed's configuration as transforms, an optimizer and a schedule."""
+"""Loads a DeepSpeed configuration as transforms, an optimizer and a schedule."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from fzero.transforms.zero import Parallel, data_parallel, shard_grads, shard_op
 
 _ZERO = "zero_optimization"
 _OFFLOADS = {f"{_ZERO}.offload_optimizer": ("opt_state", 1), f"{_ZERO}.offload_param": ("params", 3)}
-"""The state that each section sends off, and the first stage at which DeepSpeed does."""
+"""The state that each section offloads, and the lowest stage at which DeepSpeed does so."""
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OMITTED = {"gradient_clipping": 1.0, "fp16.enabled": False, "bf16.enabled": False}
-"""Values of keys that are omitted."""
+"""The values of keys that are omitted."""
 
 _SCALE = {
     "initial": "initial_scale_power",
     "growth_interval": "loss_scale_window",
     "minimum": "min_loss_scale",
 }
-"""Arguments of `LossScale` that have another name in DeepSpeed."""
+"""The arguments of `LossScale` that have another name in DeepSpeed."""
 
 
 @dataclass(frozen=True)
 class Larger:
-    """The predicate of leaves with at least so many elements."""
+    """A predicate that selects parameters with at least `numel` elements."""
 
     numel: int
 
@@ -54,7 +54,8 @@ class Larger:
 
 @dataclass(frozen=True)
 class Without:
-    """The predicate of leaves whose path none of these patterns finds; in a pattern `*` stands for any characters."""
+    """A predicate that selects parameters whose path matches none of these patterns; `*` in a pattern stands for any
+    characters."""
 
     patterns: tuple[str, ...]
 
@@ -65,9 +66,10 @@ class Without:
 
 @dataclass(frozen=True)
 class BatchSize(Transform):
-    """The rows that a step of all ranks has: a batch of others is refused when its program is made.
+    """Checks the number of samples of a step over all ranks. A batch with another number is rejected when its program
+    is made.
 
-    A leaf of the batch has its rows in dim 0; one of them must be of that many.
+    An entry of the batch has its samples in dim 0. At least one entry must have the given number of samples.
     """
 
     rows: int = 1
@@ -92,18 +94,18 @@ class BatchSize(Transform):
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration of DeepSpeed's as it is carried out here. Called with a step it is all of its transforms, and
-    the check that batches have `batch_size` rows.
+    """A DeepSpeed configuration, translated to fzero. Called with a step, it applies all of its transforms, and the
+    check that batches have `batch_size` samples.
 
     Attributes:
-        transforms: the specs that it asks for, each as one would write it.
-        optimizer: what `fz.train_step` takes, with clipping.
-        schedule: the learning rate by the number of the update, from 0; None: a constant.
-        batch_size: rows of a step, over all ranks; None, as the next, if the configuration leaves them to its caller.
-        micro_batch_size: rows of a rank and micro-batch.
-        num_micro_batches: of a step.
-        decisions: every supported key with what becomes of it, and what follows from keys that are omitted.
-        ignored: the keys that change nothing here.
+        transforms: the transforms that it asks for, each as one would write it.
+        optimizer: for `fz.train_step`, including gradient clipping.
+        schedule: the learning rate by the number of the update, from 0; None for a constant rate.
+        batch_size: the number of samples of a step, over all ranks.
+        micro_batch_size: the number of samples of a micro-batch on one rank.
+        num_micro_batches: the number of micro-batches of a step.
+        decisions: every supported key with its effect, and the effects of keys that are omitted.
+        ignored: the keys that have no effect in fzero.
 
     Example:
         >>> import fzero as fz
@@ -129,12 +131,14 @@ class Config:
         return compose(*self.transforms, *rows)(step)
 
     def train_step(self, loss_fn: Callable[..., Any], **kwargs: Any) -> Step:
-        """`fz.train_step(loss_fn, config.optimizer, **kwargs)` with the transforms."""
+        """Returns `fz.train_step(loss_fn, config.optimizer, **kwargs)` with the transforms applied."""
         return self(train_step(loss_fn, self.optimizer, **kwargs))
 
     def report(self, width: int = 120) -> str:
-        """A table of every supported key: its value, meaning or note, and what becomes of it. The last lines are the
-        keys that are ignored, and what all others come to."""
+        """Returns a table of every supported key: its value, whether the line is its meaning or a note, and its effect.
+
+        The last lines list the ignored keys and what all other keys amount to.
+        """
         rows = [(d.path, d.value, d.answer, d.says) for d in self.decisions]
         rows.sort(key=lambda row: row[2] != MEANING)
         key, value, answer = (
@@ -166,26 +170,26 @@ def load_config(
     optimizer: optimizers.Given = None,
     schedule: Schedule | None = None,
 ) -> Config:
-    """A configuration of DeepSpeed's, key by key, as what it means here.
+    """Translates a DeepSpeed configuration, key by key, to fzero.
 
-    Every key of DeepSpeed 0.19.8 is supported, rejected, or ignored because it changes nothing here:
-    docs/from_deepspeed.md lists them, and `report()` says what becomes of each key of this configuration. Defaults are
+    Every key of DeepSpeed 0.19.8 is supported, rejected, or ignored because it has no effect in fzero:
+    docs/from_deepspeed.md lists them, and `report()` shows how each key of this configuration is handled. Defaults are
     DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping` says otherwise, "Adam" is AdamW, a
     warm-up is logarithmic. DeepSpeed itself is not needed.
 
     Args:
-        config: the path of a file, JSON or, where hjson is installed, HJSON; a dict; or the base64 of DeepSpeed's
-            launcher.
-        auto: by path ("optimizer.params.lr") values of keys that are "auto"; `from_arguments` makes them of
-            TrainingArguments. A key with a value of its own must have this one.
-        world: ranks that divide the batch, by default the processes that torchrun started.
-        optimizer: in place of the section `optimizer`; or a function that is called with the schedule, None if there is
-            none, and returns one.
-        schedule: the learning rate by the number of the update, where there is no section `scheduler`.
+        config: the path of a JSON file, or of an HJSON file if hjson is installed; a dict; or the base64 text that
+            DeepSpeed's launcher passes.
+        auto: values for keys that are "auto", by path ("optimizer.params.lr"). `from_arguments` makes them from
+            TrainingArguments. If a key has a value other than "auto", it must equal the value here.
+        world: the number of ranks that divide the batch; by default, the number of processes that torchrun started.
+        optimizer: replaces the section `optimizer`. It may be a function, which is called with the schedule, or None
+            if there is none, and returns an optimizer.
+        schedule: the learning rate by the number of the update, if there is no section `scheduler`.
 
     Raises:
-        FzeroValueError: listing all keys that are unknown, with the nearest names, all values of another kind, each
-            "auto" that nothing fills in, and all that is rejected, by path.
+        FzeroValueError: one error that lists by path all unknown keys, with the nearest names, all values of a wrong
+            type, every "auto" that nothing fills in, and everything that is rejected.
 
     Example:
         >>> import fzero as fz
@@ -225,8 +229,11 @@ def load_config(
 
 
 def _batch(found: ConfigSettings, world: int) -> tuple[int, int, int]:
-    """Rows of a step, of a rank's micro-batch, and how many micro-batches: any two of them give the third. DeepSpeed
-    rounds down, and fails on what is left over."""
+    """Returns the samples of a step, the samples of a rank's micro-batch, and the number of micro-batches. Any two of
+    them determine the third.
+
+    DeepSpeed rounds down, and fails if there is a remainder.
+    """
     paths = _BATCH
     if any(p.startswith((*paths, "world")) for p in found.problems):
         return 1, 1, 1
@@ -249,7 +256,7 @@ def _batch(found: ConfigSettings, world: int) -> tuple[int, int, int]:
 
 
 def _agree(found: ConfigSettings, auto: Mapping[str, Any], batch: dict[str, int]) -> None:
-    """The arguments must say what omitted keys come to: DeepSpeed goes by these, in silence."""
+    """Checks that the training arguments agree with the defaults of omitted keys, which DeepSpeed uses silently."""
     known = not any(p.startswith(("train_", "gradient_acc", "world")) for p in found.problems)
     for path, value in (_OMITTED | (batch if known else {})).items():
         if path not in found.values and path in auto and auto[path] != value:
@@ -267,7 +274,7 @@ def _clipping(found: ConfigSettings) -> float:
 
 
 def _skips(found: ConfigSettings) -> bool:
-    """Whether updates with gradients that are not finite are left out; under fp16 the loss scale does that."""
+    """Whether updates with gradients that are not finite are skipped. Under fp16, the loss scale does that."""
     if not found.get("bf16.enabled", False):
         return False
     if "bf16.check_grad_overflow" not in found.values:
@@ -382,14 +389,16 @@ def _offload(found: ConfigSettings) -> list[Transform]:
 
 
 def _activations(found: ConfigSettings) -> list[Transform]:
-    """Layers are recomputed from their inputs, which wait in host memory, as DeepSpeed's checkpoints do."""
+    """Returns the transforms that recompute layers from inputs in host memory, as DeepSpeed's CPU checkpointing
+    does."""
     if not found.get("activation_checkpointing.cpu_checkpointing", False):
         return []
     return [remat(policy="full"), offload(tier="cpu", of="activations")]
 
 
 def _made(found: ConfigSettings, where: str, make: Callable[[], Any]) -> list[Any]:
-    """The result of `make`, if its arguments are right; else its problems are the configuration's."""
+    """Returns the result of `make` in a list, or an empty list if its arguments are wrong; the errors are added to the
+    configuration's."""
     try:
         return [make()]
     except FzeroError as error:

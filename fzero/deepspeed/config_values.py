@@ -1,6 +1,7 @@
-"""Reads a configuration of DeepSpeed's into values by path: unknown keys, values of another kind, and "auto".
+"""Reads a DeepSpeed configuration into values by path. Reports unknown keys, values of a wrong type, and "auto" without
+a value.
 
-Nothing is decided here about what a key means; all that is wrong is collected, for one error.
+This file does not decide what a key means. All problems are collected for one error.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ MEANING, NOTE = "meaning", "note"
 
 @dataclass(frozen=True)
 class Decision:
-    """A key and what becomes of it.
+    """A key and how it is handled.
 
     Attributes:
         path: the key, with its sections: "optimizer.params.lr".
         value: the value as it is given; "" for a key that is omitted.
-        answer: "meaning" if the key is carried out, or "note" for what else one should know about a key, for example
-            the default of one that is omitted.
-        says: what becomes of it.
+        answer: "meaning" if the key is supported, or "note" for other information about a key, for example the
+            default of one that is omitted.
+        says: the effect of the key.
 
     Example:
         >>> import fzero as fz
@@ -54,7 +55,7 @@ class Decision:
 
 @dataclass
 class ConfigSettings:
-    """Values by the paths of their keys, with what has been decided and what is wrong so far."""
+    """The values of a configuration by path, with the decisions made and the problems found so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
@@ -62,29 +63,29 @@ class ConfigSettings:
     problems: list[str] = field(default_factory=list)
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value of a key; of one that is omitted, null or "auto" the default."""
+        """Returns the value of a key, or the default for a key that is omitted, null or "auto"."""
         found = self.values.get(path)
         return default if found is None or found == "auto" else found
 
     def omitted(self, path: str, says: str) -> None:
-        """Notes what happens because a key is omitted."""
+        """Adds a note on what happens because a key is omitted."""
         self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
 
     def instead(self, path: str, says: str) -> None:
-        """Notes what becomes of a key's value, in place of what its table says."""
+        """Adds a note on the effect of a key's value, which replaces the effect given in the table of keys."""
         name = path.rpartition("stage3_")[2]
         self.decisions = [d for d in self.decisions if not d.path.endswith(name)]
         self.note(path, says)
 
     def note(self, path: str, says: str) -> None:
-        """Notes something about a key in addition to what its table says."""
+        """Adds a note on a key, in addition to the effect given in the table of keys."""
         self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
 
     def refuse(self, path: str, says: str) -> None:
         self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
 
     def check(self, source: str) -> None:
-        """Raises if something is wrong, all of it at once."""
+        """Raises one error with all problems, if there are any."""
         if self.problems:
             problems = list(dict.fromkeys(self.problems))
             what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
@@ -92,12 +93,13 @@ class ConfigSettings:
 
 
 def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A configuration as a dict, and what to call it: from a dict, a path, or the base64 that DeepSpeed's launcher
-    makes.
+    """Returns a configuration as a dict, and its name for messages. It is read from a dict, a path, or the base64 text
+    that DeepSpeed's launcher makes.
 
     Raises:
-        FzeroTypeError: a value that is none of these.
-        FzeroValueError: a file that is missing, or not JSON (or, where hjson is installed, HJSON); a key twice.
+        FzeroTypeError: the argument is none of these.
+        FzeroValueError: the file is missing, or is not JSON (or HJSON, if hjson is installed); or a key occurs
+            twice.
     """
     if isinstance(config, Mapping):
         return _plain(config, "a dict"), "a dict"
@@ -105,14 +107,14 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
         what = f"a configuration is a path or a dict, not {type(config).__name__}"
         raise FzeroTypeError("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")')
     path, name = Path(config), os.fspath(config)
-    if os.path.isfile(name):  # Path.is_file raises of a text that is too long for a name
+    if os.path.isfile(name):  # Path.is_file raises an error for a text that is too long for a file name
         try:
             return read_text(contents(path, _MOST), name), name
         except (OSError, Malformed) as error:
             fix = "give the path of a ds_config.json"
             raise FzeroValueError("deepspeed", f"{name} cannot be read", [str(error)], fix) from None
     try:
-        text = base64.b64decode(name, altchars=b"-_", validate=True)  # the name of a file, too, may be base64
+        text = base64.b64decode(name, altchars=b"-_", validate=True)  # a file name may be valid base64 too
         if not text.lstrip().startswith(b"{"):
             raise ValueError
     except (binascii.Error, ValueError):
@@ -122,7 +124,7 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
 
 
 def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """As JSON has it: lists for tuples, texts for keys."""
+    """Returns the configuration as JSON would store it: lists for tuples, and texts for keys."""
     try:
         return parsed(json.dumps(dict(config)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -130,10 +132,10 @@ def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_text(text: str | bytes, name: str) -> dict[str, Any]:
-    """A configuration as a dict, of its text; errors call it `name`.
+    """Returns a configuration as a dict, from its text. `name` is its name in errors.
 
     Raises:
-        FzeroValueError: as `read_file`.
+        FzeroValueError: as for `read_file`.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,11 +166,12 @@ def read_text(text: str | bytes, name: str) -> dict[str, Any]:
 
 
 _FILLED_ALONE = {"scheduler.params.warmup_min_lr"}
-"""Keys that no training argument is of: they are filled in where they are "auto", and compared with nothing."""
+"""Keys that correspond to no training argument. They are filled in if they are "auto", and compared with nothing."""
 
 
 def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> ConfigSettings:
-    """Reads the values of a configuration, with "auto" filled in. What several keys mean together is decided later."""
+    """Reads the values of a configuration, with "auto" filled in. The combined meaning of several keys is decided
+    later."""
     out, auto = ConfigSettings(), _plain(auto, "auto")
     written: dict[str, str] = {}
     for path, value in _items(given, out):
@@ -216,7 +219,7 @@ def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -
 
 
 def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a configuration by their paths, with their values. Unknown keys become problems."""
+    """Yields the keys of a configuration by path, with their values. Unknown keys become problems."""
     for key, value in given.items():
         path = f"{under}{key}"
         if path in SECTIONS and isinstance(value, Mapping):
@@ -232,13 +235,14 @@ def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> It
 
 
 def _names(section: str) -> list[str]:
-    """The names of the keys of a section ("": the top)."""
+    """Returns the names of the keys in a section ("" is the top level)."""
     at = f"{section}." if section else ""
     return list(dict.fromkeys(path[len(at) :].partition(".")[0] for path in KEYS if path.startswith(at)))
 
 
 def _nearest(path: str) -> str:
-    """Words about the key that may have been meant: one of that name in another section, or one with a similar name."""
+    """Returns a hint at the key that may have been meant: one of that name in another section, or one with a similar
+    name."""
     section, _, name = path.rpartition(".")
     known = dict.fromkeys((*(x for x in KEYS if x not in ALIASES), *sorted(SECTIONS)))
     elsewhere = [p for p in known if p.rpartition(".")[2] == name]

@@ -1,4 +1,4 @@
-"""Compiles a module by DeepSpeed's configuration, in place of `deepspeed.initialize`."""
+"""Compiles a module with a DeepSpeed configuration, in place of `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ def initialize(
     report: bool = True,
     **settings: Any,
 ) -> CompiledStep:
-    """A step of a module by DeepSpeed's configuration, ready to run: `fz.compile(config(model.train_step(...)), mesh)`.
+    """Returns a compiled step for a module and a DeepSpeed configuration: `fz.compile(config(model.train_step(...)),
+    mesh)`.
 
-    A step is one call, `state, metrics = train(state, batch)`, where DeepSpeed has `engine(batch)`, `engine.backward`
-    and `engine.step`, each for a micro-batch: a batch is of the rows of all of a rank's micro-batches.
+    A step is one call, `state, metrics = train(state, batch)`, where DeepSpeed has `engine(batch)`,
+    `engine.backward` and `engine.step` for each micro-batch. So a batch has the samples of all micro-batches of a rank.
 
     Args:
         config: what `load_config` takes, or what it returned.
-        model: a module, or `fz.functionalize(module)`, whose `params` `train.init` takes. None: `loss` is a loss
-            function, `(params, batch)`.
-        loss: `(outputs, batch) -> loss` of a module; None: its own loss, of a Hugging Face model.
+        model: a module, or `fz.functionalize(module)`, whose `params` are passed to `train.init`. If None, `loss` is
+            a loss function of `(params, batch)`.
+        loss: `(outputs, batch) -> loss` for a module; None for the module's own loss, as Hugging Face models have
+            it.
         auto: as for `load_config`.
         optimizer: as for `load_config`.
-        mesh: by default of all processes that torchrun started, `make_mesh()`; its ranks divide the batch.
-        report: whether the first rank prints the table of every key, to stderr.
+        mesh: its ranks divide the batch. By default, all processes that torchrun started, `make_mesh()`.
+        report: whether the first rank prints the table of every key to stderr.
         settings: of `fz.compile`: `memory_budget`, `backend`, ...
 
     Raises:
-        FzeroValueError: as `load_config` and `fz.compile`.
-        FzeroTypeError: a model that is neither, or none and no loss.
+        FzeroValueError: as for `load_config` and `fz.compile`.
+        FzeroTypeError: the model is neither of these, or there is neither a model nor a loss.
 
     Example:
         >>> import torch, fzero as fz

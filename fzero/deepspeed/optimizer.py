@@ -1,4 +1,4 @@
-"""Makes optimizers and schedules of the sections `optimizer` and `scheduler`, with DeepSpeed's defaults."""
+"""Makes optimizers and schedules from the sections `optimizer` and `scheduler`, with DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from fzero.optim.gradient_transformation import is_transformation
 _ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
 _TORCH = "lr weight_decay maximize foreach fused differentiable"
 TORCH = ("Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "SGD")
-"""The optimizers that DeepSpeed takes from torch.optim. Their names must be written exactly so, except Adagrad's."""
+"""The optimizers that DeepSpeed takes from torch.optim. Their names must be spelled exactly like this, except
+Adagrad's."""
 
 PARAMS = {
     "Adam": f"{_ADAM} {_TORCH}".split(),
@@ -29,14 +30,14 @@ PARAMS = {
     **{name: list(torch_classes.defaults(getattr(torch.optim, name))) for name in TORCH},
 }
 PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # arguments of DeepSpeed's own class, used with offload
-"""The optimizers that there are, and their arguments."""
+"""The supported optimizers and their arguments."""
 
 REFUSED = {
     "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not there"),
     **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and refuses it too"),
 }
-"""Optimizers that DeepSpeed knows, and why there are none here."""
+"""Optimizers that DeepSpeed has and fzero does not support, and why."""
 
 SCHEDULES = {
     "WarmupLR": ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"],
@@ -49,14 +50,14 @@ SCHEDULES = {
     ],
     "LRRangeTest": [f"lr_range_test_{x}" for x in ("min_lr", "step_size", "step_rate", "staircase")],
 }
-"""The schedules that there are, and their arguments."""
+"""The supported schedules and their arguments."""
 
 _CLIENT = "write it with fz.optim, load_config(optimizer=...)"
 Given = GradientTransformation | Callable[[Schedule | None], GradientTransformation] | None
 
 
 class Made(NamedTuple):
-    """An optimizer, the schedule that it goes by (None: a constant rate), and its text."""
+    """An optimizer, the schedule that it uses (None for a constant learning rate), and its text for the report."""
 
     optimizer: GradientTransformation
     schedule: Schedule | None
@@ -64,11 +65,12 @@ class Made(NamedTuple):
 
 
 def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: float, skip: bool) -> Made | None:
-    """The optimizer of a configuration, or the `given` one in its place, behind clipping; None if there is none.
+    """Returns the optimizer of a configuration, or the `given` one instead, with clipping before it; None if there is
+    none.
 
     Args:
         own: the caller's schedule.
-        clip: the largest global norm; 0: none.
+        clip: the largest global norm of the gradients; 0 for no clipping.
         skip: whether an update whose gradients are not finite changes nothing.
     """
     lr = float(settings.get("optimizer.params.lr", default_rate(settings.get("optimizer.type", ""))))
@@ -98,7 +100,7 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
 
 
 def default_rate(kind: str) -> float:
-    """The learning rate of an optimizer if the configuration does not give one."""
+    """Returns the learning rate of an optimizer if the configuration does not give one."""
     name = {name.lower(): name for name in TORCH}.get(kind.lower())
     return torch_classes.defaults(getattr(torch.optim, name))["lr"] if name else 1e-3
 
@@ -106,7 +108,7 @@ def default_rate(kind: str) -> float:
 def _given(
     settings: ConfigSettings, given: Any, schedule: Schedule | None
 ) -> tuple[GradientTransformation, str] | None:
-    """The caller's own optimizer. DeepSpeed takes it in place of the section, too."""
+    """Returns the caller's own optimizer, which replaces the section `optimizer`, as in DeepSpeed."""
     if "optimizer.type" in settings.values:
         settings.note("optimizer.type", "the caller's optimizer takes its place")
     if schedule is not None and is_transformation(given):
@@ -157,7 +159,8 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
 def _of_torch(
     settings: ConfigSettings, name: str, lr: float | Schedule, shown: str
 ) -> tuple[GradientTransformation, str]:
-    """An optimizer of torch.optim with the configuration's arguments, and its text with those that are no defaults."""
+    """Returns an optimizer of torch.optim with the configuration's arguments, and its text with those that are not
+    defaults."""
     cls = getattr(torch.optim, name)
     default = torch_classes.defaults(cls)
     supported = {n: x for n, x in default.items() if n != "lr" and f"optimizer.params.{n}" in SUPPORTED}
@@ -168,10 +171,10 @@ def _of_torch(
 
 
 def _cycled_momentum(settings: ConfigSettings, name: str) -> tuple[Schedule, float] | None:
-    """The betas of Adam by `OneCycle`, which cycles the first one against the learning rate and sets the second to
-    0.99; None if it does not.
+    """Returns the betas of Adam under `OneCycle`, or None if they are not cycled.
 
-    As in DeepSpeed, where `cycle_momentum` is true by default and has no effect on optimizers without betas.
+    `OneCycle` cycles the first beta opposite to the learning rate and sets the second to 0.99. As in DeepSpeed,
+    `cycle_momentum` is true by default and has no effect on optimizers without betas.
     """
     get = lambda key, default: settings.get(f"scheduler.params.{key}", default)  # noqa: E731
     if settings.get("scheduler.type") != "OneCycle" or not get("cycle_momentum", True):
@@ -192,24 +195,26 @@ def _cycled_momentum(settings: ConfigSettings, name: str) -> tuple[Schedule, flo
         found = high - (high - low) * schedules.cycle_share(x, *sizes)
         if decay and every:
             found = found * (1 + decay * (x - sizes[0] - sizes[1]).clamp(min=0.0) / every)
-        return torch.where(x < 1, low, found)  # DeepSpeed's first update is made with the lowest
+        return torch.where(x < 1, low, found)  # DeepSpeed makes the first update with the lowest
 
     return momentum, 0.99
 
 
 def _cycle(settings: ConfigSettings) -> tuple[int, int, int, int]:
-    """The steps of both halves of a `OneCycle`, and their stairs."""
+    """Returns the number of steps of both halves of a `OneCycle`, and their numbers of stairs."""
     get = lambda key, default: settings.get(f"scheduler.params.cycle_{key}", default)  # noqa: E731
     first, stairs = get("first_step_size", 2000), get("first_stair_count", 0)
     return first, get("second_step_size", first), stairs, get("second_stair_count", stairs)
 
 
 def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str]:
-    """Muon of all matrices whose names have no "embed" or "lm_head", and AdamW of all other leaves."""
+    """Returns Muon for all matrices whose names do not contain "embed" or "lm_head", with AdamW for all other
+    parameters."""
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
 
     def rate(key: str, default: float) -> tuple[float | Schedule, str]:
-        """The learning rate of a group. Schedules set one for both, but for WarmupCosineLR, which scales each."""
+        """Returns the learning rate of a group, and its text. Schedules set one rate for both groups, except
+        WarmupCosineLR, which scales each."""
         own = float(get(key, get("lr", default)))
         schedule = lr
         if not callable(schedule):
@@ -268,8 +273,10 @@ def _adam(
 
 
 def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str]:
-    """The schedule, None if there is none, and its text. DeepSpeed steps it after the update, from -1, and warm-ups go
-    by the step before this one."""
+    """Returns the schedule, or None if there is none, and its text.
+
+    DeepSpeed steps the schedule after the update, starting from -1, so warm-ups use the number of the step before.
+    """
     kind = settings.get("scheduler.type")
     params = {p.rpartition(".")[2]: x for p, x in settings.values.items() if p.startswith("scheduler.params.")}
     if kind is None:
@@ -315,7 +322,8 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
 
 
 def _one_cycle_or_range_test(settings: ConfigSettings, kind: str) -> tuple[Schedule | None, str]:
-    """The schedule of a `OneCycle` or `LRRangeTest`, and its text. Unlike warm-ups, these are not one update late."""
+    """Returns the schedule of a `OneCycle` or `LRRangeTest`, and its text. Unlike warm-ups, these are not one update
+    late."""
     get = lambda key, default=None: settings.get(f"scheduler.params.{key}", default)  # noqa: E731
     try:
         if kind == "OneCycle":
@@ -329,7 +337,8 @@ def _one_cycle_or_range_test(settings: ConfigSettings, kind: str) -> tuple[Sched
 
 
 def _cosine(lr: float, total: int, steps: int, shape: str, low: float, end: float) -> Schedule:
-    """DeepSpeed's `WarmupCosineLR`: warm-up from `low` to 1 times `lr`, then half a cosine to `end` times it."""
+    """Returns DeepSpeed's `WarmupCosineLR`: warm-up from `low` to 1 times `lr`, then half a cosine down to `end` times
+    `lr`."""
     steps = max(2, steps)
     gamma = optim.warmup_lr(0.0, 1.0, steps, shape)  # pyright: ignore[reportArgumentType]  # checked by its row
 

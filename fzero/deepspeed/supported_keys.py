@@ -1,12 +1,13 @@
-"""What fzero does with each key of DeepSpeed's configuration.
+"""Defines how fzero handles each key of a DeepSpeed configuration.
 
-The keys are those of DeepSpeed 0.19.8; tests/deepspeed_config compares them with the installed package. A key is in one
-of three tables:
+The keys are those of DeepSpeed 0.19.8; tests/deepspeed_config compares them with the installed package. A key is in
+one of three tables:
 
-- `SUPPORTED`: the key is carried out.
-- `REJECTED`: the key would change numbers or memory in a way that fzero does not offer. It is an error, except with a
-  value that asks for nothing.
-- `IGNORED`: the key changes nothing here, because it tunes what fzero plans, or only reports.
+- `SUPPORTED`: the key takes effect.
+- `REJECTED`: the key would change results or memory in a way that fzero does not offer. It is an error, except with
+  a value that requests nothing.
+- `IGNORED`: the key has no effect in fzero, because it tunes something that fzero plans itself, or only affects
+  reports.
 
 Every other key is unknown, and an error.
 """
@@ -40,7 +41,7 @@ class ValueKind:
     auto: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """What a value must be, if it is not one of these; otherwise None."""
+        """Returns what a value must be, if it is invalid; otherwise None."""
         if (self.null and value is None) or self.test(value):
             return None
         return f"must be {self.must}{' without quotes' if self._is_quoted(value) else ''}"
@@ -92,21 +93,21 @@ _TIER = _one_of("none", "cpu", "nvme")
 
 
 class Supported(NamedTuple):
-    """The values of a key that is carried out, and what becomes of it."""
+    """The values of a key that is supported, and its effect."""
 
     kind: ValueKind
     says: str
 
 
 class Rejected(NamedTuple):
-    """Why a key is not supported, and its values that ask for nothing."""
+    """Why a key is not supported, and its values that request nothing."""
 
     says: str
     neutral: tuple[Any, ...] = ()
 
 
 def _each(section: str, names: str, answer: Any) -> dict[str, Any]:
-    """One answer to several keys of a section."""
+    """Returns the same entry for several keys of a section."""
     return {f"{section}.{name}": answer for name in names.split()}
 
 
@@ -314,7 +315,7 @@ ALIASES: dict[str, str] = {
     **{f"bfloat16{path[4:]}": path for path in (*SUPPORTED, *REJECTED) if path.startswith("bf16.")},
     "tensor_parallel.tp.tp_size": "tensor_parallel.tensor_parallel.tp_size",
 }
-"""Keys that DeepSpeed reads under a second name: the second name, and the one in the tables above."""
+"""Keys that DeepSpeed reads under a second name: maps the second name to the name in the tables above."""
 
 KEYS = (*SUPPORTED, *REJECTED, *sorted(IGNORED), *ALIASES)
 SECTIONS = frozenset(path.rsplit(".", n)[0] for path in KEYS for n in range(1, path.count(".") + 1))

@@ -1,4 +1,4 @@
-"""Maps training arguments to the keys of DeepSpeed's configuration that they fill in."""
+"""Maps training arguments to the keys of a DeepSpeed configuration that they fill in."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NEEDED = (
 
 @plain_numbers
 def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
-    """Makes what `load_config(auto=...)` takes of the TrainingArguments of Hugging Face's Trainer.
+    """Converts the TrainingArguments of Hugging Face's Trainer to values for `load_config(auto=...)`.
 
-    The Trainer fills in these keys if they are "auto", and compares them otherwise. Three more, the sizes of buckets
-    that it makes of a model's width, have no meaning here, and may stay "auto".
+    The Trainer fills in these keys if they are "auto", and compares them otherwise. Three more keys, bucket sizes
+    that the Trainer computes from a model's width, have no effect in fzero, and may stay "auto".
 
     Args:
-        args: TrainingArguments, or anything with the attributes of these.
-        num_steps: of the whole run, where a schedule needs it.
+        args: TrainingArguments, or any object with the necessary attributes.
+        num_steps: the number of steps of the entire run, if a schedule needs it.
 
     Raises:
-        FzeroTypeError: listing the attributes that it lacks.
+        FzeroTypeError: attributes are missing; the error lists them.
 
     Example:
         >>> import fzero as fz
@@ -49,7 +49,7 @@ def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "optimizer.params.eps": args.adam_epsilon,
         "optimizer.params.weight_decay": args.weight_decay,
-        "scheduler.params.warmup_min_lr": 0.0,  # the Trainer's: no argument
+        "scheduler.params.warmup_min_lr": 0.0,  # the value that the Trainer uses; there is no argument for it
         "scheduler.params.warmup_max_lr": args.learning_rate,
         "fp16.enabled": bool(args.fp16 or getattr(args, "fp16_full_eval", False)),
         "bf16.enabled": bool(args.bf16 or getattr(args, "bf16_full_eval", False)),
