@@ -16,7 +16,7 @@ def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Cal
     as it lives.
 
     Example:
-        >>> compiled("def f(x):\n    return x + 1\n", "increment", {}, "f")(1)
+        >>> compiled("def f(x):\\n    return x + 1\\n", "increment", {}, "f")(1)
         2
     """
     filename = f"<fzero {title} {next(_made)}>"
