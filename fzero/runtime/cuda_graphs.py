@@ -6,10 +6,10 @@ the graph's own buffers, and the addresses of the state, which are compared.
 
 [Note: captured] The first `WARM_UP` runs are ordinary runs, because the initialization that libraries do on first use
 cannot be captured. Then the run is captured, which executes nothing, and replayed, as are all later runs. If the
-addresses of the state change, the process starts again. A capture that fails has written nothing; that run and all
-later ones are then ordinary runs. NCCL requires that a run that one rank captures is captured by all ranks. Therefore
-the ranks tell each other whether the capture succeeded, and either all of them replay or none. A communicator cannot be
-destroyed while a graph contains its kernels, so graphs are dropped before a rank leaves
+addresses of the state change, warm-up and capture start again. A capture that fails has written nothing; that run and
+all later ones are then ordinary runs. NCCL requires that a run that one rank captures is captured by all ranks.
+Therefore the ranks tell each other whether the capture succeeded, and either all of them replay or none. A communicator
+cannot be destroyed while a graph contains its kernels, so graphs are dropped before a rank leaves
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html).
 """
 

@@ -206,7 +206,7 @@ class MetricsWatch:
             if precision and scaling
             else None
         )
-        # with a loss scale, steps that overflow are skipped, and do not make parameters non-finite
+        # with a loss scale, steps that overflow are skipped
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self._agreement, self._raised = Agreement(), Raised()
 

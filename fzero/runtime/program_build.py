@@ -60,8 +60,9 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
     """Lowers the step. If tracing changed a value that the user's functions read, or if they read the clock, it is
     lowered a second time.
 
-    If both programs are equal, the change was to a cache or a log, and is accepted. Otherwise the function counts,
-    draws random numbers or consumes an iterator at each call, which raises an error.
+    If lowering it again changes no such value and gives an equal program, the change was to a cache or a log, and is
+    accepted. Otherwise the function counts, draws random numbers or consumes an iterator at each call, which raises an
+    error.
     """
     read, before = reads.now(), reads.counted()
     lowered = lower()
