@@ -1,14 +1,16 @@
-"""Places transfers' buffers in the pool: one arena planned before the run and reused all along it. On the CPU, where
-fresh memory costs more than arithmetic, results that functions hand to later lines lie in it too.
+"""Allocates buffers for communication and copies in the arena (also called the pool): one block of memory that is
+planned before the run and reused throughout. On the CPU, where allocating memory costs more than arithmetic, results of
+subgraphs that later ops read are allocated in it too.
 
-A region of the pool belongs to one transfer: to its gathered values, its operands, or its results. It is taken from the
-line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
-known to have read it (see [Note: release] in ir/liveness.py). Regions whose times do not meet share bytes. So two
-blocks' gathers alternate between two places, gradients are made where they are reduced, and the peak is known.
+An allocation in the arena belongs to one transfer: to its gathered values, its operands, or its results. Its live range
+begins at the op that first writes it, and ends at the last op that reads it; if other ranks read it too, it ends when
+they are known to have read it (see [Note: release] in ir/liveness.py). Allocations whose live ranges do not overlap
+share bytes. So the gathers of consecutive blocks alternate between two buffers, gradients are computed directly in the
+buffer that is reduced, and the peak is known.
 
-Copies between tiers have regions too, in the pool of the tier they are to. The source of a copy, or of a gather, is
-free with its wait. A block's state from disk is updated in its region, which is taken until all of it is written back.
-So three regions alternate: one is read, one updated, one written.
+Copies between tiers have allocations too, in the arena of the tier that they are copied to. The source of a copy, or of
+a gather, is free after its wait. State from disk is updated in its allocation, which is live until all of it has been
+written back. So three allocations alternate: one is being read, one updated, one written.
 """
 
 from __future__ import annotations
@@ -28,20 +30,23 @@ from fzero.ir.ops import OPS, STARTS, stays
 from fzero.ir.program import Function, Line, Program, Value
 from fzero.sharding import layout
 
-SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
-VECTOR = 16  # bytes that a GPU's kernel reads at once; it copies arguments that are not aligned so
-SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
+SMALL_RESULT = 1 << 12  # bytes: smaller results of subgraphs are left to the allocator
+VECTOR = 16  # bytes that a GPU kernel reads at once; it copies arguments that are not aligned to this
+SMALL = 1 << 16  # bytes: a smaller all_reduce is packed, and its sums do not overwrite its summands
 
 
 def place(program: Program, temporaries: Callable[[Function], int] = lambda _: 0) -> Program:
-    """The program with a place in the pool for all that moves. `temporaries`: peak bytes inside a call of a function
-    beyond its inputs and outputs, by which places are chosen that lie apart from the arena."""
+    """Returns the program with an offset in the arena for every value that is communicated or copied.
+
+    `temporaries` returns the peak bytes inside a call of a subgraph, beyond its inputs and outputs; it is used to
+    choose buffers that are allocated separately from the arena.
+    """
     return _Placer(program, temporaries).run()
 
 
 class _Held(NamedTuple):
-    """A region that other ranks may read: from when to when this rank needs it, with the wait at which they read it,
-    and the axes of the transfer."""
+    """An allocation that other ranks may read: the first and last op for which this rank needs it, the wait at which
+    the other ranks read it, and the axes of the transfer."""
 
     region: Region
     first: int
@@ -68,12 +73,12 @@ class _Placer:
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
-        self.slots: dict[str, RegionSlot] = {}  # values that lie in the pool
+        self.slots: dict[str, RegionSlot] = {}  # values with an offset in the arena
         self.into: dict[int, list[RegionSlot | None]] = {}
-        self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
+        self.parts: dict[int, tuple[str, ...]] = {}  # casts that write this rank's part of a gather
         self.regions: list[Region] = []
         self.held: list[_Held] = []
-        self.together: set[int] = set()  # waits that return when all ranks are done with them
+        self.together: set[int] = set()  # waits that return only after all ranks are done with them
 
     def run(self) -> Program:
         totals = {"total": self._total, "sum": self._sum}
@@ -116,8 +121,8 @@ class _Placer:
         )
 
     def _assign(self, regions: Sequence[Region]) -> int:
-        """Offsets for the device's regions, those apart from the arena in rooms of their own. Returns the arena's
-        size."""
+        """Assigns offsets to the device's allocations; those that are separate from the arena get their own numbers.
+        Returns the size of the arena."""
         self._fix_across_bodies(regions)
         moved = self._moved(regions)
         for number, region in enumerate(sorted(moved, key=lambda r: r.times)):
@@ -125,7 +130,8 @@ class _Placer:
         return assign([r for r in regions if r.room is None])
 
     def _moved(self, regions: Sequence[Region]) -> list[Region]:
-        """The regions that are allocated, if that lowers the peak as the arena is packed."""
+        """Returns the allocations that are better made separately, if that lowers the peak with the arena as it is
+        packed."""
         found = apart(regions, self.beside, self.resting)
         if not found:
             return []
@@ -135,9 +141,9 @@ class _Placer:
         return found if packed + int(beside.max()) < assign(regions) + int(self.beside.max()) else []
 
     def _fix_across_bodies(self, regions: Sequence[Region]) -> None:
-        """Keeps those in the arena that lines of several bodies write or read: a room is allocated by the first line
-        that runs, in each turn of a loop."""
-        scopes: list[int] = [-1] * (len(self.lines) + 1)  # the line in whose body each is
+        """Keeps allocations in the arena if ops of several bodies write or read them, because a separate allocation is
+        made by the first op that runs, in each iteration of a loop."""
+        scopes: list[int] = [-1] * (len(self.lines) + 1)  # the index of the op whose body contains each op
         for i, (line, _) in enumerate(self.lines):
             for k in range(i + 1, i + sum(1 for _ in line.with_body())):
                 scopes[k] = i
@@ -154,7 +160,8 @@ class _Placer:
         return sum(x.shard_bytes(self.mesh) for x in self.program.leaves.values() if x.layout.tier in tiers)
 
     def _beside(self) -> Bytes:
-        """Bytes on the device at each line that have no place: results of functions, and their temporaries."""
+        """Returns the bytes on the device at each op that are outside the arena: results of subgraphs, and their
+        temporaries."""
         items, num = [], len(self.lines)
         for i, (line, _) in enumerate(self.lines):
             if not line.fn or (line.on_host and not self.mesh.unified_memory):
@@ -167,7 +174,7 @@ class _Placer:
         return taken(items, num)
 
     def _with(self, *kinds: str) -> dict[int, Line]:
-        """The lines whose results lie in the pool in one of these ways (`Op.pool`), by number."""
+        """Returns the ops whose results are allocated in the arena in one of these ways (`Op.pool`), by index."""
         return {i: line for i, (line, _) in enumerate(self.lines) if OPS[line.op].pool in kinds}
 
     def _placed(self, number: int, line: Line) -> Line:
@@ -187,11 +194,11 @@ class _Placer:
             line, into=tuple(s and s.place(math.prod(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True))
         )
 
-    # --- the regions of each kind of line ---
+    # --- the allocations of each kind of op ---
 
     def _total(self, number: int, line: Line) -> None:
-        """A sum over micro-batches: from the beginning of the loop to its last reader, padded for the reduction that
-        may read it."""
+        """Allocates a sum over micro-batches: live from the beginning of the loop to its last reader, and padded for
+        the reduction that may read it."""
         value, span = line.out[0], self.lines[number][1]
         region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
@@ -201,8 +208,9 @@ class _Placer:
         self.into[number] = [self.slots[value.name]]
 
     def _sum(self, number: int, line: Line) -> None:
-        """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
-        loop. The summands lie in the pool too, as long as they must: one function makes both."""
+        """Allocates totals that are accumulated in place: each is live from its first op to its last reader, and padded
+        like the totals of a loop. The summands are in the arena too, while they are live, because the same subgraph
+        computes both."""
         parts = self._region(fixed=True)
         self._sums(line)
         for part, value in zip(line.args[len(line.out) :], line.out, strict=True):
@@ -211,7 +219,7 @@ class _Placer:
         parts.times.append((parts.first, number))
 
     def _sums(self, line: Line) -> None:
-        """The places of totals that are added to in place."""
+        """Allocates the totals that are accumulated in place."""
         for total, value in zip(line.args, line.out, strict=False):
             slot = self.slots.get(total)
             if slot is None:
@@ -221,21 +229,23 @@ class _Placer:
             self.slots[value.name] = self.slots[total] = slot
 
     def _make(self, name: str, slot: RegionSlot) -> int:
-        """Lets the function, or the cast, that makes a value write it to its place. Returns the number of that line."""
+        """Lets the subgraph, or the cast, that computes a value write it to its buffer. Returns the index of that
+        op."""
         maker = self.made[name]
         line = self.lines[maker][0]
         self.into.setdefault(maker, [None] * len(line.out))[[v.name for v in line.out].index(name)] = slot
         return maker
 
     def _summed(self, total: str) -> str:
-        """The last total that a total becomes."""
+        """Returns the last total that a total becomes."""
         while total in self.adds:
             total = self.adds[total]
         return total
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
-        """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        if value.placement.is_cut or value.placement.cuts or not axes:  # of a shard that is there already
+        """Returns the number of elements of a value on one rank, including the padding of its shards over these
+        axes."""
+        if value.placement.is_cut or value.placement.cuts or not axes:  # already a shard, or no padding needed
             return math.prod(value.held(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
@@ -263,17 +273,19 @@ class _Placer:
 
     def _scatter(self, number: int, line: Line) -> None:
         said = line.says(ScatterAttrs)
-        padded = () if said.rows else said.grid or line.axes  # a part of rows has no padding
+        padded = () if said.rows else said.grid or line.axes  # a transfer along dim 0 has no padding
         self._apart(number, line, [self._padded(self.values[a], padded) for a in line.args])
 
     def _exchange(self, number: int, line: Line) -> None:
         self._apart(number, line, [math.prod(self.values[a].held(self.mesh)) for a in line.args])
 
     def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
-        """Regions of a transfer whose results lie apart from its operands, which have so many elements."""
+        """Makes the allocations of a transfer whose results are separate from its operands; `numels` are the elements
+        of the operands."""
         axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(kind="source"), self._region(kind=STAYS)
-        result.fixed = self.mesh.shared_memory and line.op != "reduce_scatter_start"  # others' bytes come in the arena
+        # other ranks write directly into the arena
+        result.fixed = self.mesh.shared_memory and line.op != "reduce_scatter_start"
         outs = self.lines[wait][0].out
         sent = [self._source(source, a, number, n) for a, n in zip(line.args, numels, strict=True)]
         made = [result.add(math.prod(v.held(self.mesh)), v) for v in outs]
@@ -293,9 +305,9 @@ class _Placer:
         packed = sum(math.prod(v.held(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
         slots = [self._source(source, v.name, number, math.prod(v.held(self.mesh)), packed) for v in sent]
         results = slots
-        if packed:  # what is small is summed beside its summands: no second message
+        if packed:  # small values are summed next to their summands, which saves a second message
             result = self._region()
-            # a GPU's kernels read them; ranks that share memory add up as one what lies without gaps
+            # GPU kernels need alignment; ranks that share memory add up values without gaps in one operation
             gaps = self.mesh.device_type != "cpu"
             results = [result.add(math.prod(v.held(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs]
             result.times.append((number, max(self.uses.last(v.name) for v in outs)))
@@ -308,8 +320,8 @@ class _Placer:
                 self._take(slot.region, number, last, wait, axes)
 
     def _fetch(self, number: int, line: Line) -> None:
-        """Live ranges of copies: from the copy's start to its last reader, and until it is stored. A cast that is
-        copied is made in the pool too."""
+        """Makes the allocations of copies: live from the start of the copy to its last reader, and until it is stored.
+        If a cast is copied, its result is computed in the arena too."""
         if line.writes or stays(line, self.mesh):
             return
         wait = self.waits[line.out[0].name]
@@ -323,8 +335,8 @@ class _Placer:
                 source.times.append((maker, self.uses.last(name)))
 
     def _send(self, number: int, line: Line) -> None:
-        """Live ranges of the copies that another rank reads from shared memory. They are copies because a state lies
-        elsewhere."""
+        """Makes the allocations of copies that another rank reads from shared memory. They are copies because the state
+        is stored outside the shared memory."""
         if not self.mesh.shared_memory:
             return
         region, wait = self._region(), self.waits[line.out[0].name]
@@ -333,13 +345,14 @@ class _Placer:
         self._take(region, number, wait, wait, line.axes)
 
     def _is_copy(self, number: int) -> bool:
-        """Whether a line makes a new value without a function, so the value can be made in its transfer's place."""
+        """Whether an op computes a new value without calling a subgraph, so that it can write the value directly to the
+        buffer of the transfer."""
         line = self.lines[number][0]
         return not line.fn and OPS[line.op].pool == "results"
 
     def _leaves(self, number: int, line: Line) -> None:
-        """A region for the results of a line, which come from a tier, or are to go to one; written from line `number`
-        on."""
+        """Makes an allocation for the results of an op that come from a tier or are copied to one; it is written from
+        op `number` on."""
         outs = line.out
         region = self._region(outs[0].tier, "fetched", fixed=self.mesh.unified_memory)
         slots = region.add_leaves({v: math.prod(v.held(self.mesh)) for v in outs})
@@ -348,7 +361,8 @@ class _Placer:
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:
-        """Results of functions that later lines read, but for those that are small, a view, or handed to the user."""
+        """Makes allocations for results of subgraphs that later ops read, except for small results, views, and values
+        that are returned to the user."""
         into = self.into.get(number, [None] * len(line.out))
         for k, value in enumerate(line.out):
             free = (
@@ -362,11 +376,12 @@ class _Placer:
             self.into[number] = into
 
     def _contiguous(self, line: Line, which: int) -> bool:
-        # compiled readers rely on the strides they were traced with
+        # compiled subgraphs rely on the strides with which they were traced
         return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> RegionSlot:
-        """The place of a reduction's operand: where it lies already, else in `region`, made there if its maker can."""
+        """Returns the buffer of a reduction's operand: the one it already has, or one in `region`, where it is computed
+        if the op that computes it can write there."""
         known = self.slots.get(name)
         if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:
             return known
@@ -388,7 +403,7 @@ class _Placer:
             region.written(maker)
         return slot
 
-    # --- regions and their times ---
+    # --- allocations and their live ranges ---
 
     def _region(self, tier: str = "device", kind: str = "", fixed: bool = False) -> Region:
         arena = "device" if self.mesh.unified_memory else tier
@@ -399,22 +414,23 @@ class _Placer:
         return value.tier == "host" and not self.mesh.unified_memory
 
     def _take(self, region: Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
-        """Takes a region from `first` until it is read, here and by the other ranks that read it at their wait."""
+        """Keeps an allocation live from `first` until it has been read, both on this rank and by the other ranks, which
+        read it at their wait."""
         region.fixed |= self.mesh.shared_memory
         self.held.append(_Held(region, first, last, wait, axes))
 
     def _release(self) -> None:
-        """Settles the times of regions that other ranks read."""
+        """Determines the live ranges of allocations that other ranks read."""
         if self.mesh.shared_memory:
             self._sooner()
         for x in self.held:
             x.region.times.append((x.first, self._until(x)))
 
     def _sooner(self) -> None:
-        """Lets waits return only when all ranks are done with them, where the arena would be larger because regions are
-        held longer than this rank itself needs them.
+        """Lets waits return only when all ranks are done with them, if otherwise the arena would be larger, because
+        allocations would be held longer than this rank itself needs them.
 
-        A rank that waits so is held up by the slowest, as it is by its next transfer anyway.
+        A rank that waits in this way is delayed by the slowest rank, as it would be by its next transfer anyway.
         """
         num = len(self.lines)
         rest = taken((r.item for r in self.regions if r.arena == "device" and r.times), num)
@@ -430,7 +446,7 @@ class _Placer:
                 over = arena(self._until) > needed
 
     def _until(self, held: _Held) -> int:
-        """The line until which a region is taken, which other ranks read."""
+        """Returns the op until which an allocation that other ranks read is live."""
         end, met = self.uses.until(held.last, held.wait, held.axes), self.uses.met
         done = (w for w in self.together if w >= held.wait and met[w] == met.get(held.wait))
         return min(end, max(held.last, min(done, default=end)))

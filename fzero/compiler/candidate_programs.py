@@ -1,4 +1,5 @@
-"""Makes the programs that a step can become: it is traced once, and each choice that it leaves open gives a program."""
+"""Makes the programs that a step can become: it is traced once, and each combination of its open options gives a
+program."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from fzero.transforms.precision_statistics import Watched
 
 @dataclass(frozen=True)
 class CandidatePrograms:
-    """The programs of a step on a mesh, by choice.
+    """The programs of a step on a mesh, by options.
 
     Attributes:
         variants: the programs of one stage.
-        starts: the choices that a search begins with (`Variants.starts`).
-        passes: whose options are open; none for an evaluation.
-        params, opt_state, batch: the leaf tables.
-        structure: of the outputs.
-        budget: that choices are made for.
-        axis: along which the stages of a pipeline lie.
-        stages: their numbers, and `here`, that of this rank.
-        slots, watched, raises: what a training step has besides (`Traced`).
+        starts: the options with which a search begins (`Variants.starts`).
+        passes: the passes whose options are open; none for an evaluation.
+        params, opt_state, batch: the tables of tensors.
+        structure: the tree structure of the outputs.
+        budget: the budget for which options are chosen.
+        axis: the axis of the stages of a pipeline.
+        stages: their indices; and `here`, that of this rank.
+        slots, watched, raises: further results of tracing a training step (`Traced`).
     """
 
     variants: Variants
@@ -57,15 +58,15 @@ class CandidatePrograms:
     raises: tuple[str, ...] = ()
 
     def programs(self, choice: Choice) -> tuple[Program, ...]:
-        """The programs of all stages under a choice, not verified."""
+        """Returns the programs of all stages with these options, not verified."""
         return tuple(self.variants(replace(choice, stage=n)) for n in self.stages)
 
     def finished(self, choice: Choice, draft: bool) -> tuple[Program, ...]:
-        """The programs of all stages under a choice; verified unless they are a `draft`."""
+        """Returns the programs of all stages with these options; verified unless they are a `draft`."""
         return self.programs(choice) if draft else self.variants.all_verified(choice)
 
     def lowered(self, choice: Choice, draft: bool) -> Lowered:
-        """The result of lowering under a choice. `draft`: its programs are not verified."""
+        """Returns the result of lowering with these options. `draft`: its programs are not verified."""
         programs = self.finished(choice, draft)
         if self.slots is not None:
             check_used(programs[0], self.slots)
@@ -94,8 +95,11 @@ def candidates(
     limited: bool,
     skip: frozenset[str],
 ) -> CandidatePrograms:
-    """Traces a step, unless it is `traced` already, and lists the choices that a search begins with. `limited`: those
-    of least memory are asked for, without a budget; other arguments are those of `lower_inputs`."""
+    """Traces a step, unless it has been `traced` already, and lists the options with which a search begins.
+
+    `limited` means that the options with the least memory are requested even without a budget; other arguments are
+    those of `lower_inputs`.
+    """
     axis = zero_of(step, mesh).stages
     here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
     stages = range(mesh.axes[axis] if axis else 1)
@@ -106,7 +110,7 @@ def candidates(
             replace(recorded, transforms=step.transforms),
             Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
         )
-        # nothing is open
+        # no options are open
         return CandidatePrograms(variants, [[Choice()]], (), params, None, batch, structure, budget, axis, stages, here)
     traced = traced or trace_step(step, mesh, params, batch, skip=skip)
     limited = limited or (budget is not None and budget.nbytes is not None)
@@ -129,5 +133,5 @@ def candidates(
 
 
 def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:
-    """The recorded program, and that of each pass that runs."""
+    """Returns the recorded program, and the program after each pass that runs."""
     return {FIRST: variants.recorded, **{passed.name: made for passed, made in variants.stages(choice)}}

@@ -1,4 +1,4 @@
-"""Combines the transforms of a step into what lowering asks of all of them together: dtypes, parallel axes, tiers."""
+"""Combines the transforms of a step into the settings that lowering needs: dtypes, parallel axes and memory tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fzero.transforms.zero_placement import Zero
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
-    """The dtypes of a step, and its loss scale."""
+    """Returns the dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
     products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row")
     compress = find(step.transforms, Compress)
@@ -46,7 +46,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
 
 
 def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
-    """The parallel transforms of a step on a mesh, checked against it."""
+    """Returns the parallel transforms of a step on a mesh, after checking them against it."""
     specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
     cutting = tuple(t for t in step.transforms if isinstance(t, Cutting))
@@ -68,10 +68,10 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
-    """The transforms that place leaves on tiers.
+    """Returns the transforms that offload state.
 
     Raises:
-        TransformError: that is left open.
+        TransformError: the tiers are still open.
     """
     if auto_of(step) is not None:
         fix = (
@@ -87,5 +87,5 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
 
 
 def auto_of(step: Step | EvalStep) -> Offload | None:
-    """The transform that leaves the tiers open, if a step has it."""
+    """Returns the transform that leaves the tiers open, if a step has it."""
     return next((t for t in step.transforms if isinstance(t, Offload) and t.tier == "auto"), None)

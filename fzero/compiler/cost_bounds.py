@@ -1,9 +1,9 @@
-"""Bounds a step's bytes on each tier and its seconds from below, by where its state rests: sums over leaves, for which
-no program is made.
+"""Computes lower bounds of a step's bytes on each tier and of its seconds, from the tiers of its state: sums over
+tensors, for which no program is made.
 
-A search looks at many ways to lay out a state (auto_offload.py). A finished program of a large model takes a second to
-make; these numbers say in which order programs are worth making, and when to stop: once no remaining choice can be
-faster than the best found.
+A search considers many placements of a state (auto_offload.py). Making a finished program of a large model takes a
+second; these bounds determine the order in which programs are worth making, and when to stop: once no remaining
+candidate can be faster than the best one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fzero.transforms.offload_analysis import saved_activations, waiting_on_host
 
 
 class Rests(NamedTuple):
-    """Shares by bytes of optimizer state and parameters in host memory and on disk, of activations on the host, and of
-    gradients on disk."""
+    """The shares, by bytes, of optimizer state and parameters in host memory and on disk, of activations on the host,
+    and of gradients on disk."""
 
     state: tuple[float, float] = (0.0, 0.0)
     params: tuple[float, float] = (0.0, 0.0)
@@ -31,15 +31,16 @@ class Rests(NamedTuple):
     gradients: float = 0.0
 
     def masters(self, copies: bool) -> tuple[float, float]:
-        """Likewise of masters: of parameters that are computed with in `copies` the rest is where their state is."""
+        """The same for masters: if there are compute copies (`copies`), the masters whose compute copy is not offloaded
+        separately are stored with their optimizer state."""
         (state_h, state_d), (params_h, params_d) = self.state, self.params
         left = (1 - params_h - params_d) * copies
         return params_h + left * state_h, params_d + left * state_d
 
 
 class Least(NamedTuple):
-    """Lower bounds: bytes of each tier, and for each phase of a step (forward, backward, late updates) the busy seconds
-    of each queue: compute, disk, both links, the host's memory."""
+    """Lower bounds: the bytes on each tier, and for each phase of a step (forward, backward, late updates) the busy
+    seconds of each queue: compute, disk, both links, and the host's memory."""
 
     device: float
     host: float
@@ -53,16 +54,16 @@ class Least(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step, if all queues of a phase work side by side."""
+        """The seconds of a step if all queues of a phase overlap completely."""
         return sum(map(max, self.phases))
 
     @property
     def likely(self) -> float:
-        """Seconds between that and one queue after the other."""
+        """An estimate between that and queues that do not overlap at all."""
         return sum(max(queues) + HIDDEN * (sum(queues) - max(queues)) for queues in self.phases)
 
 
-HIDDEN = 1 / 8  # of the seconds of a queue that is not the busiest show in a step
+HIDDEN = 1 / 8  # share of the seconds of a queue, other than the busiest, that is assumed not to be hidden
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,15 @@ class Sizes:
     """The parts of a step, in bytes on each rank.
 
     Attributes:
-        resting: state that stays on the device wherever the rest is.
-        state, params, copies: of the optimizer, of parameters, of what is computed with beside masters, 0 if that is
-            the parameters themselves.
-        grads: gradients that wait for all, or for other micro-batches.
-        activations: that wait for their backward.
-        inside: of a call, at most.
-        turns: of a loop over micro-batches, each of which reads parameters anew.
-        waits: whether updates wait for something of all gradients.
-        forward_seconds, backward_seconds: of their functions.
+        resting: state that stays on the device, wherever the rest is stored.
+        state, params, copies: optimizer state; parameters; compute copies of masters, 0 if the parameters themselves
+            are used to compute.
+        grads: gradients that are held until all gradients, or those of other micro-batches, are known.
+        activations: activations that are held for their backward.
+        inside: the largest memory inside a call.
+        turns: the iterations of a loop over micro-batches, each of which reads parameters again.
+        waits: whether updates depend on all gradients.
+        forward_seconds, backward_seconds: the seconds of their subgraphs.
     """
 
     resting: int
@@ -94,22 +95,23 @@ class Sizes:
     backward_seconds: float
 
     def least(self, rests: Rests, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)) -> Least:
-        """The least that a layout takes.
+        """Returns the lower bounds for a placement.
 
         Args:
-            rests: where what is.
-            on_host: whether the host updates state that rests off the device.
-            grads: which gradients wait on the host, as in `waiting_on_host`, of those that do not on disk.
-            device: whose rates.
-            early: of the state in host memory and on disk the shares that are updated in the backward although their
-                updates wait for all gradients. The old values are kept.
+            rests: the tiers of everything.
+            on_host: whether the host updates offloaded state.
+            grads: which of the gradients that are not held on disk are held on the host, as in `waiting_on_host`.
+            device: the device whose rates are used.
+            early: the shares of the state in host memory and on disk that are updated during the backward although
+                their updates depend on all gradients (speculatively). Their old values are kept.
         """
         (state_h, state_d), (params_h, params_d) = rests.state, rests.params
         master_h, master_d = rests.masters(bool(self.copies))
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
-        # copies that the update brings to the device
+        # copies that the update sends to the device
         streams = self.copies * (master_h + master_d - params_h - params_d)
-        read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))  # by forward and by backward
+        # read by the forward and by the backward
+        read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))
         updated = min(1.0, state_h + state_d) if on_host else 0.0
         stored = self.grads * rests.gradients
         waiting = (self.grads - stored) * (
@@ -128,7 +130,8 @@ class Sizes:
             return compute, disk, to_device / link, to_host / link, in_host / device.host_memory_bandwidth
 
         def update(disk: float, memory: float, after: float = 0.0) -> tuple[float, ...]:
-            """Shares of the updates; `after`: of those for which gradients come back from disk."""
+            """Returns the queues of shares of the updates. `after`: the share of updates for which gradients are read
+            back from disk."""
             brought = streamed + (waiting + stored if not on_host else 0) + updated * streams
             through = (
                 updated * (2 * (self.state + self.params) + self.grads + self.copies * (master_h + master_d))
@@ -139,7 +142,7 @@ class Sizes:
                 0.0, disk * read + after * stored, disk * written, memory * brought, memory * streamed, memory * through
             )
 
-        # what is updated in the backward
+        # the shares that are updated during the backward
         host, disk = early if self.waits else (float(self.turns == 1),) * 2
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
@@ -168,11 +171,12 @@ def _sum(*queues: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
-    """The sizes of a step.
+    """Returns the sizes of a step.
 
     Args:
-        program: whose update is cut, of a step with all that may leave off the device, on the host.
-        device, backend: that it runs on.
+        program: a program whose update has been partitioned, of a step with everything that may leave the device on the
+            host.
+        device, backend: the device and backend it runs on.
     """
     held = {"state": 0, "params": 0, "compute": 0, "": 0}
     for leaf in program.leaves.values():

@@ -1,10 +1,10 @@
-"""Marks the waits of copies to the host that hold up the device alone: nothing on the host reads these values, except
-copies back to the device.
+"""Marks the waits of copies to the host that only the device has to wait for, because nothing on the host reads these
+values, except copies back to the device.
 
-Such a copy and the copy back are in the device's order, so the host's thread need not know when either is done, and may
-be as far ahead of the device as elsewhere: of a step with `offload("cpu", "activations")` it is held by no copy. The
-next line of the host that writes there waits by itself (`Op.settles`). It comes when all has its place, and moves no
-line.
+Such a copy and the copy back are both in the device's queue, so the host thread does not need to know when either is
+done, and may run ahead of the device as it does elsewhere: in a step with `offload("cpu", "activations")`, no copy
+blocks it. The next op of the host that writes to the same memory waits separately (`Op.settles`). This pass runs after
+all buffers have been allocated, and does not move any op.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fzero.ir.program import Line, Program
 
 
 def mark(program: Program) -> Program:
-    """The program with `host=False` on these waits. None on a mesh whose host and device share one memory."""
+    """Returns the program with `host=False` on these waits. There are none on a mesh whose host and device share one
+    memory."""
     starts = {line.out[0].name: line for line, _ in program.walk() if line.op in STARTS}
     on_host = {*program.outputs}
     for line, _ in program.walk():

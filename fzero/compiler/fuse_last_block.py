@@ -1,8 +1,9 @@
-"""Fuses a block's forward with a backward that follows at once: nothing is saved or recomputed, and its parameters are
-gathered once.
+"""Fuses a block's forward with a backward that directly follows it: nothing is saved or recomputed, and its parameters
+are gathered once.
 
-That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
-taken in. Glue that reads parameters is left alone: taken in, it would hold them beside the block's.
+This applies to the last block of a step; the residual subgraphs between its forward and its vjp (the loss, the seed of
+the backward) are included. If a residual subgraph reads parameters, nothing is fused: the fused subgraph would hold
+these parameters together with those of the block.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from fzero.trace.recorder import Recorded
 
 
 def rewrite(program: Program) -> Program:
-    """The base program with the last block's forward and vjp as one line, `..._value_and_grad`, where nothing but glue
-    lies between them."""
+    """Returns the base program with the last block's forward and vjp as one op, `..._value_and_grad`, if there are only
+    residual subgraphs between them."""
     lines = list(program.lines)
     found = _between(program)
     if found is None:
         return program
     start, stop = found
-    ahead = [line for line in lines[start:stop] if line.of_sums]  # which waits for other ranks
+    ahead = [line for line in lines[start:stop] if line.of_sums]  # which wait for other ranks
     lines[start:stop] = [*ahead, *(line for line in lines[start:stop] if not line.of_sums)]
     start += len(ahead)
     group, rest = lines[start:stop], [*lines[:start], *lines[stop:]]
@@ -46,8 +47,8 @@ def rewrite(program: Program) -> Program:
 
 
 def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> tuple[Recorded, tuple[str, ...]]:
-    """The function that a run of calls is, from the values it reads to `outputs`, and the names of what it reads. Equal
-    operations are one."""
+    """Returns the subgraph that a sequence of calls amounts to, from the values it reads to `outputs`, and the names of
+    the values it reads. Equal operations are merged."""
     graph, constants = compat.Graph(), dict[str, torch.Tensor]()
     made = {v.name for line in lines for v in line.out}
     args = tuple(dict.fromkeys(a for line in lines for a in line.args if a not in made))
@@ -75,7 +76,7 @@ def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> 
 
 
 def _between(program: Program) -> tuple[int, int] | None:
-    """The range of lines from the last block's forward to its vjp, if they can be one function."""
+    """Returns the range of ops from the last block's forward to its vjp, if they can be one subgraph."""
     params = {n for n, leaf in program.leaves.items() if leaf.role == "params"}
     params |= {v.name for line in program.lines if line.op == "cast" and line.args[0] in params for v in line.out}
     blocks = [i for i, line in enumerate(program.lines) if line.is_forward or line.is_backward]

@@ -1,8 +1,9 @@
-"""Hoists every optimizer update to right behind the backward that makes its gradients, unless it depends on something
-of all leaves, such as a norm to clip by. So gradients need not pile up, and transfers of one block's state run beside
+"""Moves each optimizer update to directly after the backward that computes its gradients, unless it depends on all
+gradients, such as on a norm for clipping. So gradients do not accumulate, and transfers of one block's state overlap
 the backward of the next block.
 
-An update that waits for other ranks, or for a separate host, comes a block later: the device runs that block meanwhile.
+An update that waits for other ranks, or for a host with separate memory, is placed a block later, so that the device
+runs that block meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fzero.ir.program import Line, Program
 
 
 def hoist_updates(program: Program) -> Program:
-    """The program with each line of the optimizer, and of what else follows the last block, right after the last line
-    that it must come after, or, of the optimizer, a block later."""
+    """Moves each op of the optimizer, and each other op after the last block, directly after the last op that it
+    depends on or, for some ops of the optimizer, a block later."""
     lines = program.lines
     optimizer = next((i for i, line in enumerate(lines) if line.by == "optimizer"), None)
     if optimizer is None:
@@ -29,7 +30,7 @@ def hoist_updates(program: Program) -> Program:
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
     gathered = {x.out[0].name for x in lines if x.op in COLLECTIVES}
     arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in lines]
-    behind = [*range(first)]  # the line that each comes right after, itself before the optimizer
+    behind = [*range(first)]  # the op that each is placed directly after; before the optimizer, itself
     for number in range(first, len(lines)):
         at = max((behind[i] for i in before[number]), default=-1)
         if (
@@ -43,8 +44,8 @@ def hoist_updates(program: Program) -> Program:
 
 
 def _next_blocks(lines: Sequence[Line]) -> list[int]:
-    """For each line where the next block after it has run, and what it made is on its way to the other ranks; at the
-    end the last line."""
+    """Returns, for each op, the position after the next block has run and its results have been sent to the other
+    ranks; at the end, the last op."""
     out, found = [len(lines) - 1] * len(lines), len(lines) - 1
     for i in reversed(range(len(lines))):
         out[i] = found
@@ -57,5 +58,5 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
 
 
 def _leaves(line: Line) -> bool:
-    """Whether a line behind a block sees to it that gradients leave."""
+    """Whether an op after a block is part of sending its gradients."""
     return line.op in ("cast", "add", "split_parts", *COLLECTIVES) or line.of_codes

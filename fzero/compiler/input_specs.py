@@ -1,6 +1,6 @@
-"""Makes the leaf table of the parameters of a step on a mesh: each leaf with its layout, from abstract values.
+"""Makes the table of the parameters of a step on a mesh: each parameter with its layout, from abstract values.
 
-Here the transforms that decide about layouts meet: sharding, precision, offload.
+This file combines the transforms that determine layouts: sharding, precision and offload.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fzero.transforms.zero_placement import Zero
 
 
 def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known: Sequence[Leaf] = ()) -> Inputs:
-    """The leaf table of parameters given whole: how each will rest.
+    """Returns the table of unsharded parameters, with the layout in which each will be stored.
 
     Args:
-        step, mesh: whose they are.
-        params: the tree, with whole leaves.
-        known: for an evaluation, the leaves as they rest: a training step's own predicate says which leaves its loss
-            function returns anew.
+        step, mesh: the step and mesh they belong to.
+        params: the tree of unsharded parameters.
+        known: for an evaluation, the parameters as they are stored: a training step's own predicate says for which of
+            them its loss function returns new values.
     """
     precision = find(step.transforms, MixedPrecision)
     zero = zero_of(step, mesh)
@@ -63,14 +63,14 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
         fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
     rest = [leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)]
-    for i, leaf in enumerate(known):  # an average that a transform keeps rests as optimizer state does
+    for i, leaf in enumerate(known):  # an average that a transform keeps is stored like optimizer state
         state = leaves[i].with_layout(axes=zero.opt_state(leaves[i]), tier=tiers[i].opt_state)
         rest[i] = state if leaf.layout == state.layout else rest[i]
     return Inputs(structure, tuple(rest), tuple(tied))
 
 
 def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
-    """A parameter cut along the dims that transforms say. Axes of one device are no axes."""
+    """Returns a parameter sharded along the dims that transforms request. Axes with one device are ignored."""
     dims: dict[str, Dim] = {}
     for transform in step.transforms:
         cuts = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
@@ -82,8 +82,9 @@ def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
 
 
 def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequence[bool]:
-    """For each leaf whether it is a frozen weight, stored in the compute dtype. Only functions that name their exact
-    leaves (buffers) have any. To an evaluation, of which they rest as they are computed."""
+    """Returns, for each tensor, whether it is a frozen weight, which is stored in the compute dtype. Only functions
+    that name the tensors that they need uncast (buffers) have any. In an evaluation, these are the tensors that are
+    stored in the dtype they are computed in."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or step.exact is None:
         return [False] * len(tree.leaves(params))
@@ -95,7 +96,7 @@ def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequen
 def _coded(
     step: Step | EvalStep, params: Any, leaves: Sequence[Leaf], zero: Zero, known: Sequence[Leaf]
 ) -> Sequence[bool]:
-    """For each leaf whether codes are made of it in each step, so that its master is read by its owner alone."""
+    """Returns, for each parameter, whether it is encoded in each step, so that only its owner reads its master."""
     spec = find(step.transforms, Compress)
     if spec is None or spec.params is None:
         return [False] * len(leaves)
@@ -114,8 +115,8 @@ def _coded(
 
 
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
-    """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about
-    none. fp8 asks all paths (transforms/fp8.py)."""
+    """Raises if a transform's `where` accepts some paths of a tied parameter but not all, or no parameter at all, and
+    names them. fp8 requires all paths (transforms/fp8.py)."""
     metas = [leaf.meta for leaf in leaves]
     for transform in step.transforms:
         if not isinstance(transform, (MixedPrecision, Offload, Compress, shard.Parallel)) or transform.where is None:

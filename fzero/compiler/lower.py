@@ -1,10 +1,10 @@
-"""Lowers a step to a program: every arrow of the design's picture, in order.
+"""Lowers a step to a program: every arrow of the picture in docs/design.md, in order.
 
     step + example batch -- trace --> base program -- passes (fzero/compiler/passes.py) --> finished program
 
-After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
-choices (fzero/compiler/candidate_programs.py); the best is selected (fzero/compiler/program_selection.py) and verified.
-Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+The program is verified after every pass. With a memory budget, the passes are run for several combinations of options
+(fzero/compiler/candidate_programs.py); the best is selected (fzero/compiler/program_selection.py) and verified. Nothing
+here needs devices: `lower` works for any mesh, on abstract tensors.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ def lower(
     backend: str = "inductor",
     skip: Iterable[str] = (),
 ) -> Lowered:
-    """The program of a step on a mesh, from abstract values: no process group, no memory.
+    """Returns the program of a step on a mesh, from abstract values: no process group, no memory.
 
     Args:
         step: a training or evaluation step with its transforms.
-        mesh: a `Mesh`, or an `AbstractMesh` of devices one does not have.
-        params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key
-            that returns one.
-        batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its
+        mesh: a `Mesh`, or an `AbstractMesh` of devices that need not exist here.
+        params: a pytree of tensors with the unsharded shapes (meta tensors suffice), or a function of a key that
+            returns one.
+        batch: one rank's batch: a pytree of tensors (meta tensors suffice). For an evaluation, the tuple of its
             arguments.
-        memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By
-            default the one that keeps at most two blocks' parameters whole.
-        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
-            files. What they are is `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used if that
+        memory_budget: bytes of each rank, or text ("80GB"): the result is the program that is predicted to be fastest
+            within this budget. By default, it is the one that keeps at most two blocks' parameters unsharded.
+        host_budget, disk_budget: the same for the host's memory, if it is separate from the device's, and for scratch
+            files. They limit `Plan.host_peak_bytes` and `disk_bytes`. With a host budget, its memory is used if that
             makes the step faster (docs/transforms/offload.md).
-        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a
-            calibration file: an abstract mesh is one of such devices. By default this machine's, or the mesh's.
-        backend: likewise.
-        skip: names of passes to leave out, for whoever looks for a fault (`fzero show --skip`).
+        device: the device that the plan and the budget are for: a `Device`, the name of a known one ("h100", …), or the
+            path of a calibration file; an abstract mesh consists of such devices. By default this machine's, or the
+            mesh's.
+        backend: the backend that the plan and the budget are for.
+        skip: names of passes to leave out, for finding faults (`fzero show --skip`).
 
-    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if
-        it does not fit.
+    Raises: every error of a step, a transform or a batch, before anything runs; a `BudgetError` if it does not fit.
 
-    A step with `offload("auto")`, or `tensor_parallel` without rules, is resolved first, for this batch and these
-    budgets: `plan.decisions` says to what, and why.
+    A step with `offload("auto")`, or with `tensor_parallel` without rules, is resolved first, for this batch and these
+    budgets: `plan.decisions` lists the results and the reasons.
 
     Example:
         >>> import torch, fzero as fz
@@ -118,7 +118,8 @@ def resolve_and_lower(
     skip: frozenset[str] = frozenset(),
     draft: bool = False,
 ) -> Lowered:
-    """As `lower`, whose arguments are checked. `draft`: to be planned alone, as of `lower_inputs`."""
+    """Like `lower`, with arguments that have been checked. `draft`: the result is used only for planning, as in
+    `lower_inputs`."""
     chosen, traced = (), None
     with without_gc():
         if isinstance(step, Step):

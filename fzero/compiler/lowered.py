@@ -1,4 +1,4 @@
-"""Holds the result of lowering a step: its programs, its plan, and the structures of its arguments and results."""
+"""The result of lowering a step: its programs, its plan, and the tree structures of its arguments and results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from fzero.transforms.precision_statistics import Watched
 class Lowered:
     """A step lowered for a mesh: its programs, and the structures of its arguments and results.
 
-    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
-    Without `pipeline` there is one stage, of all ranks; on an abstract mesh `program` is that of the first.
+    `programs` contains one program per stage: every rank lowers all of them, all ranks compare all of them, and each
+    rank runs its own, `program`. Without `pipeline` there is one stage, with all ranks; on an abstract mesh, `program`
+    is that of the first stage.
 
     Example:
         >>> import torch, fzero as fz
@@ -41,16 +42,16 @@ class Lowered:
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
-    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
-    budget: Budget | None = None  # with nothing but rates where there is none
-    choice: Choice = field(default_factory=Choice)  # what the budget chose
-    device: Device | None = None  # that `plan` is for, and its backend
+    structure: tree.TreeSpec  # structure of the metrics, or of the results of an evaluation
+    budget: Budget | None = None  # contains only rates if no budget was given
+    choice: Choice = field(default_factory=Choice)  # the options that were chosen for the budget
+    device: Device | None = None  # the device that `plan` is for, and its backend
     backend: str = "inductor"
-    chosen: tuple[PlanDecision, ...] = ()  # before it was lowered
+    chosen: tuple[PlanDecision, ...] = ()  # decisions from before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
-    raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
-    stage: int = 0  # of this rank
-    # the programs on the way, by the pass that made each
+    raises: tuple[str, ...] = ()  # source lines of the conditions under which a training step raises
+    stage: int = 0  # the stage of this rank
+    # the intermediate programs, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -66,14 +67,14 @@ class Lowered:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the blocks that `metrics["precision"]` is about, in its order."""
+        """The names of the blocks in `metrics["precision"]`, in order."""
         return () if self.watched is None else self.watched.names
 
     def after(self, name: str) -> Program:
-        """The program that a pass made on the way: one of fzero/compiler/passes.py, or a transform's own.
+        """Returns the program after a pass: one of fzero/compiler/passes.py, or a transform's own rewrite.
 
         Raises:
-            FzeroValueError: no such pass, or one that has nothing to do here.
+            FzeroValueError: there is no such pass, or it has nothing to do here.
         """
         return self._around(name)[1]
 
@@ -87,7 +88,8 @@ class Lowered:
         return "".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}"))
 
     def _around(self, name: str) -> tuple[Program, Program]:
-        """The programs before a pass and after it; the recorded program has none before it."""
+        """Returns the programs before a pass and after it; for the recorded program, which has none before it, twice
+        the same."""
         stages = self.stages()
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))
@@ -98,13 +100,13 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
-        it was lowered for."""
+        """The cost of a step on each rank: memory, bytes on every channel, and time; for the device and backend that it
+        was lowered for."""
         return self.plan_on(self.device, self.backend)
 
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
-        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
-        of a calibration file."""
+        """Like `plan`, for the same program with other rates: those of a `Device`, of a known one by name ("h100", …),
+        or of a calibration file."""
         decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
         with without_gc():
             return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)

@@ -1,4 +1,4 @@
-"""Renames functions that are called like a value."""
+"""Renames subgraphs that have the same name as a value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fzero.ir.value_names import Names
 
 
 def rename_functions(program: Program) -> Program:
-    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block
+    """Renames each subgraph that has the same name as a value: otherwise a parameter `embed` would hide the block
     `embed`."""
     values = set(program.values())
     both = [name for name in program.functions if name in values]

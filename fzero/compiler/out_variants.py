@@ -1,4 +1,4 @@
-"""Makes out-variants of functions: selected results are written into pool buffers, the others returned."""
+"""Makes variants of subgraphs that write selected results into buffers of the arena, and return the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fzero.ir.program import Function, Line, Program
 
 
 def with_out_variants(program: Program) -> Program:
-    """Functions that write into buffers, as their lines ask: one for each set of results that is written."""
+    """Makes subgraphs that write into buffers as their ops require: one variant for each set of results that are
+    written."""
     functions, names = dict(program.functions), {}
     called: dict[str, set[tuple[int, ...]]] = {}
     for line, _ in program.walk():
@@ -33,8 +34,8 @@ _variants: weakref.WeakKeyDictionary[Function, dict[tuple[str, tuple[int, ...]],
 
 
 def _writing(function: Function, name: str, into: tuple[int, ...]) -> Function:
-    """A function that writes these results into buffers: the same object whenever it is asked for, for what is known of
-    it is kept by object."""
+    """Returns a subgraph that writes these results into buffers. The same object is returned for the same arguments,
+    because facts about a subgraph are cached by object."""
     known = _variants.setdefault(function, {})
     return known.setdefault((name, into), replace(function, name=name, into=into))
 

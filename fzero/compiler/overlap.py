@@ -1,8 +1,8 @@
-"""Orders lines for overlap: hoists each transfer ahead of its consumer and sinks its wait. Shares gathers between
-forward and backward, and coalesces small ones.
+"""Orders ops so that communication overlaps computation: starts each transfer before its consumer needs it, and delays
+its wait. It also shares gathers between forward and backward, and coalesces small ones.
 
-Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
-(fzero/compiler/search.py).
+The result is deterministic, and the same on every rank: all free choices are in `Order`, which a memory budget
+determines (fzero/compiler/search.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ _GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_a
 
 @dataclass(frozen=True)
 class Order:
-    """The choices that an order is free to make.
+    """The free choices of the schedule.
 
     Attributes:
-        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
-            whole in between.
-        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are
-            whole at a time; with 0 those of one, and no block computes while they travel.
-        late_sums: in a loop over micro-batches a reduction is added to those before it a block later, as it is used a
-            block later elsewhere: it travels while that block computes.
-        joined_sums: in a loop over micro-batches the parts that reductions leave of so many blocks are added to those
-            before them together, and wait for the last of them.
-        coalesced: neighbouring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
-            together at most as many as the largest of their kind.
-        leafwise: gradients are cast and reduced leaf by leaf: one leaf of a block at a time has the dtype of the
-            reduction, and nothing else runs while it travels.
+        shared: the number of gathers, from the last block backwards, that serve both the forward and the backward: the
+            parameters of their blocks stay unsharded in between.
+        ahead: how many blocks before the one that needs it a gather starts. With 1, at most two blocks' parameters are
+            unsharded at a time; with 0, those of one, and no block computes while they are gathered.
+        late_sums: in a loop over micro-batches, the result of a reduction is added to the earlier ones a block later,
+            as reduction results are used a block later elsewhere: so the reduction overlaps the computation of that
+            block.
+        joined_sums: in a loop over micro-batches, the reduced shards of this many blocks are added to the earlier ones
+            together, and wait for the last of them.
+        coalesced: neighboring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
+            together send at most as many as the largest transfer of their kind.
+        leafwise: gradients are cast and reduced one parameter at a time: only one parameter of a block at a time has
+            the dtype of the reduction, and nothing else runs while it is reduced.
     """
 
     shared: int = 0
@@ -48,7 +49,7 @@ _DEFAULT = Order()
 
 
 def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
-    """The program with every start and wait in its place."""
+    """Returns the program with every start and wait in its final position."""
     state = set(program.leaves)
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
@@ -71,7 +72,8 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
 
 
 def sharable(program: Program) -> list[tuple[str, str]]:
-    """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
+    """Returns the gathers of the same parameters in forward and backward: pairs of the names of their transfers, in the
+    order of the forward."""
     found: list[tuple[str, str]] = []
     sources, onward = _sources(program), _hops([x for x, _ in program.walk()])
     values = program.values()
@@ -93,7 +95,8 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 
 def _sources(program: Program) -> dict[str, str]:
-    """The source of each gather of a leaf: a cast of its shard, or the result of a gather over another axis."""
+    """Returns the source of each gathered parameter: the parameter before the cast of its shard, or the argument of a
+    gather over another axis."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     casts = [x for x, _ in program.walk() if x.op == "cast"]
     found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
@@ -110,7 +113,7 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
 
 
 def _hops(lines: Sequence[Line]) -> dict[str, int]:
-    """For each gather whose results are gathered further, over other axes, how often they are."""
+    """Returns, for each gather whose results are gathered further over other axes, how many times they are."""
     brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
     # the gathers that read the result of another gather, by that result
     readers: dict[str, list[str]] = {}
@@ -125,12 +128,13 @@ def _hops(lines: Sequence[Line]) -> dict[str, int]:
 
 
 def _of_shards(line: Line, state: Collection[str]) -> bool:
-    """Whether a line can come as soon as one likes: it casts shards, or encodes leaves."""
+    """Whether an op can run at any earlier time: it casts shards, or encodes stored parameters."""
     return line.op == "cast" or (line.of_codes and all(a in state for a in line.args))
 
 
 def coalescable(program: Program, limit: int) -> bool:
-    """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
+    """Whether there may be two gathers, or two reductions, that can be merged: each sends fewer bytes than the
+    limit."""
     sent = [
         (x.op, transfer_bytes(x, program.values_by_name, program.mesh))
         for x, _ in program.walk()
@@ -140,8 +144,8 @@ def coalescable(program: Program, limit: int) -> bool:
 
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
-    """The program without these second gathers and the values made for them alone: their readers read the results of
-    the first ones."""
+    """Removes these second gathers, and the values that are computed only for them; their readers read the results of
+    the first gathers."""
     waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
     again = set(pairs.values())
     names = {
@@ -154,7 +158,7 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
         for a in line.args:
             readers.setdefault(a, set()).add(i)
     dropped: set[int] = set()
-    needless = set(again)  # results that no remaining line reads
+    needless = set(again)  # results that no remaining op reads
     for i, (line, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
         made = {v.name for v in line.out}
         if (made and made <= needless) or (OPS[line.op].waits and line.args[0] in again):
@@ -167,8 +171,8 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
 def _coalesce(
     lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], state: Collection[str]
 ) -> list[Line]:
-    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
-    reduction the one after."""
+    """Merges neighboring transfers of one kind if they are small: a gather joins the previous one, a reduction the next
+    one."""
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
     groups = [group for group in _alike(lines, op, limit, sent, waits, state) if len(group) > 1]
     new: dict[int, list[Line]] = {}
@@ -180,7 +184,7 @@ def _coalesce(
         new.update((id(x), []) for x in (*group, *waiting))
         new[id(group[0] if op == _GATHER else group[-1])] = [start]
         new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
-    # the casts of shards that join an earlier gather, and their codes, come before it
+    # casts of shards that join an earlier gather, and their codes, come before it
     moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
     casts = {v.name: x for x in lines if _of_shards(x, state) for v in x.out if v.name in moved}
     new.update((id(x), []) for x in casts.values())
@@ -198,7 +202,7 @@ def _alike(
     waits: Mapping[str, Line],
     state: Collection[str],
 ) -> list[list[Line]]:
-    """The transfers of one kind in groups that can travel together."""
+    """Groups the transfers of one kind that can be merged."""
     transfers = [x for x in lines if x.op == op]
     largest = max((sent(x) for x in transfers), default=0)
     between = lambda group, line: (  # noqa: E731
@@ -216,8 +220,8 @@ def _alike(
 
 
 def _made_between(lines: Sequence[Line], first: Line, later: Line, state: Collection[str]) -> bool:
-    """Whether the arguments of a later gather are made or written after an earlier one. Casts of shards do not count,
-    nor do their codes: they can be made sooner."""
+    """Whether the arguments of a later gather are computed or written after an earlier one. Casts of shards and their
+    codes do not count, because they can be computed earlier."""
     after = next(i for i, x in enumerate(lines) if x is first)
     made = {v.name for x in lines[after:] if not _of_shards(x, state) for v in x.out} | {
         w for x in lines[after:] for w in x.writes
@@ -239,25 +243,29 @@ def _is_update(line: Line) -> bool:
 
 
 _CARRIED = {"cast", "join_parts", "wait", *COPIES}
-"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier. The
-calls that make its codes come along too."""
+"""The ops that a transfer takes along when it starts earlier: casts of its shards, and copies from another tier. The
+calls that encode its values come along too."""
 
 
 class _Hoisting:
-    """Hoists each transfer of one op to the block `ahead` of its reader, but not before its last input. A transfer
-    hoisted "at once" goes right behind its last input, unless it moves leaves alone. Values written in this step
-    start right behind their write too, except on disk: there they wait for room.
+    """Moves each transfer of one kind to the block that is `ahead` of its reader, but not before its last input is
+    available.
 
-    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more
-    micro-batches count with it, but for a transfer that is for one of them alone. Transfers for an update start before
-    the update `ahead` of it: between two of them a block may run.
+    A transfer whose row of the op table says "at once" starts directly after its last input, unless it only moves
+    stored state. Values that are written in this step also start directly after they are written, except on disk: those
+    wait until there is memory.
+
+    Code between blocks that reads gathered parameters counts as a block here. A block's repetitions for more
+    micro-batches count as one block, except for a transfer that is for a single one of them. Transfers for an update
+    start before the update that is `ahead` of it: between two updates a block may run.
     """
 
     def __init__(self, lines: Sequence[Line], row: Start, state: set[str], ahead: int):
         self.lines, self.row, self.state, self.ahead = lines, row, state, ahead
         fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
         fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
-        self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
+        # the first of several gathers starts this many blocks earlier, so that the last is done in time
+        self.hops = _hops(lines)
         self.updates = {id(x) for x in lines if _is_update(x)}
         first = lambda x: x.segment.index == 0  # noqa: E731
         own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
@@ -269,10 +277,10 @@ class _Hoisting:
         self.made: dict[str, Line] = {}
         self.writers: dict[str, list[Line]] = {}
         self.out: list[Line] = []
-        self.passed, self.updated = 0, 0  # blocks in `out`, and updates
+        self.passed, self.updated = 0, 0  # the number of blocks in `out`, and of updates
 
     def run(self) -> list[Line]:
-        """The lines in their order."""
+        """Returns the ops in their new order."""
         for line in self.lines:
             if line.op == self.row.name and not line.writes:
                 self._hoist(line)
@@ -290,10 +298,10 @@ class _Hoisting:
         carried, needed, written = self._upstream(line)
         counted, before = self._passes(line)
         far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))
-        # the blocks that it may start before
+        # the number of blocks that it may start before
         left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
-        after: list[Line] = []  # from the last
-        along: list[Line] = []  # lines that come along, except those already before that place
+        after: list[Line] = []  # the ops after it, last one first
+        along: list[Line] = []  # ops that come along, except those that are already before its new position
         while self.out and left and id(self.out[-1]) not in needed:
             last = self.out.pop()
             (along if id(last) in carried else after).append(last)
@@ -301,7 +309,7 @@ class _Hoisting:
         self.out += [*reversed(along), line, *reversed(after)]
 
     def _passes(self, line: Line) -> tuple[set[int], int]:
-        """The lines that count as blocks for a transfer, and the number of those before it."""
+        """Returns the ops that count as blocks for a transfer, and the number of those before it."""
         reader = self.readers.get(line.out[0].name)
         if reader is not None and _is_update(reader):  # the first ones start before blocks
             if self.updated >= self.ahead:
@@ -310,8 +318,8 @@ class _Hoisting:
         return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
 
     def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
-        """The lines that come along, the lines that must come before, and whether one of these writes a moved value,
-        other than to disk."""
+        """Returns the ops that come along, the ops that must come before, and whether one of the latter writes a
+        transferred value, other than to disk."""
         carried, makers, written = set[int](), set[int](), False
         todo = [line]
         while todo:
@@ -328,7 +336,8 @@ class _Hoisting:
         return carried, makers, written
 
     def _comes_along(self, line: Line, maker: Line) -> bool:
-        """Whether a transfer's arguments are made for it alone: from leaves, or by a gather over another axis."""
+        """Whether an argument of a transfer is computed only for it: from stored state, or by a gather over another
+        axis."""
         if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
             return True
         carried = maker.op in _CARRIED or maker.of_codes
@@ -336,7 +345,7 @@ class _Hoisting:
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:
-    """For each transfer the first function that reads its result, directly or after further transfers."""
+    """Returns, for each transfer, the first op that reads its result, directly or after further transfers."""
     started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
     first: dict[str, Line] = {}
     for line in lines:
@@ -357,18 +366,18 @@ def _readers(lines: Sequence[Line]) -> dict[str, Line]:
 
 
 def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
-    """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
+    """Whether all values that an op reads are stored state or copies of it, except for the scale of a cast."""
     args = line.args[:1] if line.op == "cast" else line.args
     carried = lambda x: x.op in _CARRIED or x.of_codes  # noqa: E731
     return all(a in state or (a in made and carried(made[a]) and _from_state(made[a], made, state)) for a in args)
 
 
 def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> list[Line]:
-    """The sums of parts of gradients where those of every so many blocks are all there."""
+    """Moves the accumulations of sharded gradients to where those of every `num` blocks are all available."""
     if num == 1:
         return [*lines]
     out: list[Line] = []
-    held: list[list[Line]] = []  # of each block
+    held: list[list[Line]] = []  # one list per block
     before: Line | None = None
     for line in (*lines, None):
         if line is not None and line.op == "accumulate" and values[line.args[0]].placement.is_cut:
@@ -389,11 +398,12 @@ def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
 
 
 class _Sinking:
-    """Sinks each wait to its first reader.
+    """Delays each wait until its first reader.
 
-    The wait of a reduction, a store or a copy to the host, whose buffers nobody reads, sinks by at most one block: from
-    where it is or, of what leaves for the host, from its start. An update is such a block too, but not for what leaves
-    for the host; and one on the host not for what the device stores, which goes on meanwhile.
+    The wait of a reduction, a store or a copy to the host, whose buffers nobody reads, is delayed by at most one block:
+    from its current position or, for copies to the host, from its start. An update counts as such a block too, but not
+    for copies to the host; and an update on the host does not count for values that the device stores, which continues
+    meanwhile.
     """
 
     def __init__(self, lines: Sequence[Line], late_sums: bool):
@@ -404,16 +414,16 @@ class _Sinking:
         self.leaving = {handle for handle, x in away.items() if not x.writes}
         reduced = {x.out[0].name for x in lines if _is_reduction(x) or (x.op in COPIES and x.writes)}
         self.reduced = reduced | {*away, *self.onward}
-        self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
+        self.here = self.reduced - self.leaving  # the transfers for which an update counts as a block
         self.kept = self.reduced - {*away}
         self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
         self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}
-        self.left: dict[str, int] = {}  # by a pending transfer, the blocks that may still pass its wait
+        self.left: dict[str, int] = {}  # by pending transfer: the number of blocks that may still run before its wait
         self.out: list[Line] = []
 
     def run(self) -> list[Line]:
-        """The lines in their order."""
-        # these come with the wait before them
+        """Returns the ops in their new order."""
+        # these are placed together with the wait before them
         further = {id(x) for start in self.onward.values() for x in (start, self.waits[start.out[0].name])}
         further.update(id(x) for added in self.sums.values() for x in added)
         for line in self.lines:
@@ -432,7 +442,7 @@ class _Sinking:
         return self.out
 
     def _pass(self, line: Line) -> None:
-        """Waits for all that has to be there before a line, and counts it as one that passes the others."""
+        """Adds the waits that must come before an op, and counts the op as a block for the other transfers."""
         counted, done = self._counted(line), self._done(line)
         while due := [
             handle
@@ -452,27 +462,27 @@ class _Sinking:
             self.left[start.out[0].name] = 1
 
     def _counted(self, line: Line) -> set[str]:
-        """The transfers for which a line is a block that passes."""
+        """Returns the transfers for which an op counts as a block."""
         if line.begins_block and not repeats(line):
             return self.reduced
         return set() if not _is_update(line) else self.kept if line.on_host else self.here
 
     def _done(self, line: Line) -> set[str]:
-        """The transfers that end before a line without reading them: writes end before lines that read old values, and
-        writes to disk before the next read."""
+        """Returns the transfers that must end before an op that does not read their results: writes end before ops that
+        read old values, and writes to disk before the next read of the same tensors."""
         if line.op == "disk_read_start":
             return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
         return self.reduced if OPS[line.op].reads_old else set()
 
     def _reads(self, line: Line, handle: str) -> bool:
-        """Whether a line reads the result of a transfer, unchanged or reduced further."""
+        """Whether an op reads the result of a transfer, unchanged or reduced further."""
         start = self.onward.get(handle)
         brings = (self.waits[handle], *self.sums.get(handle, ()))
         return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
 
 
 def _leafwise(lines: Sequence[Line]) -> list[Line]:
-    """Each reduction by its leaves, every one waited for before the next is cast."""
+    """Splits each reduction into one per parameter, each of which is waited for before the next gradient is cast."""
     waits, readers = {x.args[0]: x for x in lines if OPS[x.op].waits}, _every_reader(lines)
     casts = {x.out[0].name: x for x in lines if x.op == "cast" and len(x.out) == 1}
     new: dict[int, list[Line]] = {}
@@ -492,7 +502,7 @@ def _leafwise(lines: Sequence[Line]) -> list[Line]:
 
 
 def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """For each name the lines that read it, themselves or in their bodies."""
+    """Returns, for each name, the ops that read it, directly or in their bodies."""
     readers: dict[str, list[Line]] = {}
     for line in lines:
         for a in (*line.args, *(a for x in line.body for a in x.args)):
@@ -501,14 +511,16 @@ def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def _is_reduction(line: Line) -> bool:
-    """Whether a transfer makes shards of a sum: its wait brings these, or codes of summands."""
+    """Whether a transfer reduces to shards: its wait returns shards of a sum, or encoded summands."""
     return line.op == _SCATTER or (line.op == _DEAL and line.by == "compress")
 
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[str, list[Line]]:
-    """For each reduction the lines that come with its wait: calls that add codes up, encode their sum for a further
-    transfer, or decode it. Lines that add its results to totals come too, if they are to be `late` and no other line
-    reads these."""
+    """Returns, for each reduction, the ops that are placed together with its wait.
+
+    These are calls that decode and add up summands, encode their sum for a further transfer, or decode it. Ops that add
+    its results to totals are included if they are to be `late` and no other op reads these results.
+    """
     readers, found = _every_reader(lines), {}
     summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
     for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
@@ -526,8 +538,8 @@ def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[
 
 
 def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str, Sequence[Line]]) -> dict[str, Line]:
-    """For each reduction the transfer that takes all it brings further, over the next axis or as codes of the sum, if
-    that is all that becomes of it: it starts when the first is waited for, which holds up no block."""
+    """Returns, for each reduction, the transfer that sends all its results further, over the next axis or as an encoded
+    sum, if nothing else reads them. It starts when the first one is waited for, which delays no block."""
     readers, found = _every_reader(lines), {}
     for start in (x for x in lines if x.op in COLLECTIVES and (x.op != _GATHER or x.by == "compress")):
         handle = start.out[0].name
@@ -537,19 +549,19 @@ def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str,
         if len(next_) != 1:
             continue
         (line,) = next_.values()
-        # What another stage waits for is sent at once: a block later may be too late.
+        # Values that another stage waits for are sent at once, because a block later may be too late.
         if line.op in COLLECTIVES and not isinstance(line.attrs, HandAttrs) and [*line.args] == brought:
             found[handle] = line
     return found
 
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:
-    """Orders the gathers of new parameters after an update: each is assigned while the next one travels, so two blocks'
-    parameters are alive instead of all."""
+    """Orders the gathers of new parameters after an update: each is assigned while the next one is in flight, so that
+    two blocks' parameters are live instead of all."""
     targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
     starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
-    finish: dict[int, list[Line]] = {}  # start -> the lines right after it
+    finish: dict[int, list[Line]] = {}  # start -> the ops directly after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
         finish.setdefault(id(following), []).extend(

@@ -1,8 +1,8 @@
-"""Packs buffers with known live ranges into one small arena: those that are alive at the same time do not overlap.
+"""Packs buffers with known live ranges into a small arena: buffers that are live at the same time do not overlap.
 
-No arena is smaller than the bytes taken at any one time. Placing one after the other, each as low as it may, the
-largest first, mostly comes close to that. If that does not suffice, other orders are tried; from some of them a few
-further steps place the topmost buffers sooner.
+No arena can be smaller than the number of bytes that are live at any one time. Placing one buffer after the other, each
+at the lowest possible offset, the largest first, usually comes close to that. If the result is not good enough, other
+orders are tried; starting from each of these, a few further steps place the topmost buffers earlier.
 
 Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020. By contention: Maas
 et al., TelaMalloc: efficient on-chip memory allocation for production machine learning accelerators, ASPLOS 2023.
@@ -20,16 +20,16 @@ import numpy.typing as npt
 
 from fzero.ir.liveness import Interval
 
-SLACK = 0.02  # more than the least by this share is not worth another order
-EFFORT = 5000  # placements that are made for steps: some tenths of a second
+SLACK = 0.02  # an arena that exceeds the lower bound by at most this share is good enough
+EFFORT = 5000  # placements that are made in further steps: some tenths of a second
 
 
 Bytes = npt.NDArray[np.int64]
-"""Bytes at each line."""
+"""The bytes at each op."""
 
 
 class Item(NamedTuple):
-    """Bytes that are taken at some times, with the alignment of their offset."""
+    """A buffer: its bytes, its live ranges, and the alignment of its offset."""
 
     nbytes: int
     times: tuple[Interval, ...]
@@ -37,14 +37,15 @@ class Item(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The offset of each item, in order, and the size of the arena in bytes."""
+    """The offset of each buffer, in order, and the size of the arena in bytes."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
 def pack(items: Sequence[Item]) -> Packing:
-    """Offsets for items such as no two overlap that are taken at the same time. The same items get the same offsets.
+    """Returns offsets for buffers such that no two overlap that are live at the same time. Equal arguments give equal
+    offsets.
 
     Example:
         >>> pack([Item(4, ((0, 1),)), Item(2, ((1, 2),)), Item(4, ((2, 3),))])
@@ -55,7 +56,8 @@ def pack(items: Sequence[Item]) -> Packing:
 
 @functools.lru_cache(maxsize=256)
 def _packed(items: tuple[Item, ...]) -> Packing:
-    """Programs of other choices often hold the same items: two thirds of the packings of a search are found here."""
+    """Returns the best packing found. Programs with other options often have the same buffers: two thirds of the
+    packings of a search are found in this cache."""
     taken = _taken(items)
     best = Packing((), -1)
     for packing in _packings(items, taken):
@@ -66,7 +68,7 @@ def _packed(items: tuple[Item, ...]) -> Packing:
 
 
 def _packings(items: Sequence[Item], taken: Sequence[int]) -> Iterator[Packing]:
-    """Packings to choose from, those by whole orders first."""
+    """Yields packings to choose from, first those of complete orders."""
     contention = functools.cache(lambda i: max(max(taken[a : b + 1]) for a, b in items[i].times))
     area = [x.nbytes * (max(b for _, b in x.times) - min(a for a, _ in x.times) + 1) for x in items]
     keys: list[Callable[[int], Any]] = [
@@ -90,8 +92,8 @@ def _packings(items: Sequence[Item], taken: Sequence[int]) -> Iterator[Packing]:
 
 
 def _meetings(items: Sequence[Item]) -> list[list[int]]:
-    """For each item those that are taken at some of its times: one that is so more than once may stand there as
-    often."""
+    """Returns, for each buffer, those that are live at some of the same times. A buffer may occur several times if
+    there are several such times."""
     rows = sorted((a, b, i) for i, x in enumerate(items) for a, b in x.times)
     starts, out = [a for a, _, _ in rows], [list[int]() for _ in items]
     for k, (_, b, i) in enumerate(rows):
@@ -103,9 +105,9 @@ def _meetings(items: Sequence[Item]) -> list[list[int]]:
 
 
 def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequence[int]]) -> Packing:
-    """Each of the items in this order as low as those placed before allow."""
+    """Places the buffers in this order, each at the lowest offset that the earlier ones allow."""
     offsets = [-1] * len(items)
-    # for each unplaced item the intervals that placed ones take from it, in order
+    # for each buffer that is not placed yet, the intervals that placed ones occupy, in order
     taken: list[list[Interval]] = [[] for _ in items]
     for i in order:
         nbytes, _, align = items[i]
@@ -123,7 +125,7 @@ def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequ
 
 
 def taken(items: Iterable[Item], num: int) -> Bytes:
-    """Bytes that are taken at each of the first `num` lines."""
+    """Returns the bytes that are live at each of the first `num` ops."""
     change = np.zeros(num + 1, dtype=np.int64)
     for x in items:
         end = -1

@@ -1,7 +1,7 @@
-"""Keeps the programs that one recorded program becomes under the choices that a step leaves open, and shares work among
-them: the one door to the passes (fzero/compiler/passes.py).
+"""Caches the programs that one recorded program becomes under different options, and shares work among them. All passes
+(fzero/compiler/passes.py) are run through this file.
 
-A memory budget looks at many programs (fzero/compiler/search.py); only the one that is taken is verified.
+A search within a memory budget makes many programs (fzero/compiler/search.py); only the selected one is verified.
 """
 
 from __future__ import annotations
@@ -25,44 +25,51 @@ from fzero.transforms.pipeline_pass import num_stages
 from fzero.transforms.transform import find
 
 RECENT = 4
-"""Choices whose programs of the last passes are kept: a search takes one of the last that it looks at."""
+"""The number of options for which the programs of the last passes are cached: a search selects one of the last it has
+tried."""
 Stage = tuple[Pass, Program]
-"""A pass that ran, and the program that it made."""
+"""A pass that ran, and the program that it returned."""
 
 
 class Variants:
-    """The finished program of each choice.
+    """The finished program for each combination of options.
 
     Attributes:
-        recorded: the program that all are made from.
-        asked: the demands of its step on passes.
-        passes: of the step, in order.
+        recorded: the program from which all are made.
+        asked: what its step requires of the passes.
+        passes: the passes of the step, in order.
 
     Args:
-        recorded: a program that was recorded.
-        asked: the demands of its step on passes.
-        like: variants of a program with the same lines whose leaves rest elsewhere. Programs that come to the same are
-            made once for both.
+        recorded: the traced program.
+        asked: what its step requires of the passes.
+        like: the variants of a program with the same ops whose state is stored on other tiers. Results that are the
+            same for both are computed once.
     """
 
     def __init__(self, recorded: Program, asked: Asked, like: Variants | None = None):
         self.recorded, self.asked = recorded, asked
         self.passes = passes_of(recorded.transforms, asked.skip)
         numbers = {x.name: i for i, x in enumerate(self.passes)}
-        # passes before `gradients` make the same of the same lines, wherever leaves rest; many choices share `tiers`
+        # Passes before `gradients` return the same for the same ops, wherever state is stored; many options share the
+        # result of `tiers`.
         self._at_base, self._at_cut, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
         self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in asked.copies.values()}}
-        # by pass, lines and option: the program before, which has the lines, the one after, and whose leaves that has
+        # By pass, ops and option: the program before the pass (which keeps the ops alive), the one after, and the
+        # variants whose state it has.
         self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
-        self._own: dict[Any, tuple[Program, Program]] = {}  # likewise, with the leaves of these variants
+        self._own: dict[Any, tuple[Program, Program]] = {}  # the same, with the state of these variants
         self._finished: dict[Any, Program] = {}
-        self._recent: dict[Any, list[Stage]] = {}  # the last stages of the program finished last
-        self._sound: dict[tuple[int, int], Program] = {}  # verified programs that are kept, by pass and identity
-        self._idle = {*asked.skip}  # passes to skip that have had nothing to do
+        self._recent: dict[Any, list[Stage]] = {}  # the last stages of the programs that were finished last
+        self._sound: dict[tuple[int, int], Program] = {}  # verified programs that are cached, by pass and identity
+        self._idle = {*asked.skip}  # passes to skip that had nothing to do so far
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
-        """The choices that a search begins with: the least one, those that passes add to it (`Pass.starts`), and each
-        with other gradients that wait on the host. Further lists have choices for a budget that no other fits."""
+        """Returns the options with which a search begins.
+
+        These are the options of least memory, those that passes add (`Pass.starts`), and each of these with other
+        gradients held on the host. Further lists contain options that take less memory, for a budget into which no
+        other program fits.
+        """
         if budget is None:
             return [[least]]
         added = ((self.before(x.name, least), x.starts) for x in self.passes if x.starts is not None)
@@ -75,13 +82,13 @@ class Variants:
         return found if narrow == found[-1] else [*found, narrow]
 
     def narrowed(self, least: Choice) -> Choice:
-        """The choice with as little on the way at a time as can be, which takes less memory than the least one and is
-        slower; the same one if nothing is gathered or reduced."""
+        """Returns the options with as few values in flight as possible, which take less memory than those of least
+        memory and are slower; the same options if nothing is gathered or reduced."""
         return least.narrow() if self.asked.zero.batch_axes else least
 
     def _grads(self, least: Choice) -> list[str]:
-        """The gradients that may wait on the host, equal outcomes once: the last one takes least of the device's
-        memory."""
+        """Returns the settings for which gradients are held on the host, equal outcomes once. The last one takes the
+        least device memory."""
         made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
         for grads in offload_analysis.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
@@ -91,33 +98,36 @@ class Variants:
         return list(found.values())
 
     def base(self) -> Program:
-        """The base program. It is verified, and so is every program that all choices share."""
+        """Returns the base program. It is verified, and so is every program that all options share."""
         made = {FIRST: self.recorded}
         for _ in self._verified(self._through(made, Choice(), 0, self._at_base)):
             pass
         return made["fuse"]
 
     def before(self, name: str, choice: Choice) -> Program:
-        """The program of a choice that a pass would be given."""
+        """Returns the program that a pass would be given with these options."""
         at = next(i for i, passed in enumerate(self.passes) if passed.name == name)
         return next(reversed(self._made(choice, at).values()))
 
     def __call__(self, choice: Choice) -> Program:
-        """The program of a choice, not verified: the same object for choices that come to the same."""
+        """Returns the program with these options, not verified. Options that lead to the same program return the same
+        object."""
         key = self._key(self._made(choice, self._at_order), choice)
         if key not in self._finished:
             *_, (_, self._finished[key]) = self.stages(choice)
         return self._finished[key]
 
     def all_verified(self, choice: Choice) -> tuple[Program, ...]:
-        """The programs of all stages of a pipeline, or the one of a step without. Those of the first and of the last
-        stage are verified after every pass. The others have the same passes behind them: they are verified when they
-        are finished, and after every pass if that finds a violation."""
+        """Returns the programs of all stages of a pipeline, or the one of a step without a pipeline.
+
+        Those of the first and the last stage are verified after every pass. The others went through the same passes:
+        they are verified when they are finished, and after every pass if that finds a violation.
+        """
         num = num_stages(self.recorded)
         return tuple(self.verified(replace(choice, stage=n), each=n in (0, num - 1)) for n in range(num))
 
     def verified(self, choice: Choice, each: bool = True) -> Program:
-        """The program of a choice, verified after every pass; without `each`, when it is finished.
+        """Returns the program with these options, verified after every pass; without `each`, only when it is finished.
 
         Raises:
             FzeroValueError: a pass to skip has nothing to do.
@@ -138,7 +148,7 @@ class Variants:
         return program
 
     def stages(self, choice: Choice) -> Iterator[Stage]:
-        """The passes that run under a choice, each with the program that it makes."""
+        """Yields the passes that run with these options, each with the program that it returns."""
         made = {FIRST: self.recorded}
         yield from self._through(made, choice, 0, self._at_order)
         key = self._key(made, choice)
@@ -154,7 +164,7 @@ class Variants:
             del self._recent[next(iter(self._recent))]
 
     def _key(self, made: dict[str, Program], choice: Choice) -> Any:
-        """The lines of a choice before the passes that order them, and the options of these passes."""
+        """Returns a key for the ops before the scheduling passes, and the options of these passes."""
         lines = next(reversed(made.values())).lines
         return id(lines), *(x.option(made, self.asked, choice) for x in self.passes[self._at_order :])
 
@@ -165,8 +175,8 @@ class Variants:
         return made
 
     def _through(self, made: dict[str, Program], choice: Choice, begin: int, end: int) -> Iterator[Stage]:
-        """The passes with these numbers that run, each with the program that it makes. `made` gets one for each of
-        them."""
+        """Yields the passes with these indices that run, each with the program that it returns. `made` is extended by
+        one program for each pass."""
         for number, passed in enumerate(self.passes[begin:end], begin):
             program, option = next(reversed(made.values())), passed.option(made, self.asked, choice)
             if passed.wanted(program, self.asked, option):
@@ -176,7 +186,8 @@ class Variants:
                     try:
                         program = self._rewritten(number, program, option)
                     except (LookupError, AttributeError, AssertionError):
-                        for at, earlier in enumerate(made.values(), -1):  # one may break the rules of programs
+                        # one of them may violate the rules of programs
+                        for at, earlier in enumerate(made.values(), -1):
                             check_after(self.passes, at, earlier)
                         raise
                     yield passed, program
@@ -203,7 +214,7 @@ class Variants:
         return self._own[key][1]
 
     def _verified(self, stages: Iterable[Stage]) -> Iterator[Program]:
-        """The recorded program and those of these stages, each verified."""
+        """Yields the recorded program and those of these stages, each verified."""
         before = self.recorded
         self._check_after(-1, before)
         yield before
@@ -213,7 +224,7 @@ class Variants:
             before = program
 
     def _check_after(self, number: int, program: Program, changed: bool = True) -> None:
-        """Checks the program that a pass made: one that several choices or stages share, once."""
+        """Checks the program that a pass returned; a program that several options or stages share is checked once."""
         if (number, id(program)) not in self._sound:
             check_after(self.passes, number, program, changed)
             if number < self._at_order:
@@ -221,8 +232,11 @@ class Variants:
 
 
 def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
-    """The choice that takes least memory. `limited`: there is a budget of it; without one, where a line is a launch,
-    a choice with few of them instead."""
+    """Returns the options with the least memory.
+
+    `limited`: there is a memory budget. Without one, on devices where each op is a kernel launch, it returns options
+    with few launches instead.
+    """
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     once = find(step.transforms, Hierarchical)
     stay = 0.0 if once is None else once.least if limited else once.most
@@ -231,6 +245,6 @@ def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
 
 
 def few_launches(choice: Choice) -> Choice:
-    """The choice with fewer launches over micro-batches, which takes the memory of shards in the dtype of compute, and
-    of one block's gradients."""
+    """Returns options with fewer kernel launches over micro-batches, which take additional memory: for shards in the
+    compute dtype, and for one block's gradients."""
     return replace(choice, cast_once=True, order=replace(choice.order, joined_sums=2))

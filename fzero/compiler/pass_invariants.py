@@ -1,4 +1,5 @@
-"""States the rules of programs between two passes, which hold beside those of every program (ir/verifier.py)."""
+"""Defines the rules that programs must satisfy between certain passes, in addition to those of every program
+(ir/verifier.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from fzero.ir.verifier import refuse, shown
 
 
 def is_cut(program: Program) -> None:
-    """No update is whole any more."""
+    """Checks that the update has been partitioned."""
     _check(program, lambda line: "the update is still whole" if line.op == "update" else "")
 
 
 def on_device(program: Program) -> None:
-    """Nothing lies on another tier than the device's, and nothing is copied to or from one."""
+    """Checks that no value is on another tier than the device, and that nothing is copied between tiers."""
 
     def wrong(line: Line) -> str:
         off = [f"{v.name} on the {v.tier}" for v in line.out if v.tier != "device"]
@@ -26,7 +27,8 @@ def on_device(program: Program) -> None:
 
 
 def placed(program: Program) -> None:
-    """Every moved value has a place in the pool, except unmoved ones and leaves that are written back."""
+    """Checks that every communicated or copied value has an offset in the arena, except values that stay where they are
+    and state that is written back."""
 
     def wrong(line: Line) -> str:
         pool = OPS[line.op].pool
@@ -39,5 +41,5 @@ def placed(program: Program) -> None:
 
 
 def _check(program: Program, wrong: Callable[[Line], str]) -> None:
-    """Raises VerifyError where a line is wrong."""
+    """Raises VerifyError if an op violates a rule."""
     refuse(program, [f"{shown(line)}: {text}" for line, _ in program.walk() if (text := wrong(line))])
