@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """The step that a directory is named for; None if it has a name of another form."""
+    """Returns the step that a directory is named after, or None if its name has another form."""
     match = _STEP.fullmatch(name.removesuffix(SET_ASIDE))
     return int(match[1]) if match else None
 

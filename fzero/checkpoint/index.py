@@ -35,7 +35,7 @@ from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
 _EXAMPLES = 3
-_SHOWN = 100  # lines of an error about leaves that differ
+_SHOWN = 100  # the most lines of an error about tensors that differ
 VERSION = 2
 """The newest index version that this package reads. If no tensor is sharded along dimensions, the index is written as
 version 1."""

@@ -59,7 +59,7 @@ class _Saved:
     leaves: Expected
 
 
-_saved: dict[str, _Saved] = {}  # by root, the last checkpoint
+_saved: dict[str, _Saved] = {}  # by root: the last checkpoint that this process saved there
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SavePlan:
     skeleton: Any
     parts: Mapping[str, tuple[tuple[int, Boxes], ...]]
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
-    axes: Mapping[str, int] = field(default_factory=dict)  # of the mesh that leaves are sharded over
+    axes: Mapping[str, int] = field(default_factory=dict)  # the mesh axes that tensors are sharded over
 
     def digest(self) -> str:
         facts = (

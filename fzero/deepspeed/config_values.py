@@ -22,7 +22,7 @@ from fzero.deepspeed.supported_keys import ALIASES, IGNORED, KEYS, REJECTED, SEC
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 _MOST = 1 << 24  # bytes of a file: 16 MiB
-_ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
+_ELSEWHERE = 3  # sections: a name that occurs in more of them is no hint at where a key belongs
 MEANING, NOTE = "meaning", "note"
 
 

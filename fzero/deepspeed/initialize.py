@@ -74,7 +74,7 @@ def initialize(
     if found is None:
         found = load_config(config, auto=auto, world=mesh.size, optimizer=optimizer)  # pyright: ignore[reportArgumentType]
     if model is None:
-        step = found.train_step(loss)  # pyright: ignore[reportArgumentType]  # it is there, or has been refused
+        step = found.train_step(loss)  # pyright: ignore[reportArgumentType]  # checked above: callable without a model
     else:
         model = functionalize(model) if isinstance(model, nn.Module) else model
         step = found(model.train_step(found.optimizer, loss))

@@ -319,4 +319,4 @@ ALIASES: dict[str, str] = {
 
 KEYS = (*SUPPORTED, *REJECTED, *sorted(IGNORED), *ALIASES)
 SECTIONS = frozenset(path.rsplit(".", n)[0] for path in KEYS for n in range(1, path.count(".") + 1))
-"""The paths that contain keys."""
+"""The paths of the sections that contain keys."""

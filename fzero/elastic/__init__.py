@@ -11,16 +11,16 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 | `supervisor.py` | runs one rank as a child process and restarts it when it dies (`python -m fzero.run`) |
 | `restarts.py` | `fz.run`: calls the training function, and again on a new mesh after each lost rank |
 | `join.py` | joins the ranks on a mesh, handles stop signals, and tells a lost rank from an error |
-| `run_context.py` | `fz.Run`: gives the training function its mesh, state and step numbers, and keeps states |
-| `state_recovery.py` | recovers the state from the memory of the hosts, else a checkpoint, else makes a first one |
+| `run_context.py` | `fz.Run`: gives the training function its mesh, state and step numbers, and stores states |
+| `state_recovery.py` | recovers the state from host memory, else from a checkpoint, else makes an initial one |
 | `state_copies.py` | reserves host memory for the in-memory copies of the state |
 | `run_checkpoints.py` | saves the checkpoints of a run, each with the number of batches its state has seen |
-| `stop_request.py` | makes all ranks stop before the same step after a signal has come to any of them |
+| `stop_request.py` | makes all ranks stop before the same step after a signal has arrived at any of them |
 | `health.py` | `fz.Health`: the checks that a run makes while it trains, and their findings |
-| `memory_checkpoint.py` | keeps the newest states in memory files that outlive the process |
+| `memory_checkpoint.py` | stores the newest states in memory files that outlive the process |
 | `memory_files.py` | makes safetensors files in memory whose tensors are overwritten in place |
 | `host_directory.py` | finds the directory of a host's in-memory checkpoints, and shares each rank's progress |
-| `peer_replicas.py` | receives and keeps the shards that another host sends (`fz.redundant`) |
+| `peer_replicas.py` | receives and stores the shards that another host sends (`fz.redundant`) |
 | `recovery_source.py` | finds the newest state that is complete across all hosts, and reads this rank's shard |
 | `node_heartbeat.py` | detects lost hosts by heartbeats in the store |
 | `abort_transfers.py` | aborts GPU collectives that wait for a lost rank |

@@ -239,8 +239,8 @@ class Run:
     def commit(self, state: State) -> None:
         """Copies this rank's shard of a state to its host's memory. If a process is lost, the run continues from there.
 
-        Memory: on each host, twice what its ranks hold; with `redundant`, three times that, plus twice what is sent
-            to them.
+        Memory: on each host, twice what its ranks hold; with `redundant`, three times that (four times if states are
+            sent less often than they are stored), plus twice what is sent to them.
         Communication: none, except for the comparison that `fz.Health(check_replicas_every=)` asks for.
 
         Raises:

@@ -1,4 +1,5 @@
-"""Recovers the newest state of a run: from the memory of the hosts, else from its checkpoints, else a first state."""
+"""Recovers the newest state of a run: from the memory of the hosts, else from its checkpoints, else an initial
+state."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Recovered(NamedTuple):
 
 
 def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) -> InMemory:
-    """Looks for the newest state in the memories of all hosts. `note` is called with each damage that is found."""
+    """Looks for the newest state in the memories of all hosts. `note` is called with a finding for each damaged
+    slot."""
     if memory is None:
         return InMemory()
     here = Processes.of()

@@ -1,29 +1,29 @@
-"""Connects the library `transformers`: its models, directories and Trainer, and generation.
+"""Connects the library `transformers`: its models, model directories, Trainer and generation.
 
-`from_pretrained` and `from_config` make a model of the library a set of functions of its tensors;
-`save_pretrained` writes a directory that the library's own `from_pretrained` reads. `module` is the
-model with the weights of a sharded state, for `generate()` and evaluation. `experts_implementation`
+`from_pretrained` and `from_config` turn a transformers model into functions of its tensors;
+`save_pretrained` writes a directory that transformers' own `from_pretrained` reads. `module` returns
+the model with the weights of a sharded state, for `generate()` and evaluation. `experts_implementation`
 and `tensor_rules` prepare a model for `expert_parallel` and `tensor_parallel`. `Trainer` and
-`TrainingArguments` are the library's, around one compiled step. This folder imports nothing from
-`ir/` or `compiler/`.
+`TrainingArguments` are those of transformers, around one compiled step. This folder imports nothing
+from `ir/` or `compiler/`.
 
 | file | what it does |
 |---|---|
-| `transformers_import.py` | imports the library, or says how to install the version that is needed |
+| `transformers_import.py` | imports transformers, or says how to install the version that is needed |
 | `models.py` | makes models from directories and configurations, as functions of their tensors |
 | `adapters.py` | adds adapters of the library `peft` to a model, and saves them |
 | `moe.py` | `experts_implementation`: makes mixture-of-experts layers compute products of fixed size |
-| `tp_plan.py` | `tensor_rules`: takes the tensor-parallel rules from the library's own plan |
-| `weight_conversions.py` | maps stored weights to parameters and back, following the library's conversions |
-| `pretrained_saving.py` | writes a directory that the library's `from_pretrained` reads, in bounded memory |
-| `gathered_module.py` | runs a model with the weights of a sharded state, gathered whole or layer by layer |
+| `tp_plan.py` | `tensor_rules`: converts transformers' own tensor-parallel plan to rules |
+| `weight_conversions.py` | maps stored weights to parameters and back, following transformers' conversions |
+| `pretrained_saving.py` | writes a directory that transformers' `from_pretrained` reads, in bounded memory |
+| `gathered_module.py` | runs a model with the weights of a sharded state, fully gathered or layer by layer |
 | `trainer.py` | `Trainer`: runs the micro-batches of an update as one compiled step |
 | `trainer_options.py` | `TrainingArguments`, and which options of the Trainer are ignored or rejected |
 | `step_recipe.py` | decides the optimizer, transforms and learning rates of the Trainer's step |
 | `torch_optimizers.py` | translates PyTorch optimizers, and writes their learning rates to the state |
 | `traced_loss.py` | traces the loss and the evaluation outputs through `compute_loss` |
-| `loss_guard.py` | finds what the loss reads besides its batch, and rejects changes of it |
-| `data_parallel_ranks.py` | counts data-parallel groups; the ranks along a tensor-parallel axis read the same data |
+| `loss_guard.py` | finds what the loss reads in addition to its batch, and rejects changes of it |
+| `data_parallel_ranks.py` | counts data shards; all ranks along a tensor-parallel axis read the same data |
 | `padding.py` | pads batches to a few shapes, and checks that padding does not change the loss |
 | `batch_signatures.py` | groups batches by their entries, so that each group is computed with its own |
 | `evaluation_step.py` | evaluates a model from its sharded state, batch by batch |
@@ -70,5 +70,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise no_attribute(__name__, name, __all__)
     library(f"hf.{name}")
-    with needed(f"hf.{name}"):  # also accelerate, which the library's Trainer needs
+    with needed(f"hf.{name}"):  # also checks for accelerate, which transformers' Trainer needs
         return getattr(importlib.import_module(f"fzero.hf.{_HOME[name]}"), name)

@@ -22,19 +22,19 @@ from fzero.hf.data_parallel_ranks import Exchange
 from fzero.trace.guards.value_keys import exact
 
 Entries = Mapping[str, Any]
-"""A batch by the names of its entries: tensors, or None."""
+"""A batch: its entries by name, each a tensor or None."""
 Kind = tuple[tuple[str, str], ...]
 """The names of a batch's entries, sorted, each with the dtype of its tensor, or with "None"."""
 
 
 def kind_of(batch: Entries) -> Kind:
-    """The kind of a batch."""
+    """Returns the kind of a batch."""
     named = {n: tree.dtype_name(x.dtype) if isinstance(x, torch.Tensor) else "None" for n, x in batch.items()}
     return tuple(sorted(named.items()))
 
 
 def tensors_of(batch: Entries) -> dict[str, torch.Tensor]:
-    """The entries of a batch that are tensors."""
+    """Returns the entries of a batch that are tensors."""
     return {n: x for n, x in batch.items() if isinstance(x, torch.Tensor)}
 
 

@@ -102,7 +102,7 @@ class LossInputs:
         return held | {f"args.{n}": getattr(trainer.args, n) for n in ("max_grad_norm", "gradient_accumulation_steps")}
 
     def prepare(self, forward: Any) -> None:
-        """Makes the substitute for the module convert its outputs to fp32, as transformers does for outputs that leave
+        """Under bf16 or fp16, makes the substitute for the module convert its outputs to fp32, as transformers does for
         autocast."""
         if self.trainer.args.bf16 or self.trainer.args.fp16:
             forward.finish = convert_to_fp32
@@ -203,7 +203,7 @@ def _config(trainer: Any) -> Any:
 
 
 def _variables(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the values of the globals and the closure of a function, by name."""
+    """Yields the values of the globals and the closure that a function uses, by name."""
     fn = getattr(fn, "__func__", fn)
     if isinstance(fn, FunctionType):
         yield from ((n, fn.__globals__[n]) for n in names_in(fn.__code__).globals if n in fn.__globals__)

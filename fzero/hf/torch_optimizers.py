@@ -34,7 +34,7 @@ def problems(optimizer: Any, where: str) -> list[str]:
 
 
 def not_translated(cls: Any) -> str:
-    """Says that a class is not translated, and which classes are."""
+    """Returns the message that a class cannot be translated, with the classes that can."""
     known = ", ".join(c.__name__ for c in CLASSES)
     return f"{getattr(cls, '__name__', cls)} is not translated: torch.optim's {known} are"
 

@@ -45,7 +45,8 @@ _AFTER = "_maybe_log_save_evaluate"
 _METHODS = {_AFTER: OWN, "_evaluate": OWN, "evaluation_loop": OWN, "get_batch_samples": DATA, "_prepare_inputs": DATA}
 
 Rule = Callable[[Any, list[str]], None]
-"""Judges an operation on tensors of the module, which have these names."""
+"""Called with an operation on tensors of the module and the names of these tensors. Raises an error if it is not
+allowed."""
 
 
 def problems(declared: Any) -> list[str]:
