@@ -259,6 +259,7 @@ class _Apart:
                     self._notes.store.delete_key(key)
 
     def _exchange(self, mine: Any, form: Any) -> list[Any]:
+        """Exchanges one value per rank through the store, and returns the values in order of rank."""
         number = self._number
         self._number += 1
         with self._store_is_there():
@@ -275,6 +276,7 @@ class _Apart:
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
+        """A context that turns the loss of the store into an error that says what to do."""
         try:
             yield
         except CheckpointError:

@@ -37,6 +37,8 @@ def sync(directory: Path) -> None:
 
 
 class _File(Reader):
+    """An open regular file of a filesystem."""
+
     def __init__(self, path: Path):
         self._file = open_regular(path)
         self._fd = self._file.fileno()

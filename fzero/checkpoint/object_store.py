@@ -41,6 +41,8 @@ _PACKAGES = {
 
 
 class _Object(Reader):
+    """An object that is read by requests for byte ranges."""
+
     def __init__(self, objects: Objects, url: Url):
         self._objects, self._url = objects, url
         self._end: int | None = None  # the size; known once a read has returned fewer bytes than requested
@@ -169,7 +171,7 @@ class Objects(Storage):
             self.write(root / LATEST, f"{name}\n".encode())
         except BaseException:
             with contextlib.suppress(Exception):
-                if before is not None:
+                if before is not None:  # restores the checkpoint that this save would have replaced
                     self.write(target / INDEX, before)
                 elif self.whole(target / INDEX, LONGEST_INDEX) == index:  # not that of another save
                     self._delete([target / INDEX])

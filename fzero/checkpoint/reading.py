@@ -159,6 +159,7 @@ def _read_as(
     cast: bool,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
+    """Does `read` on these ranks: all of them agree on the checkpoint first, and if one raises an error, all do."""
     out: dict[str, torch.Tensor] = {}
     index = agreed(ranks, path)
     together(
@@ -173,6 +174,12 @@ def _read_as(
 def _read(
     index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
+    """Reads this rank's shards of the wanted tensors from the checkpoint of an index.
+
+    Everything that can be checked without reading data is checked first: names, shapes, dtypes, ties, and the sizes
+    of the files. Then tensors in memory are read in groups of at most `_GROUP` bytes, and tensors stored on disk one by
+    one.
+    """
     expected = {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
     if problems := differences(index, expected, cast=cast, subset=True):
         fits = fitting(index, lambda other: not differences(other, expected, cast=cast, subset=True))
@@ -346,6 +353,7 @@ def _fill(index: Index, file: str, pieces: list[Piece]) -> tuple[list[tuple[int,
 
 
 def _damage(index: Index, name: str) -> list[str]:
+    """Returns a message for everything that is wrong with one file of a checkpoint, which is read completely."""
     if problems := missing(index, [name]):
         return problems
     file, digest, bad = index.files[name], hashlib.sha256(), list[int]()
@@ -390,6 +398,7 @@ def _few(names: list[str]) -> str:
 
 
 def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
+    """Yields names in groups whose tensors have at most `_GROUP` bytes together, or one larger tensor."""
     group, total = [], 0
     for name, size in nbytes.items():
         if group and total + size > _GROUP:

@@ -165,6 +165,8 @@ class Ranges:
         return sorted(c for c in self.bad if c * CHUNK < offset + out.numel() and offset < (c + 1) * CHUNK)
 
     def _fill(self, offset: int, stop: int) -> None:
+        """Reads the chunks around `offset` into the buffer, up to `stop` or as many as fit, and verifies their
+        checksums."""
         start = offset // CHUNK * CHUNK
         want = min(BLOCK, -(-(stop - start) // CHUNK) * CHUNK)
         if len(self._buffer) < want:
@@ -199,6 +201,7 @@ class _Sink:
         self._pool.join()  # the caller closes the output next
 
     def add(self, data: torch.Tensor) -> None:
+        """Adds bytes to the buffer, which is written whenever it is full."""
         at = 0
         while at < data.numel():
             n = min(data.numel() - at, len(self._buffer) - self._fill)

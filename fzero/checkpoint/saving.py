@@ -79,6 +79,7 @@ class SavePlan:
     axes: Mapping[str, int] = field(default_factory=dict)  # the mesh axes that tensors are sharded over
 
     def digest(self) -> str:
+        """Returns a digest of everything except `tensors`, by which the ranks compare their plans."""
         facts = (
             self.step,
             self.size,
@@ -486,6 +487,7 @@ def _not_deleted(root: str, why: str) -> None:
 
 
 def _step(state: Any, problems: list[str]) -> int:
+    """Returns the step of a state. If it is not a valid step number, adds a problem and returns 0."""
     step = getattr(state, "step", None)
     whole = isinstance(step, torch.Tensor) and step.numel() == 1 and not step.dtype.is_floating_point
     if not (whole or type(step) is int) or int(step) < 0:  # type: ignore[arg-type]
@@ -498,6 +500,7 @@ def _step(state: Any, problems: list[str]) -> int:
 
 
 def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
+    """Returns why a tensor cannot be stored, or None if it can."""
     if tensor.dtype not in safetensors_format.CODES:
         return f"the dtype {tensor.dtype} cannot be stored"
     if (tensor.device.type == "meta" and extent_of(tensor) is None) or tensor.layout != torch.strided:
@@ -533,6 +536,7 @@ def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
 
 
 def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: list[str]) -> None:
+    """Raises one error for all arguments of `save` that are invalid."""
     if type(wait) is not bool:
         problems.append(f"wait={wait!r}: True or False")
     on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
@@ -557,6 +561,8 @@ def _note(rank: int) -> str:
 
 
 def _read_note(draft: Draft, rank: int, size: int) -> dict[str, Any]:
+    """Returns what a rank has reported about its file, after checking that the file is visible here with the reported
+    size."""
     storage, file = storage_of(draft.directory), draft.directory / draft.name(file_name(rank, size))
     try:
         note = parsed(storage.whole(draft.directory / draft.name(_note(rank))))

@@ -159,6 +159,7 @@ def digest(x: torch.Tensor | str) -> str:
     width = _COLUMNS * 8 // x.element_size()  # elements of a row
     rows = x.numel() // width
     generator = torch.Generator("cpu").manual_seed(0)
+    # Odd weights are invertible modulo 2**64, so the product with a weight loses no change of a word.
     weights = (torch.randint(-(2**63), 2**63 - 1, (rows, 1), generator=generator, device="cpu") | 1).to(x.device)
     sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=x.device)
     for at in range(0, rows, _ROWS):

@@ -170,6 +170,7 @@ _REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State"
 
 
 def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:
+    """Looks up the class of a node. Returns the class, or None and the reason why it cannot be used."""
     module_name, _, qualname = _MOVED.get(where, where).partition(":")
     if module_name not in sys.modules and module_name.split(".")[0] == "fzero":
         with contextlib.suppress(ImportError):

@@ -200,6 +200,7 @@ class _InOrder:
 
 
 def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
+    """Raises one error for all arguments of `export` that are invalid."""
     problems, fixes = [], []
     if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
         problems.append(

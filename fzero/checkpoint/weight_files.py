@@ -77,6 +77,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
 
 
 def _weight_map(file: Place) -> dict[str, str]:
+    """Returns the file of each tensor, as the index of a directory gives them. Only plain file names are accepted."""
     try:
         content = parsed(storage_of(file).whole(file), dict[str, Any])
         weight_map = formed(content["weight_map"], dict[str, str], "weight_map")

@@ -233,6 +233,7 @@ class _Stream:
             self._load()
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yields this rank's shard of a tensor in pieces of up to 1 MiB, followed by zeros for the padding."""
         leaf, filled = self._wanted[name], 0
         for begin, nbytes, dtype in self._leaves[name]:
             at = begin
@@ -275,6 +276,7 @@ class _Stream:
         return out
 
     def _fill(self, out: memoryview, piece: _Piece, first: int) -> str | None:
+        """Reads bytes of a piece, from position `first` of the stream on. Returns a message if that fails."""
         if (reader := self._readers.get(piece.file)) is None:
             return None  # reported when the file was opened
         offset = piece.offset + first - piece.begin

@@ -265,6 +265,7 @@ def _agree(found: ConfigSettings, auto: Mapping[str, Any], batch: dict[str, int]
 
 
 def _clipping(found: ConfigSettings) -> float:
+    """Returns the norm to which gradients are clipped; 0 for no clipping."""
     if found.values.get("gradient_clipping") is None:
         found.omitted("gradient_clipping", "1.0, as DeepSpeed has it since 2026; 0 is none")
     norm = float(found.get("gradient_clipping", 1.0))
@@ -283,6 +284,7 @@ def _skips(found: ConfigSettings) -> bool:
 
 
 def _precision(found: ConfigSettings) -> list[Transform]:
+    """Returns the `mixed_precision` transform that the keys on precision ask for, if any."""
     computes = [text for text in ("fp16", "bf16") if found.get(f"{text}.enabled", False)]
     if found.get("torch_autocast.enabled", False):
         dtype = DTYPE_NAMES.get(found.get("torch_autocast.dtype", ""))
@@ -321,6 +323,7 @@ def _precision(found: ConfigSettings) -> list[Transform]:
 
 
 def _loss_scale(found: ConfigSettings) -> LossScale | float | None:
+    """Returns the loss scale of the section `fp16`: a constant, or a dynamic `LossScale`. None if it is invalid."""
     get = lambda key, default: found.get(f"fp16.{key}", default)  # noqa: E731
     if get("loss_scale", 0):
         return float(get("loss_scale", 0))
@@ -343,6 +346,7 @@ def _loss_scale(found: ConfigSettings) -> LossScale | float | None:
 
 
 def _stage(found: ConfigSettings) -> list[Transform]:
+    """Returns the transforms of the ZeRO stage. With a threshold at stage 3, smaller parameters are not sharded."""
     stage, small = found.get(f"{_ZERO}.stage", 0), f"{_ZERO}.stage3_param_persistence_threshold"
     numel = found.get(small)
     if stage == 3 and numel:
@@ -357,6 +361,7 @@ def _stage(found: ConfigSettings) -> list[Transform]:
 
 
 def _offload(found: ConfigSettings) -> list[Transform]:
+    """Returns one `offload` transform for each combination of tier, path and fraction that the two sections ask for."""
     stage, wanted = found.get(f"{_ZERO}.stage", 0), {}
     old = dict(zip(_OFFLOADS, (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param"), strict=True))
     for section, (role, least) in _OFFLOADS.items():

@@ -122,6 +122,8 @@ def _given(
 
 
 def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str] | None:
+    """Returns the optimizer of the section `optimizer` and its text, or None, with a problem added, if it is not
+    supported."""
     kind: str = settings.get("optimizer.type", "")
     if not kind:
         settings.problems.append(f"optimizer: none is said; add the section, or {_CLIENT}")
@@ -249,6 +251,7 @@ def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[G
 def _adam(
     settings: ConfigSettings, name: str, lr: Any, shown: str, b1: float | Schedule, b2: float
 ) -> tuple[GradientTransformation, str]:
+    """Returns Adam or AdamW with DeepSpeed's defaults and meaning of the arguments, and its text."""
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
     decoupled = name == "AdamW" or get("adam_w_mode", True)
     default = 0.01 if decoupled and get("torch_adam", False) else 0.0

@@ -53,7 +53,7 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory but not process ids
-    name = f"{here}-{owner}-{started(owner)}"
+    name = f"{here}-{owner}-{started(owner)}"  # with the start time, because process ids are used again
     roots = _roots(base if given is None else Path(given).absolute())
     root = _root(roots, name)
     for other in (x for one in roots if one.is_dir() and exposed(one, 0o077) is None for x in one.iterdir()):

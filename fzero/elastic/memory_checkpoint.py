@@ -114,7 +114,7 @@ class Vault:
         self._sealed = [s.tensors[SEALED] for s in slots]
         self._sums = [s.tensors[SUMS] for s in slots]
         for sealed in self._sealed:
-            if int(sealed) > step + 1:
+            if int(sealed) > step + 1:  # newer than the state from which the run continues: it will be computed again
                 sealed.fill_(0)
 
     def has(self, step: int) -> bool:
@@ -134,7 +134,7 @@ class Vault:
             raise FzeroValueError("run.commit", "this is not the run's state", odd[:8], fix)
         flat = tree.leaves(lasting(state))
         slot = self._spare(step)
-        self._sealed[slot].fill_(0)
+        self._sealed[slot].fill_(0)  # invalid from here on, in case the process is killed while it writes
         sums = []
         for leaf in self._leaves:
             part = flat[leaf.index].detach().resolve_conj().resolve_neg().reshape(-1)[: leaf.numel]
@@ -142,7 +142,7 @@ class Vault:
             leaf.slots[slot].copy_(part)
         if sums:
             self._sums[slot].copy_(on_host(sums))
-        self._sealed[slot].fill_(step + 1)
+        self._sealed[slot].fill_(step + 1)  # this commits the slot, so it comes after everything else
         self._count += 1
         # By now every rank of a mesh of this size has stored the state before, and the shards sent of it have arrived,
         # so the states that another number of ranks has stored are not needed any more.
@@ -177,6 +177,7 @@ def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Returns the names, shapes and dtypes of the tensors of a state that are stored."""
     kept = lasting(state)
     return [(n, x.shape, x.dtype) for n, x in tree.with_names(kept)]
 
@@ -276,6 +277,7 @@ def _file(rank: int, slot: int) -> str:
 
 
 def _sealed(path: Path, note: Mapping[str, Any]) -> int:
+    """Returns the value of the tensor `sealed` of a slot's file, which must have the size that its JSON file gives."""
     with path.open("rb") as f:
         if (size := os.fstat(f.fileno()).st_size) != note["bytes"]:
             raise ValueError(f"{path.name} has {size} bytes where {note['bytes']} were written")
@@ -284,6 +286,7 @@ def _sealed(path: Path, note: Mapping[str, Any]) -> int:
 
 
 def _of_slot(index: Index, step: int, nbytes: int, file: str) -> Index:
+    """Returns an index of one slot's file, for the state of this step."""
     parts = {name: tuple(replace(p, file=file) for p in parts) for name, parts in index.parts.items()}
     return replace(index, step=step, files={file: File(nbytes, "", None)}, parts=parts)
 

@@ -198,7 +198,12 @@ class _Signs:
                 self._heard.setdefault(other, (0, self.trip))
 
     def _heed(self, other: int, sign: _Sign | None) -> None:
-        if sign is None or self._first.setdefault(other, sign.number) == sign.number:  # maybe of an earlier start
+        """Processes a heartbeat of another host.
+
+        The first heartbeat that is read may be left from an earlier start. So a host only counts as heard once the
+        number of its heartbeat changes.
+        """
+        if sign is None or self._first.setdefault(other, sign.number) == sign.number:
             return
         if sign.left:
             self._left.add(other)
@@ -210,6 +215,7 @@ class _Signs:
             host.is_absent(self._memory, rank)
 
     def oldest(self) -> Silent:
+        """Returns the host that has been silent longest, or the store if that does not answer."""
         since, other = min(((since, other) for other, (_, since) in self._heard.items()), default=(self.trip, STORE))
         if since > self.trip - 2 * _BEAT:  # all hosts were heard when the store last answered
             since, other = self.trip, STORE

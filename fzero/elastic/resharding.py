@@ -131,6 +131,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
 
 
 def _check(state: Any, mesh: Mesh) -> None:
+    """Raises an error if a state cannot be moved on these processes."""
     check_state(state, _FIX, "reshard")
     here, problems = (mesh.rank, mesh.size), []
     for path, x in tree.with_paths(state, "state"):

@@ -35,5 +35,6 @@ class StopRequest:
             self._strange = True
             logger.warning("fzero.run: ignores a stop in the store that is not this run's: %s", STRANGERS)
         if self._signals.came and said is None:
+            # The step after this one: another rank may have looked already, and begun this step.
             store.compare_set(_STOP, found.decode(errors="replace"), signed(secret, _STOP, str(step + 1)))
         return said is not None and int(said) <= step

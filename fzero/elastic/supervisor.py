@@ -148,6 +148,7 @@ class Keeper:
                 return _AGAIN
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host_directory.STEPPING
             watched = seen.phase == host_directory.JOINING or seen.has_stepped
+            # A rank that waits for another one gets twice the time, so that the one that hangs is killed first.
             if watched and time.monotonic() - since > self._hang_timeout * (2 if waits else 1):
                 self._end(seen.step)
         return self._process.wait()
@@ -200,6 +201,8 @@ class Keeper:
         return 0
 
     def _hear(self, number: int, _: Any) -> None:
+        """Passes a signal on to the rank. If torchrun is gone, ends the rank and removes the directory of the run
+        instead."""
         if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, the owner, is gone
             if self._process is not None:
                 self._process.kill()
@@ -214,6 +217,7 @@ class Keeper:
 
 
 def main(args: list[str] | None = None) -> int:
+    """Parses the command line of `python -m fzero.run`, supervises the rank, and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m fzero.run",
         description="Starts a script, one rank of a run, and starts it again when it dies.",

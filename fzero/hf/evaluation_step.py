@@ -75,6 +75,7 @@ class Evaluation:
         return found[own]
 
     def _evaluated(self, params: Any, kind: Kind, entries: Entries, items: Any, key: torch.Tensor) -> Any:
+        """Evaluates a batch of one kind, padded to one of the known shapes if that changes nothing."""
         trainer, tensors = self.held.trainer, tensors_of(entries)
         if kind not in self._paddings:
             losses = traced_loss.Losses(ignores=self._model.mutable is None)

@@ -157,6 +157,8 @@ class LossInputs:
         return f"a tensor of its closure or globals: {shape}"
 
     def _values(self) -> dict[str, Any]:
+        """Returns the present values that the methods read from the trainer, its state, arguments and configuration, by
+        name."""
         trainer, named = self.trainer, self._names
         mro = type(trainer).__mro__
         own = {n: x for c in reversed(mro[: mro.index(self._base)]) for n, x in vars(c).items()}

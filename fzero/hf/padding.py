@@ -143,6 +143,8 @@ class Padding:
         return sorted(n for n, x in part.items() if self.fill(n, x, length) is not None)
 
     def _check(self, parts: Sequence[Tensors]) -> None:
+        """Raises an error if an entry has no batch dimension, or if its shape changes in a dimension that is not
+        padded."""
         problems = []
         for part in parts:
             rows, names = _rows(part), self._names(part)
@@ -159,6 +161,7 @@ class Padding:
             raise FzeroValueError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
 
     def _padded(self, part: Tensors, shape: Shape) -> Tensors:
+        """Pads one micro-batch to a shape."""
         padded = {}
         for name, x in part.items():
             if name in shape and x.shape[1] < shape[name]:

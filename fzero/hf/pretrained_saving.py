@@ -199,6 +199,7 @@ def _save_adapters(
     ranks: Ranks,
     prepare: Callable[[], None],
 ) -> list[Path]:
+    """Gathers the tensors of adapters on all ranks, and writes them on the first."""
     values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
     what = f"cannot save to {out}"
     together(ranks, "hf.save_pretrained", what, prepare)
@@ -219,6 +220,7 @@ def _save_adapters(
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
+    """Raises an error if a directory that is given as the tokenizer has no files of one."""
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
     path = Path(tokenizer)
@@ -229,6 +231,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path | None, out: Path) -> None:
+    """Writes a tokenizer, or copies its files from a directory."""
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(out)
         return

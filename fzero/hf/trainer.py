@@ -205,6 +205,7 @@ class Trainer(Base):
     # --- the step ---
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Makes the step, its state, and everything else for a training, where transformers would prepare the model."""
         if self.train_state is not None and resume_from_checkpoint is None:
             self._sync.refresh()  # after a training that was interrupted
         module = self.model.train()
@@ -247,6 +248,7 @@ class Trainer(Base):
         return self._pretrained or functionalize(self.model)
 
     def _mesh(self) -> Mesh:
+        """Returns the mesh, which is made when it is first needed, and must have all processes."""
         if self._given_mesh is None:
             axis, size, _ = self._tensor
             axes = {"data": self.args.world_size // size, axis: size} if size > 1 else {}
@@ -282,6 +284,12 @@ class Trainer(Base):
             self.args = args
 
     def _first_state(self, resumed: Any, carried: State | None) -> State:
+        """Returns the state that a training starts with.
+
+        It is restored from the checkpoint to resume from; or it is `carried`, the state of the training before, if
+        the optimizer is the same; or it is a new state, with the weights of the module or directory, or with those
+        trained before.
+        """
         assert self.compiled is not None and self.functional is not None
         key = random.key(self.args.seed)
         if resumed is not None:
@@ -577,6 +585,7 @@ class Trainer(Base):
             raise CheckpointError("hf.Trainer", what, fix=fix)
 
     def _load_best_model(self) -> None:
+        """Restores the best checkpoint, and copies its weights to the module."""
         best = self.state.best_model_checkpoint
         if self.args.save_only_model:
             super()._load_best_model()

@@ -103,6 +103,8 @@ def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]
 
 
 def _converted(convert: Any, numbered: _Rows, shapes: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Runs a conversion on row numbers, and returns the runs that make up each resulting tensor. Adds to `problems`
+    what fails."""
     made: dict[str, Any] = {}
     text = ", ".join(list(numbered.tensors)[:2]) + (", ..." if len(numbered.tensors) > 2 else "")
     try:
