@@ -95,8 +95,7 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 
 def _sources(program: Program) -> dict[str, str]:
-    """Returns the source of each gathered parameter: the parameter before the cast of its shard, or the argument of a
-    gather over another axis."""
+    """Maps each cast value to the value that was cast, and each gathered value to the value that was gathered."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     casts = [x for x, _ in program.walk() if x.op == "cast"]
     found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
@@ -414,7 +413,8 @@ class _Sinking:
         self.leaving = {handle for handle, x in away.items() if not x.writes}
         reduced = {x.out[0].name for x in lines if _is_reduction(x) or (x.op in COPIES and x.writes)}
         self.reduced = reduced | {*away, *self.onward}
-        self.here = self.reduced - self.leaving  # the transfers for which an update counts as a block
+        # the transfers for which an update counts as a block; for an update on the host: `kept`
+        self.here = self.reduced - self.leaving
         self.kept = self.reduced - {*away}
         self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
         self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}

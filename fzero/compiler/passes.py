@@ -1,15 +1,15 @@
-"""Lists the passes that make a finished program of a recorded one, in their one order.
+"""Lists the passes that turn a recorded program into a finished one, in order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
-    compress, cut_update --> lines in the base program's order
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard, compress,
+    cut_update --> ops in the base program's order
 
-    lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
+    ops in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
-A pass is the unit of everything optional. It says when it is wanted, which part of a choice (options.py) concerns it,
-and which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go
-through the same list, by one door (fzero/compiler/pass_cache.py). The chosen program is verified after every pass; a
-violation names the pass.
+Every optional feature is carried out by a pass. A pass declares when it is wanted, which part of the options
+(options.py) concerns it, and which rules hold before and after it. A pass that is not wanted does not run. Training
+steps and evaluations go through the same list, always by way of fzero/compiler/pass_cache.py. The chosen program is
+verified after every pass; the error for a violation names the pass.
 """
 
 from __future__ import annotations
@@ -55,25 +55,27 @@ from fzero.transforms.transform import Transform, find
 from fzero.transforms.zero_placement import Zero, keeps_gathers
 
 FIRST = "trace"
-"""The name of the program that was recorded, which the first pass follows."""
+"""The name of the recorded program, which the first pass follows."""
 Made = dict[str, Program]
-"""The programs on the way, in order, each by the pass that it comes after, whether that ran or not."""
+"""The intermediate programs, in order, each under the name of the pass that it comes after, whether or not that pass
+ran."""
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The demands of a step on its passes, whatever is chosen.
+    """What the step requires of the passes, independent of the chosen options.
 
     Attributes:
-        zero: of its parallel transforms.
-        num_micro: micro-batches.
-        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
-        copies: copies of masters in the dtype of compute, by the path of the master.
-        gradients: leaves for gradients that wait on disk, by the path of the parameter.
-        skip: names of passes to leave out, for whoever looks for a fault.
-        slots: the transforms that declare slots, by the slot's name.
-        known: the findings of passes about programs of this step.
-        temporaries: peak bytes inside a call of a function beyond its inputs and outputs, on whatever machine.
+        zero: the sharding that its parallel transforms request.
+        num_micro: the number of micro-batches.
+        batch: by name, the shape on this rank of each batch input that is divided into micro-batches.
+        copies: copies of masters in the compute dtype, by the path of the master.
+        gradients: tensors that store gradients on disk, by the path of the parameter.
+        skip: names of passes to leave out, for finding faults.
+        slots: the transforms that declare slots, by the name of the slot.
+        known: a cache for facts that passes find about programs of this step.
+        temporaries: returns the peak bytes inside a call of a subgraph beyond its inputs and outputs; the same on every
+            machine.
     """
 
     zero: Zero
@@ -92,29 +94,31 @@ def _nothing(*_: Any) -> None:
 
 
 Options = Callable[[Choice, Program, Any], Sequence[Any]]
-"""The choices that a memory budget may take in the place of one, of that, its program and the device."""
+"""Returns the options that a search within a memory budget may take instead of one, given that one, its program and the
+device."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A rewrite of programs, and all that is to be known of it.
+    """A program rewrite with its preconditions and options.
 
     Attributes:
-        name: of the pass, and of the program that it makes.
-        rewrite: the program that it makes of one, with an option.
-        after: of a transform's own, the pass that it comes right behind; the others are in order.
-        wanted: whether it has something to do to a program, with an option.
-        option: the part of a choice that it carries out. Programs are looked up by their options.
-        before: the rules of programs up to the pass, beside those of every program; raises VerifyError.
-        behind: likewise, from the pass on.
-        tried: open values that are all tried, beside the one of a choice.
-        grows: open values of which each takes more memory than the one before, and is never slower.
-        ahead: sequences of open values of which each takes more memory than the one before, and may be faster: they are
-            looked at once all others are chosen.
-        starts: choices to begin a search with, besides the least one: of that, the program before the pass, the budget.
-        decision: what a plan says of the part of a choice that it carries out: the fields of a `PlanDecision`.
-        needed: the reason why a program without it is wrong; "" where it may be skipped.
-        own: whether it is of this package; a violation is a bug of whoever wrote it.
+        name: the name of the pass, and of the program that it returns.
+        rewrite: returns the rewritten program, for an option.
+        after: for a transform's own rewrite, the pass that it directly follows; the others are in order.
+        wanted: whether it has something to do to a program, for an option.
+        option: the part of the options that it carries out. Programs are cached by their options.
+        before: the rules of programs up to this pass, in addition to those of every program; raises VerifyError.
+        behind: the same, from this pass on.
+        tried: open values that are all tried, in addition to the present one.
+        grows: open values, each of which takes more memory than the one before and is never slower.
+        ahead: sequences of open values, each of which takes more memory than the one before and may be faster; they are
+            considered after all others have been chosen.
+        starts: options with which a search begins, in addition to those of least memory; computed from these, the
+            program before the pass, and the budget.
+        decision: what a plan says about the part of the options that it carries out: the fields of a `PlanDecision`.
+        needed: the reason why a program without it would be wrong; "" if it may be skipped.
+        own: whether it belongs to this package; otherwise a violation is a bug of whoever wrote it.
     """
 
     name: str
@@ -156,25 +160,26 @@ def _stays_open(program: Program) -> bool:
 
 
 def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
-    """For each leaf the number of its tier among those in use: an update is cut alike whichever tiers those are."""
+    """Returns, for each tensor of the state, the index of its tier among the tiers in use: an update is partitioned in
+    the same way whichever tiers those are."""
     numbers = [TIERS.index(leaf.layout.tier) for leaf in _now(made).leaves.values()]
     present = sorted({*numbers})
     return tuple(map(present.index, numbers))
 
 
 def _cast_once(made: Made, choice: Choice) -> tuple[str, ...]:
-    """The leaves that may be cast once for all micro-batches."""
+    """Returns the parameters that may be cast once for all micro-batches."""
     leaves = _now(made).leaves.values()
     return tuple(x.path for x in leaves if x.layout.tier == "device") if choice.cast_once else ()
 
 
 class Sides(NamedTuple):
-    """The consequences of a choice for a program whose update is cut.
+    """The consequences of the options for a program whose update has been partitioned.
 
     Attributes:
-        on_device: leaves off the device that are updated there.
-        waiting: gradients that wait in host memory.
-        on_disk: gradients that wait on disk, each with its leaf.
+        on_device: the offloaded tensors that the device updates.
+        waiting: the gradients that are held in host memory.
+        on_disk: the gradients that are held on disk, each with the tensor that stores it.
     """
 
     on_device: frozenset[str]
@@ -183,7 +188,7 @@ class Sides(NamedTuple):
 
 
 def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
-    """The consequences of a choice, as the program has them whose update was cut."""
+    """Returns the consequences of the options for the program whose update was partitioned."""
     program, on_disk = made["gradients"], dict[str, str]()
     if asked.gradients:
         waits, grads = offload_analysis.gradients_that_wait(program), program.grads
@@ -287,7 +292,7 @@ PASSES = (
         lambda program, asked, order: overlap(program, order),
         wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
         option=lambda made, asked, choice: choice.order,
-        # else a longer transfer gains nothing
+        # on other devices a longer transfer gains nothing
         tried=lambda choice, program, device: (
             [choice.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
         ),
@@ -315,22 +320,23 @@ PASSES = (
     Pass("batch", lambda program, *_: batch.batched(program), wanted=lambda program, *_: batch.launches(program)),
     Pass("device_waits", lambda program, *_: mark(program), wanted=lambda program, *_: not program.mesh.unified_memory),
 )
-"""All passes of the package, in order. An evaluation has no update, so some of them have nothing to do."""
+"""All passes of the package, in order. An evaluation has no update, so some of them have nothing to do there."""
 
 
 def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pass, ...]:
-    """The passes of a step: those of the package, each followed by the rewrites of transforms that come after it.
+    """Returns the passes of a step: those of the package, each followed by the rewrites of transforms that come after
+    it.
 
     Args:
-        transforms: of the step.
+        transforms: the transforms of the step.
         skip: passes to leave out.
 
     Raises:
-        TransformError: a transform names a pass that is not there.
-        FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
+        TransformError: a transform names a pass that does not exist.
+        FzeroValueError: a pass to leave out does not exist, or the program would be wrong without it.
     """
     passes = [*PASSES]
-    # a name that is taken is followed by the transform's arguments
+    # a name that is already taken is extended by the transform's arguments
     taken = [FIRST, *(x.name for x in PASSES), *(t.name for t in transforms)]
     own = (t for t in transforms if type(t).rewrite is not Transform.rewrite)
     left = [_added(t, t.name if taken.count(t.name) == 1 else str(t)) for t in own]
@@ -341,7 +347,7 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
             problems = [f"{x.name}: after {x.after!r}, which is no pass of this step" for x in left]
             raise TransformError("lower", "unknown passes", problems, f"name one of {', '.join(names)}")
         at, behind = names.index(guest.after), {guest.after}
-        while at < len(passes) and passes[at].after in behind:  # in the order of the step's transforms
+        while at < len(passes) and passes[at].after in behind:  # keeps the order of the step's transforms
             behind.add(passes[at].name)
             at += 1
         passes.insert(at, guest)
@@ -354,10 +360,11 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
 
 
 def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool = True) -> None:
-    """Checks the program that a pass made, the one with this number. One that it did not change has new rules to keep.
+    """Checks the program that the pass with this index returned. Even if the pass changed nothing, new rules may apply
+    after it.
 
     Raises:
-        VerifyError: naming the pass and the line.
+        VerifyError: naming the pass and the op.
     """
     try:
         if changed:
@@ -373,7 +380,7 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
 
 
 def _added(transform: Transform, name: str) -> Pass:
-    """The pass of a transform that rewrites programs itself."""
+    """Returns the pass for a transform that rewrites programs itself."""
     needed = f"it carries out {transform}: leave that out of the step instead"
 
     def rewrite(program: Program, asked: Asked, _: Any) -> Program:
@@ -383,10 +390,11 @@ def _added(transform: Transform, name: str) -> Pass:
 
 
 def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> Program:
-    """The program of a transform's own rewrite. `own`: the names of its slots.
+    """Returns the result of a transform's own rewrite. `own`: the names of its slots.
 
     Raises:
-        TransformError: it changes nothing, and the transform does not say why; or it writes a slot that is not its own.
+        TransformError: the rewrite changes nothing, and the transform gives no reason; or it writes a slot that is not
+            its own.
     """
     made = transform.rewrite(program)
     wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
@@ -402,7 +410,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
 
 
 def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
-    """The program of a rewrite, which assigns the transform's slots that its lines write."""
+    """Returns the program of a rewrite, extended by the assignments of the transform's slots that its ops write."""
     before, after = (Counter(w for line, _ in x.walk() for w in line.writes) for x in (program, made))
     new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
     if wrong := [leaf for leaf in new if leaf.role not in own]:

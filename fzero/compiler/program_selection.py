@@ -1,5 +1,5 @@
 """Selects the program of a step: the one that is predicted to be fastest within a budget. If none fits, the error says
-what would."""
+what would fit."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ def lower_inputs(
     formats: Formats | None = None,
     draft: bool = False,
 ) -> Lowered:
-    """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
-    takes least memory is asked for, without a budget; `formats`: those of `compress("auto")` that a state has
-    recorded; `draft`: programs are not verified, and an error has no advice."""
+    """Like `lower`, from tables of tensors.
+
+    Args:
+        step, mesh, params, batch, budget, skip: as for `lower`.
+        traced: the step's trace, if `resolve` has traced it already.
+        limited: the options with the least memory are requested, even without a budget.
+        formats: the formats of `compress("auto")` that a state has recorded.
+        draft: programs are not verified, and an error has no advice.
+    """
     found = candidates(step, mesh, params, batch, budget, traced, limited, skip)
     if budget is None:
         return found.lowered(found.starts[0][0], draft)
@@ -63,8 +69,8 @@ def lower_inputs(
 
 
 def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Choice | None:
-    """The best choice with the formats of `compress("auto")`: those of the fastest step if it fits with them, or else
-    the least compression that fits. None if none does."""
+    """Returns the best options with formats for `compress("auto")`: those of the fastest step if it fits with them,
+    otherwise the least compression that fits. None if none fits."""
 
     def best(**formats: Any) -> Choice | None:
         groups = ([replace(choice, **formats) for choice in group] for group in found.starts)
@@ -86,7 +92,7 @@ def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
-    """Transforms that lower the peak of a plan, each with the new peak."""
+    """Returns transforms that lower the peak of a plan, each with the new peak."""
 
     def asked(more: Step) -> Program:
         leaves = params_inputs(more, mesh, abstract_params(params))
@@ -96,12 +102,12 @@ def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, bud
 
 
 def _largest(programs: Sequence[Program], budget: Budget) -> Program:
-    """The program that takes most of the device's memory."""
+    """The program that takes the most device memory."""
     return max(programs, key=lambda program: peak_bytes(program, budget.device, budget.backend)[0])
 
 
 def _rows(step: Step | EvalStep, batch: Inputs) -> int:
-    """The rows of a rank's batch that are computed with at once."""
+    """The number of samples of a rank's batch that are computed with at once."""
     found = find(step.transforms, accumulate.Accumulate) if isinstance(step, Step) else None
     return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
         found.num_micro_batches if found else 1

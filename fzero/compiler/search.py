@@ -1,18 +1,21 @@
-"""Searches for the fastest program within budgets, among the options that the passes of a step leave open, by the plan.
+"""Searches for the fastest program within budgets, among the options that the passes of a step leave open, by their
+plans.
 
-Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that runs.
-Each is made once, and priced once.
+Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that would
+run. Each program is made once, and its cost is computed once.
 
-1. In each start the first side that fits updates the state off the device. From there each open value is tried, and of
-   each option that grows gets the largest value that fits, in every order of the options: memory goes to the first. 2.
-       The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
-       whose bound does not beat the best found is not refined, unless it is taken. 3. The first start within 1 % of the
-       fastest is taken.
+1. For each start, the updates of offloaded state run on the first side, host or device, with which the program fits.
+From there, each open value of `Pass.tried` is tried, and each option of `Pass.grows` gets the largest value that fits,
+in every order of these options: the first option gets the memory first.
+2. The fastest program of each start gets the best order of its transfers and the best share of updates on the host. A
+start whose bound is not better than the best program found so far is not refined, unless it is selected.
+3. The first start within 1 % of the fastest is selected.
 
-[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
-has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
-of all and of nothing on the host; no step is shorter than the busiest. So a mix is looked for only where that leaves
-something to gain: first where the two sides take as long, then half way from there to either end.
+[Note: both sides] The arithmetic of the host and the link work in parallel, so the fastest step may be one in which
+host and device each update a part of the blocks. With a share s on the host, every queue is busy for a time linear in
+s, which is known from the programs with everything and with nothing on the host; no step is shorter than its busiest
+queue. So a mix is tried only if this bound leaves something to gain: first where both sides take equally long, then
+half way from there to either end.
 """
 
 from __future__ import annotations
@@ -33,49 +36,50 @@ from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
 from fzero.transforms.offload_analysis import leaves_side_open
 
-ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less of the device's memory
-SHARES = 16  # a mix of both sides is looked for in steps of 1/16
-GAIN = 0.02  # and only if it may make the step shorter by this share
-SAME = 1e-3  # predictions that differ by less are the same
+ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less device memory
+SHARES = 16  # mixes of both sides are multiples of 1/16
+GAIN = 0.02  # a mix is tried only if it may make the step shorter by this share
+SAME = 1e-3  # predictions that differ by less are considered equal
 
 
 @dataclass(eq=False)
 class CostOfChoice:
-    """The predicted cost of a program on a budget's device, each part found when it is asked for; of a pipeline, of the
-    programs of all stages."""
+    """The predicted cost of a program on a budget's device; each part is computed when it is first needed. For a
+    pipeline, the cost of the programs of all stages."""
 
     programs: tuple[Program, ...]
     budget: Budget
 
     @property
     def program(self) -> Program:
-        """The one whose options are open; of a pipeline that of the first stage."""
+        """The program whose options are open; for a pipeline, that of the first stage."""
         return self.programs[0]
 
     @functools.cached_property
     def peaks(self) -> tuple[int, int, int]:
-        """The most bytes of a rank on the device, the host and the disk."""
+        """The largest number of bytes that a rank has on the device, the host and the disk."""
         found = [peak_bytes(program, self.budget.device, self.budget.backend) for program in self.programs]
         return max(x[0] for x in found), max(x[1] for x in found), max(x[2] for x in found)
 
     @functools.cached_property
     def queues(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a step, and of each queue (`queue_seconds`)."""
+        """The seconds of a step, and of each queue (`queue_seconds`)."""
         return queue_seconds(self.programs, self.budget.device, self.budget.backend)
 
     @functools.cached_property
     def exposed(self) -> dict[str, float]:
-        """Seconds of a step that compute waits for each channel; of a pipeline, in the first stage."""
+        """The seconds per step for which compute waits for each channel; for a pipeline, in the first stage."""
         return exposed_seconds(self.programs, self.budget.device, self.budget.backend)
 
 
 class Search:
-    """The costs of choices, and the best of them.
+    """The costs of options, and the search for the best ones.
 
     Args:
-        build: the finished programs of a choice, of all stages, the same objects for choices that come to the same.
-        passes: whose options are open, under a budget of memory.
-        budget: to fit.
+        build: returns the finished programs of all stages for these options; the same objects for options that lead to
+            the same programs.
+        passes: the passes whose options are open, if there is a memory budget.
+        budget: the budget to fit.
     """
 
     def __init__(self, build: Callable[[Choice], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
@@ -97,10 +101,10 @@ class Search:
         return self.cost(choice).queues[0]
 
     def best(self, starts: Sequence[Choice]) -> Choice | None:
-        """The fastest choice that fits; None if none does.
+        """Returns the options of the fastest program that fits; None if none does.
 
         Args:
-            starts: choices of least memory, of `Variants.starts`.
+            starts: options of least memory, from `Variants.starts`.
         """
         grown = [found for start in starts if (found := self._grown(start)) is not None]
         if len(grown) == 1:
@@ -115,19 +119,19 @@ class Search:
         return first and (refined.get(first) or self._refined(first))
 
     def _sides(self, choice: Choice) -> list[Choice]:
-        """The choice with all updates on the host, and with none there, if that is open."""
+        """Returns the options with all updates on the host, and with none there, if that is open."""
         program = self.cost(choice).program
         is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
         return [replace(choice, host_share=share) for share in ENDS] if is_open else [choice]
 
     def _values(self, of: Callable[[Pass], Any], choice: Choice) -> list[Any]:
-        """All values of the options of passes, from a choice."""
+        """Returns all values of the passes' options, starting from these options."""
         program, device = self.cost(choice).program, self.budget.device
         return [value for passed in self.passes for value in of(passed)(choice, program, device)]
 
     def _grown(self, least: Choice) -> Choice | None:
-        """The choice with as much of what grows as fits, and of what is tried the fastest; None if it does not fit
-        itself."""
+        """Returns the options with the largest growing values that fit, and the fastest of the values that are tried;
+        None if the given options do not fit."""
         start = next(filter(self.fits, self._sides(least)), None)
         if start is None:
             return None
@@ -148,7 +152,8 @@ class Search:
         return replace(best, because=because)
 
     def _most(self, choice: Choice, grows: Options) -> Choice:
-        """The last of its values that fits, by bisection: more takes more memory, and the first is known to fit."""
+        """Returns the last of an option's values that fits, by bisection: later values take more memory, and the first
+        is known to fit."""
         values = grows(choice, self.cost(choice).program, self.budget.device)
         low, high = 0, len(values)
         at = high - 1
@@ -161,7 +166,8 @@ class Search:
         return min(choices, key=lambda c: (self.seconds(c), self.cost(c).peaks)) if len(choices) > 1 else choices[0]
 
     def _refined(self, best: Choice) -> Choice:
-        """The choice with gathers that start as far ahead, and updates on the side, that are fastest."""
+        """Returns the options with the fastest distance at which gathers start ahead, and the fastest side of the
+        updates."""
         groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Choice]()
         for side in (sides := self._sides(best)):
             here = ((replace(c, host_share=side.host_share) for c in group) for group in groups)
@@ -170,23 +176,24 @@ class Search:
         return self._with_share(fitting) if len(sides) > 1 else fitting[0]
 
     def _least_seconds(self, choice: Choice) -> float:
-        """The least seconds of a step, wherever the updates of a choice run and however far ahead a transfer starts: as
-        long as its busiest queue."""
+        """Returns a lower bound of the seconds of a step, wherever its updates run and however far ahead its transfers
+        start: the time of its busiest queue."""
         queues = [self.cost(side).queues[1] for side in self._sides(choice)]
         return next(_mixes(*queues))[1] if len(queues) > 1 else max(queues[0].values())
 
     def _with_share(self, ends: Sequence[Choice]) -> Choice:
-        """The choice with the share of updates on the host that is fastest, and why: see [Note: both sides]."""
+        """Returns the options with the fastest share of updates on the host, and the reason: see [Note: both sides]."""
         first = min(ends, key=self.seconds)
         with_ = lambda share: replace(first, host_share=share)  # noqa: E731
         tried = {c: self.seconds(c) for c in ends}
-        if self.budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
+        # otherwise one thread computes and copies: what one side gains, the other loses
+        if self.budget.device.asynchronous:
             for share, bound in _mixes(*(self.cost(with_(share)).queues[1] for share in ENDS)):
                 if bound > (1 - GAIN) * min(tried.values()):
                     break
                 if self.fits(with_(share)):
                     tried[with_(share)] = self.seconds(with_(share))
-        # among equals the simpler one
+        # among equal ones, the simplest
         least = min(tried.values())
         best = min(
             tried, key=lambda c: (tried[c] > (1 + SAME) * least, c.host_share not in ENDS, -c.host_share, tried[c])
@@ -200,8 +207,11 @@ class Search:
 
 
 def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
-    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`:
-    what a step with all of it on that side takes at least, for each queue (`queue_seconds`)."""
+    """Yields shares of the update on the host to try, each with a lower bound for the seconds of a step with any of
+    them.
+
+    `host` and `device` are the busy seconds of each queue (`queue_seconds`) if all updates run on that side.
+    """
 
     def busiest(share: float, queues: set[str]) -> float:
         return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)

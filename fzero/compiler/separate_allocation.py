@@ -1,12 +1,13 @@
-"""Chooses which regions lie apart from the arena: its bytes are there all along, so what makes it large for a few
-lines' sake is idle at all others.
+"""Chooses which buffers are allocated separately from the arena. The bytes of the arena exist during the whole step, so
+if it is large for the sake of a few ops, these bytes are idle at all other times.
 
-An arena costs the most that lies in it at once, at every line; what lies apart costs its bytes while it is alive. So
-the peak of a step is the arena, and the most that is alive at once beside it: state, results of functions, temporaries.
-What may lie apart leaves few holes in an allocator's memory. That are shards of gradients, which come one after the
-other and stay, and what is there once or twice, as an embedding's and a head's gathers and gradients. The regions of
-blocks, which come and go, share the arena. Equal regions lie apart together, and as few as bring the peak within `NEAR`
-of the least that this choice can bring.
+At every op, an arena costs the largest number of bytes that are live in it at once; a separate allocation costs its
+bytes only while it is live. So the peak of a step is the size of the arena plus the largest number of bytes that are
+live outside it at once: state, results of subgraphs, temporaries. Buffers that are allocated separately should leave
+few holes in the allocator's memory. These are shards of gradients, which are allocated one after the other and stay,
+and buffers of which there are only one or two, such as the gathers and gradients of an embedding and a head. The
+buffers of blocks, which come and go, share the arena. Equal buffers are all allocated separately or none, and as few as
+possible such that the peak is within `NEAR` of the lowest that this choice can achieve.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from fzero.compiler.arena import Region
 from fzero.compiler.packing import Bytes, taken
 
 NEAR = 0.01
-SMALLEST = 1 << 16  # bytes: smaller regions lie in the arena
-STAYS = "shards"  # the kind of regions that come one after the other and stay
-FEW = 2  # regions of another kind and size that may lie apart
-GROUPS = 8  # the largest groups of equal regions are looked at, in all combinations
+SMALLEST = 1 << 16  # bytes: smaller buffers stay in the arena
+STAYS = "shards"  # the kind of buffers that are allocated one after the other and stay
+FEW = 2  # the largest number of buffers of another kind and one size that may be separate
+GROUPS = 8  # the number of largest groups of equal buffers that are considered, in all combinations
 
 
 def apart(regions: Sequence[Region], beside: Bytes, resting: int) -> list[Region]:
-    """The regions of an arena that are better allocated.
+    """Returns the buffers of an arena that are better allocated separately.
 
     Args:
-        regions: of the device's arena.
-        beside: what is alive at each line beside the arena and the state.
-        resting: bytes of the state.
+        regions: the buffers of the device's arena.
+        beside: the bytes that are live at each op outside the arena and the state.
+        resting: the bytes of the state.
     """
     groups: dict[tuple[str, int], list[Region]] = defaultdict(list)
     for region in regions:

@@ -1,8 +1,8 @@
-"""Says whether the state alone of a step fits its budgets, before anything is traced, and what would hold it: more
-ranks, a higher stage, a tier.
+"""Checks whether the state of a step alone fits its budgets, before anything is traced, and suggests what would make it
+fit: more ranks, a higher ZeRO stage, another tier.
 
-[Note: state at rest] The state is alive all step long, so the peak is never less than what rests, whatever the order
-of lines and whatever is recomputed. It is a sum over leaf tables.
+[Note: state at rest] The state is stored during the whole step, so the peak is never lower than its bytes, whatever the
+order of ops and whatever is recomputed. The bytes are a sum over the tables of tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fzero.transforms import zero
 
 @dataclass(frozen=True)
 class AtRest:
-    """Bytes of the state on one rank's device between steps.
+    """The bytes of the state on one rank's device between steps.
 
     Attributes:
-        params, opt_state: of each; of slots with the optimizer state.
-        whole: the part that no axis shards.
-        axes: that shard the rest.
-        ranks: along these.
+        params, opt_state: the bytes of each; slots count as optimizer state.
+        whole: the bytes of tensors that no axis shards.
+        axes: the axes that shard the rest.
+        ranks: the number of ranks along these.
     """
 
     params: int
@@ -48,7 +48,8 @@ class AtRest:
         return self.params + self.opt_state
 
     def least_ranks(self, limit: int) -> int | None:
-        """Ranks along `axes` with which it would take no more than `limit` bytes; None if no number of them does."""
+        """The number of ranks along `axes` with which the state would take no more than `limit` bytes; None if there is
+        none."""
         if not self.axes or self.whole >= limit:
             return None
         return math.ceil((self.total - self.whole) * self.ranks / (limit - self.whole))
@@ -58,7 +59,7 @@ class AtRest:
 
 
 def at_rest(step: Step, mesh: AbstractMesh, params: Inputs) -> AtRest:
-    """The bytes of a step's state on one rank's device, from its leaf tables."""
+    """Returns the bytes of a step's state on one rank's device, from its tables of tensors."""
     slots = slots_of(step, mesh, params).inputs
     opt_state = (*opt_state_inputs(step, mesh, params).leaves, *slots.leaves)
     here = ("device", "host") if mesh.unified_memory else ("device",)
@@ -84,20 +85,20 @@ def check_at_rest(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -
         step, mesh, params, budget: as for `shortage`.
 
     Raises:
-        BudgetError: with the bytes, and ways to hold them.
+        BudgetError: with the bytes, and ways to make it fit.
     """
     if (short := shortage(step, mesh, params, budget)) is not None:
         raise BudgetError("memory_budget", "the state alone does not fit", *short)
 
 
 def shortage(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -> tuple[list[str], str] | None:
-    """Problems and a fix if the state alone is over the budgets; None if it is not.
+    """Returns problems and a fix if the state alone exceeds the budgets; None if it does not.
 
     Args:
-        step: with its transforms; with `offload("auto")` all of the state may leave the device.
-        mesh: of the devices that the budget is for.
+        step: the step with its transforms; with `offload("auto")`, all of the state may leave the device.
+        mesh: the devices that the budget is for.
         params: the tree of parameters.
-        budget: to fit. A tier without a limit holds everything.
+        budget: the budget to fit. A tier without a limit holds everything.
     """
     auto = auto_of(step)
     step = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
@@ -123,7 +124,7 @@ def shortage(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -> tup
 
 
 def would_hold(step: Step, mesh: AbstractMesh, params: Any, found: AtRest, limit: int) -> list[str]:
-    """Lines about a smaller state on each rank: a higher stage, more ranks."""
+    """Returns suggestions for less state on each rank: a higher ZeRO stage, or more ranks."""
     out = list[str]()
     axes = found.axes or tuple(a for a, n in mesh.axes.items() if n > 1)
     if axes and (more := _sharded(step, mesh, params, axes)) is not None and more.total < found.total:
@@ -137,7 +138,8 @@ def would_hold(step: Step, mesh: AbstractMesh, params: Any, found: AtRest, limit
 
 
 def off_device(mesh: AbstractMesh, found: AtRest) -> list[str]:
-    """The tiers that would take leaves that rest on the device. Gradients that wait on the host come on top."""
+    """Returns suggestions of tiers that could take the state from the device. Gradients that are held on the host take
+    additional memory."""
     if mesh.unified_memory:
         return [f"with fz.offload('nvme', ('opt_state', 'params'), path=DIR): {size(found.total)} of disk a rank"]
     more = "and room for gradients there"

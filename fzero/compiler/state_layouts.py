@@ -1,4 +1,4 @@
-"""Makes the leaf tables of what a state has besides parameters: optimizer state, compute copies, gradients on disk."""
+"""Makes the tables of the state in addition to parameters: optimizer state, compute copies, and gradients on disk."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ Shape = tuple[int, ...]
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state. A leaf is a parameter's if its path ends in the parameter's, and mirrors
-    it if it has its shape, too, or one number for each of its blocks. Such a leaf is sharded as the parameter's state;
-    any other is whole. Its leaves are never tied: each is written in place."""
+    """Returns the table of the optimizer state.
+
+    A tensor belongs to a parameter if its path ends in the parameter's path. It mirrors the parameter if it also has
+    its shape, or one number for each of its quantization blocks. A tensor that mirrors a parameter is sharded as that
+    parameter's state; any other is replicated. Tensors of the optimizer state are never tied, because each is written
+    in place.
+    """
     mode = compat.FakeTensorMode()
     whole = faked(params, mode)
     with mode, Remembering():
@@ -59,7 +63,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
 
 
 def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequence[Leaf], owner: str) -> list[Leaf]:
-    """Leaves laid out as optimizer state: those that mirror a parameter as its state, the others whole."""
+    """Lays out tensors as optimizer state: those that mirror a parameter like its state, the others replicated."""
     zero, leaves = zero_of(step, mesh), list(leaves)
     tiers, blocks = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), list[str]()
     for i, of in enumerate(_parameters(leaves, params)):
@@ -68,7 +72,7 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
         if mirrored is not None:
             param = params.leaves[mirrored]
             if param.layout.dims and has_blocks(leaves[i].shape) and leaves[i].shape != param.shape:
-                continue  # a matrix of another shape, which nothing cuts along dims
+                continue  # a matrix of another shape, which is not sharded along dims
             layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
             leaves[i] = leaves[i].with_layout(**layout)
             if param.layout.dims and leaves[i].shape != param.shape:
@@ -80,8 +84,8 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
 
 
 def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """The copies to compute with of masters that rest off the device, by position: leaves of the state, sharded as
-    their masters are."""
+    """Returns the compute copies of offloaded masters, by the position of the master. They are tensors of the state,
+    sharded like their masters."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or isinstance(step, EvalStep):
         return {}
@@ -96,11 +100,11 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
 
 
 def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
-    """The leaves in which gradients wait on disk, by the position of their parameter: leaves of the state, laid out as
-    updates read gradients.
+    """Returns the tensors that store gradients on disk, by the position of their parameter. They are tensors of the
+    state, in the layout in which updates read gradients.
 
     Raises:
-        TransformError: micro-batches add up in a loop, each of which would read and write all of them.
+        TransformError: a loop accumulates micro-batches, each of which would read and write all of them.
     """
     if isinstance(step, EvalStep) or not any("gradients" in record.of for record in offloads(step)):
         return {}
@@ -125,33 +129,34 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
 
 
 def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[str, dict[int, Leaf]]:
-    """The leaves of a state that no checkpoint has (`train_state.MADE_ANEW`), by their name in its extras and the
-    position of their parameter."""
+    """Returns the tensors of a state that no checkpoint contains (`train_state.MADE_ANEW`), by their name in its extras
+    and the position of their parameter."""
     found = {"compute": compute_leaves(step, mesh, params), "gradients": gradient_leaves(step, mesh, params)}
     return {name: leaves for name, leaves in found.items() if leaves}
 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
-    """For each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
+    """Returns, for each tensor of the optimizer state, the position of the parameter that it mirrors, if there is
+    one."""
     return _parameters(leaves, params, _alike)
 
 
 def _parameters(
     leaves: Sequence[Leaf], params: Inputs, fits: Callable[[Shape, Shape], bool] = lambda leaf, param: True
 ) -> list[int | None]:
-    """For each leaf of the optimizer's state the position of the parameter whose path it ends in, if one's shape
-    fits."""
+    """Returns, for each tensor of the optimizer state, the position of the parameter whose path its own path ends in,
+    provided that the shape fits."""
     by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
 
     def found(leaf: Leaf) -> int | None:
-        endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
+        endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest ending first
         return next((i for i in endings if i is not None and fits(leaf.shape, params.leaves[i].shape)), None)
 
     return [found(leaf) for leaf in leaves]
 
 
 def _alike(shape: Shape, param: Shape) -> bool:
-    """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block; or is a
-    large matrix beside a matrix, such as a preconditioner."""
+    """Whether a tensor of the optimizer state has one number for each element of a parameter, or for each of its
+    quantization blocks; or is a large matrix that belongs to a matrix, such as a preconditioner."""
     blocks = has_blocks(param) and shape == blocks_shape(param)
     return shape == param or blocks or (len(shape) == len(param) >= 2 and has_blocks(shape))

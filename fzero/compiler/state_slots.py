@@ -1,8 +1,8 @@
-"""Lists state slots: all that a state carries besides parameters, optimizer state, step and key.
+"""Lists state slots: everything that a state contains in addition to parameters, optimizer state, step and key.
 
-Transforms declare them (`Transform.slots`). Layouts, programs, `init`, `restore`, `move` and checkpoints are made of
-the table here. A checkpoint without a slot that the step has restores, and the slot begins anew; one with a slot that
-the step has not leaves it behind.
+Transforms declare them (`Transform.slots`). Layouts, programs, `init`, `restore`, `move` and checkpoints are based on
+the table in this file. If a checkpoint lacks a slot of the step, it can still be restored, and the slot starts from its
+initial value; slots that the step does not have are ignored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Slots:
     """The slots of a step on a mesh.
 
     Attributes:
-        inputs: the leaf table, a tree of the slots by name.
+        inputs: the table of tensors, a tree of the slots by name.
         owners: the transform of each slot, by name.
-        local: by path, the leaves that differ between ranks.
+        local: by path, the tensors that vary between ranks.
     """
 
     inputs: Inputs
@@ -50,12 +50,12 @@ class Slots:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """The leaves of a state besides parameters, optimizer state and leaves that are made anew, by path."""
+        """The tensors of a state other than parameters, optimizer state and tensors that are recomputed, by path."""
         return {leaf.path: leaf for leaf in (STEP, KEY, *self.inputs.leaves)}
 
     @property
     def updated(self) -> list[int]:
-        """The positions of the leaves that the update reads and writes."""
+        """The positions of the tensors that the update reads and writes."""
         names = {n for n, t in self.owners.items() if _has(t, "update") or _has(t, "advance")}
         leaves = self.inputs.leaves
         return [i for i in self.inputs.distinct if leaves[i].role in names and leaves[i].path not in self.local]
@@ -67,19 +67,19 @@ class Slots:
         return [t for i, t in enumerate(found) if t not in found[:i]]
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The slots among these values, by name; a slot that is there in part has None for the rest."""
+        """Returns the slots among these values, by name. If only a part of a slot is given, the rest is None."""
         found = {i: values[leaf.path] for i, leaf in enumerate(self.inputs.leaves) if leaf.path in values}
         slots = self.inputs.rebuild(found)
         return {name: slots[name] for name in slots if any(self.inputs.leaves[i].role == name for i in found)}
 
     def around(self, held: dict[str, Any], params: Any, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The optimizer's update with those of transforms around it, as a function of gradients. It puts new slots in
-        `held` in place of old ones.
+        """Wraps the optimizer's update, a function of gradients, in those of transforms. It replaces the slots in
+        `held` by new ones.
 
         Args:
             held: the slots before the step, by name.
-            params: before the step.
-            update: makes new parameters of gradients.
+            params: the parameters before the step.
+            update: returns new parameters for gradients.
         """
         for transform in (t for t in self.transforms if _has(t, "update")):
             update = functools.partial(self._around, transform, held, params, update)
@@ -117,11 +117,11 @@ class Slots:
 
 
 def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
-    """The slots of a step, from its transforms.
+    """Returns the slots of a step, from its transforms.
 
     Raises:
-        TransformError: two transforms with one slot, or a slot with a name that is taken.
-        FzeroTypeError: leaves that are not tensors.
+        TransformError: two transforms with the same slot, or a slot with a reserved name.
+        FzeroTypeError: a slot contains objects that are not tensors.
     """
     mode, owners = compat.FakeTensorMode(), dict[str, Transform]()
     declaring = [t for t in step.transforms if _has(t, "slots")]
@@ -161,7 +161,7 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
 
 
 def declared(step: Step, transform: Transform, params: Any) -> Mapping[str, Any]:
-    """The slots of a transform before the first step, of whole parameters."""
+    """Returns the slots of a transform before the first step, for unsharded parameters."""
     found = transform.slots(params if transform.every_leaf else step.optimized(params))
     if not isinstance(found, Mapping):
         what = f"slots returned {tree.describe(found)}"
@@ -170,7 +170,7 @@ def declared(step: Step, transform: Transform, params: Any) -> Mapping[str, Any]
 
 
 def check_used(program: Program, slots: Slots) -> None:
-    """Raises TransformError naming the slots that no line of a finished program reads or writes."""
+    """Raises TransformError if no op of a finished program reads or writes a slot, and names it."""
     used = {a for line, _ in program.walk() for a in (*line.args, *line.writes)}
     idle = [leaf for leaf in program.leaves.values() if in_slot(leaf) and leaf.path not in used]
     idle = [leaf for leaf in idle if slots.owners[leaf.role].idle_in(program) is None]
@@ -181,7 +181,7 @@ def check_used(program: Program, slots: Slots) -> None:
 
 
 def _has(transform: Transform, method: str) -> bool:
-    """Whether a transform has a method of its own."""
+    """Whether a transform overrides this method."""
     return getattr(type(transform), method) is not getattr(Transform, method)
 
 
@@ -190,7 +190,8 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
-    """The tree that a transform's method returned; raises if it is unlike the one that the method got."""
+    """Returns the tree that a transform's method returned; raises if it differs in structure, shapes or dtypes from the
+    one that the method got."""
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
     old, new = (dict(tree.with_paths(x, what)) for x in (before, after))
     problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]

@@ -1,4 +1,4 @@
-"""Traces a training step to its base program, and to the leaves and functions that open choices may need."""
+"""Traces a training step to its base program, together with the tensors and subgraphs that open options may need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fzero.transforms.transform import find, on_device
 
 @dataclass(frozen=True)
 class Traced:
-    """The programs of a step (`base`: before tiers are known) and the other results of its trace."""
+    """The programs of a step (`base` is the one before tiers are known) and the other results of its trace."""
 
     base: Program
     variants: Variants
@@ -53,8 +53,14 @@ def trace_step(
     num_parts: int | None = None,
     skip: frozenset[str] = frozenset(),
 ) -> Traced:
-    """Traces a step, from leaf tables. `precision` and `num_parts`, which the global batch is cut in: by default those
-    of its transforms. `skip`: passes to leave out."""
+    """Traces a step, from tables of tensors.
+
+    Args:
+        step, mesh, params, batch: the step, its mesh, and the tables of its parameters and of one rank's batch.
+        precision: by default that of the step's transforms.
+        num_parts: the number of parts into which the global batch is divided; by default that of the step's transforms.
+        skip: passes to leave out.
+    """
     zero = zero_of(step, mesh)
     accumulation = find(step.transforms, accumulate.Accumulate)
     if accumulation is not None:
@@ -66,7 +72,7 @@ def trace_step(
     if not any(trains):
         raise no_trainable(abstract_params(params))
     opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
-    with without_gc(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
+    with without_gc(), torch.inference_mode(False), torch.enable_grad():  # a step trains in whatever mode it is called
         program, structure, watched, raises = lower_train(
             Training(
                 name=step.name,
@@ -98,21 +104,21 @@ def trace_step(
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """Further leaves of a step, by the path of the parameter: compute copies of masters off the device, and leaves for
-    gradients that wait on disk."""
+    """Returns further tensors of the state, by the path of the parameter: compute copies of offloaded masters, and
+    tensors that store gradients on disk."""
     copies, gradients = compute_leaves(step, mesh, params), gradient_leaves(step, mesh, params)
     of = lambda leaves: {params.leaves[i].path: leaf for i, leaf in leaves.items()}  # noqa: E731
     return of(copies), of(gradients)
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_parts: int | None = None) -> Program:
-    """The base program of a step (see compiler/base_program.py): every other program is made from it.
+    """Returns the base program of a step (see compiler/base_program.py), from which every other program is made.
 
     Args:
         step, mesh: as for `lower`.
-        params: the tree, with whole leaves.
+        params: the tree of unsharded parameters.
         batch: one rank's batch.
-        num_parts: that the global batch is cut in, if not as the step says.
+        num_parts: the number of parts into which the global batch is divided, if it differs from the step's.
     """
     step = on_device(step, mesh.device if isinstance(mesh, Mesh) else None)
     inputs = params_inputs(step, mesh, params), batch_inputs(batch)

@@ -1,4 +1,4 @@
-"""Describes a training step before it is a program: its functions, its leaf tables, and the dtypes it computes in."""
+"""Describes a training step before it is a program: its functions, its tables of tensors, and its dtypes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 DType = Callable[[Leaf], torch.dtype]
 ROUNDING_STREAM = 1 << 61
-"""To round the parameters of step t the state's key is folded with this plus t; the key of the step itself is folded
-with t alone."""
+"""To round the parameters of step t, the state's key is folded with this number plus t; the key of the step itself is
+folded with t only."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes that a step computes in, and its loss scale. By default everything in its own dtype.
+    """The dtypes of a step, and its loss scale. By default, everything has its own dtype.
 
     Attributes:
-        compute: of a parameter, or a leaf of the batch, in computation.
-        reduce: of the reduction of a parameter's gradient.
-        outputs: of results that the caller's own function returns to him; None: as it comes.
+        compute: the dtype in which a parameter, or a tensor of the batch, is computed with.
+        reduce: the dtype in which a parameter's gradient is reduced.
+        outputs: the dtype of results that the user's function returns to the user; None: unchanged.
         casts: whether blocks cast their arguments to the dtype of their parameters.
         loss_scale: None: the loss is not scaled.
-        stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
-        watch: whether the numbers of each block are watched (transforms/precision_statistics.py).
-        fp8: which products are done in 8 bits; None: none.
-        changed: the names of the transforms that convert a leaf, or send it in fewer bits, before the loss reads it.
+        stochastic: whether parameters that are stored in bfloat16 are rounded stochastically.
+        watch: whether the blocks are watched (transforms/precision_statistics.py).
+        fp8: which products are computed in 8 bits; None: none.
+        changed: returns the names of the transforms that convert a tensor, or send it in fewer bits, before the loss
+            reads it.
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -57,7 +58,7 @@ class Precision:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The source of a lowered training step. `batch` has the shapes of one micro-batch of one rank."""
+    """Everything from which a training step is lowered. `batch` has the shapes of one micro-batch of one rank."""
 
     name: str
     loss_fn: Callable[..., Any]
@@ -65,14 +66,15 @@ class Training:
     has_aux: bool
     wants_key: bool
     params: Inputs
-    trains: Sequence[bool]  # for each leaf of params
-    mutates: Sequence[bool] | None  # likewise, whether the loss function returns its new value; None: it returns none
+    trains: Sequence[bool]  # for each parameter
+    # for each parameter, whether the loss function returns its new value; None: it returns none
+    mutates: Sequence[bool] | None
     opt_state: Inputs
     batch: Inputs
     slots: Slots
     mesh: AbstractMesh
     precision: Precision
-    num_parts: int  # ranks x micro-batches that the global batch is cut in
+    num_parts: int  # parts of the global batch: ranks x micro-batches
 
     @property
     def trained(self) -> list[int]:
@@ -84,27 +86,27 @@ class Training:
 
     @property
     def averaged(self) -> list[int]:
-        """The mutable leaves whose new values are means over ranks and micro-batches."""
+        """The mutable tensors whose new values are means over ranks and micro-batches."""
         return [i for i in self.mutable if self.params.leaves[i].dtype.is_floating_point]
 
     @property
     def agreed(self) -> list[int]:
-        """The mutable leaves whose new values must be the same on all ranks and in all micro-batches."""
+        """The mutable tensors whose new values must be the same on all ranks and in all micro-batches."""
         return [i for i in self.mutable if not self.params.leaves[i].dtype.is_floating_point]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of tracing a loss.
+    """The results of tracing a loss.
 
     Attributes:
-        used: the leaves that have a gradient.
-        num_sums: how many sums the forward makes.
-        weighted: whether the loss is.
+        used: the parameters that have a gradient.
+        num_sums: the number of sums that the forward computes.
+        weighted: whether the loss is weighted.
         aux: its auxiliary values.
-        lacks: the factor that gradients lack for the seed's rounding; None: they lack none.
+        lacks: the factor that corrects gradients for the rounding of the seed; None: no correction is needed.
         of_sum: whether gradients are those of the sum, not of the mean (compiler/backward_seed.py).
-        raises: the lines of conditions under which the loss raises.
+        raises: source lines of the conditions under which the loss raises.
     """
 
     used: list[int]

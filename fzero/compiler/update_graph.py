@@ -1,5 +1,5 @@
-"""Records everything behind the backward as one function: means, gradient norm, loss scale, optimizer, new parameters,
-metrics."""
+"""Traces everything that follows the backward as one function: means, gradient norm, loss scale, optimizer, new
+parameters, and metrics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from fzero.transforms.precision_statistics import Watched, gradient_statistics, 
 from fzero.transforms.transform_state import StepResults
 
 AGREED = "agreed_max"
-"""Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its
-ending: whether they were."""
+"""Name of the maxima for the new values of mutable tensors that must be the same everywhere. Among the metrics, the
+name without its ending says whether they were."""
 RAISED = "raised_max"
-"""Likewise, the flags of conditions under which the loss raises; among the metrics, whether they held."""
+"""Name of the maxima for the flags of conditions under which the loss raises. Among the metrics, the name without its
+ending says whether they held."""
 
 
 def _loss_and_scale(total: Any, count: Any, num_parts: int, traced: Found, scale_state: Any) -> tuple[Any, Any]:
-    """The loss of its sum over the batch, and what gradients are multiplied by; None: by nothing."""
+    """Returns the loss, from its sum over the batch, and the factor for gradients; None: no factor."""
     loss = total / count if count is not None else total / num_parts if num_parts > 1 else total
     scale: Any = 1.0 / count if traced.of_sum and count is not None else traced.lacks
     if scale_state is not None:  # gradients are of the scaled loss
@@ -43,8 +44,8 @@ def _loss_and_scale(total: Any, count: Any, num_parts: int, traced: Found, scale
 def _means(
     params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor], scale: Any, scaled: bool
 ) -> dict[int, torch.Tensor]:
-    """Gradients as the optimizer gets them: times `scale`, if there is one, and zeros for what has none. `scaled`: they
-    are gradients of a scaled loss."""
+    """Returns gradients as the optimizer gets them: times `scale`, if there is one, and zeros for parameters without a
+    gradient. `scaled`: they are gradients of a scaled loss."""
     mean: dict[int, torch.Tensor] = {}
     for i, p in params.items():
         dtype = torch.promote_types(grads[i].dtype, p.dtype) if i in grads else p.dtype
@@ -61,13 +62,13 @@ def _unless_skipped(
     empty: torch.Tensor | None,
     consumed: Collection[int],
 ) -> list[torch.Tensor]:
-    """The values after a step, or those before it if the step is skipped.
+    """Returns the values after a step, or those before it if the step is skipped.
 
     Args:
-        before, after: the values that a step writes, in one order.
+        before, after: the values that a step writes, in the same order.
         overflow: bool[], whether the step is skipped because a gradient overflows; None: it never is.
         empty: bool[], whether it is skipped because its loss is a mean over nothing; None: it never is.
-        consumed: the positions of the values that an empty batch changes too.
+        consumed: the positions of values that change even with an empty batch.
     """
     reasons = [reason for reason in (overflow, empty) if reason is not None]
     skipped = functools.reduce(torch.logical_or, reasons) if reasons else None
@@ -87,19 +88,20 @@ def record_update(
     names: Names,
     watched: Watched | None,
 ) -> tuple[Line, tree.TreeSpec]:
-    """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
+    """Traces everything after the backward as one function: means, gradient norm, optimizer, new parameters, and
+    metrics.
 
     Args:
         t: the step.
-        grads: of the parameters at these positions, as they are reduced.
-        sums: of the loss and its auxiliary values, as `traced` says.
-        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `agreed_max` of new values that must
-            agree, `raised_max` of conditions under which the loss raises.
-        traced: what tracing the loss showed.
-        names: of the program.
-        watched: the blocks whose numbers are watched; None: they are not.
+        grads: the reduced gradients, by the position of their parameter.
+        sums: the sums of the loss and its auxiliary values, as described by `traced`.
+        maxima: maxima over ranks and micro-batches: `block_max` of the blocks' outputs, `agreed_max` of new values that
+            must agree, `raised_max` of conditions under which the loss raises.
+        traced: the results of tracing the loss.
+        names: the generator of unused names of the program.
+        watched: the watched blocks; None: blocks are not watched.
 
-    Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
+    Returns: the `update` op, which writes the state and computes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
     slots = t.slots.updated
@@ -131,7 +133,7 @@ def record_update(
         count = rest.pop(0) if traced.weighted else None
         loss, scale = _loss_and_scale(total, count, t.num_parts, traced, scale_state)
         mean = _means({i: p[i] for i in trained}, g, scale, scaling is not None)
-        # the optimizer sees None for a leaf that is not trained, and for every tie but the first
+        # the optimizer sees None for a parameter that is not trained, and for every tied one except the first
         view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
         new_o: list[torch.Tensor] = []
@@ -139,7 +141,7 @@ def record_update(
         def optimized(grads: Any) -> Any:
             new_params, new_opt = apply_optimizer(t.optimizer, grads, opt_state.rebuild(o), view(p), key)
             new_o[:] = tree.leaves(new_opt)
-            # as torch.optim leaves those without a gradient
+            # like torch.optim, leaves parameters without a gradient unchanged
             return view({i: x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)})
 
         new_p = tree.leaves(t.slots.around(held, view(p), optimized)(view(mean)))
@@ -202,7 +204,7 @@ def record_update(
     targets = ["step", *(x.path for x in state)]
     returned = recorded.outputs
     given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
-    # the others are as they were
+    # the others are unchanged
     written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]
     recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
     recorded.graph.eliminate_dead_code()
