@@ -1,7 +1,6 @@
 """Writes a checkpoint: every rank writes its own file, then one atomic operation makes all of them valid.
 
-    every rank   plan: what is stored, and which rank writes which part  (pure; equal on all ranks, compared by
-        digest)
+    every rank   plan: what is stored, and which rank writes which part  (pure; compared between ranks by digest)
     rank 0       removes what killed saves have left, begins a draft     (storage.py)
     every rank   `write_rank_file`: its parts, with checksums
     rank 0       `commit`: writes the index, publishes it, and deletes older checkpoints

@@ -1,8 +1,7 @@
 """Defines the storage of checkpoint files: directories of a filesystem, or objects in a store behind a URL.
 
     path               a directory has another name while it is written; a rename publishes it
-    scheme://bucket/…  through fsspec. Objects are not renamed, and each is there completely or not at all. The
-    objects
+    scheme://bucket/…  through fsspec. Objects are not renamed, and each is there completely or not at all. The objects
                        of a save have names that no object had before; the index, written last, publishes them
 
 Whether a checkpoint is complete, and which one is the latest, is decided by requesting an object. A listing, which

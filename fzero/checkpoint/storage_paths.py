@@ -27,7 +27,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 
 
 class Url(os.PathLike[str]):
-    """The location of objects in a store, e.g. s3://bucket/run/step-00000003. `save` returns one if it was given a URL.
+    """The location of objects in a store, such as s3://bucket/run/step-00000003. `save` returns one if it was given a
+    URL.
 
     Its text, `str(url)`, is the form that other libraries accept.
 
