@@ -350,6 +350,8 @@ class _Tiers:
         return fits
 
     def _unmet(self, bounds: Mapping[Choice, Least]) -> BudgetError:
+        """Returns the error if nothing fits. It lists, for each combination of tiers, the candidate that exceeds the
+        budgets the least."""
         tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
         known = {*map(tiers, self.search.tried)}
         for choice in sorted(bounds, key=lambda c: bounds[c].peaks):

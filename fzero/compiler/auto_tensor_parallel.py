@@ -210,6 +210,8 @@ class _Prices:
         return self.found[key]
 
     def _price(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+        """Computes the price of an assignment: see the module's documentation. Stops early if it exceeds the best price
+        so far."""
         leaves, total = dict(self.program.leaves), 0.0
         for slot in self.slots:
             for path in slot.paths:
@@ -239,6 +241,8 @@ class _Prices:
         return self.of_function[key]
 
     def _function(self, line: Line, made: CutFunction | None) -> float:
+        """Returns the price of one call: the bytes of its collectives, its redundant products and its gathered
+        operands."""
         graph = self.program.functions[line.fn].graph if made is None else made.graph
         total = 0.0
         for node in graph.graph.nodes:

@@ -35,6 +35,8 @@ class _Group:
 
 
 class _Batcher:
+    """The rewrite of one program: collects consecutive ops that can be merged into groups."""
+
     def __init__(self, program: Program):
         self.program, self.values, self.views = program, program.values_by_name, Views(program)
         self.places = {

@@ -56,6 +56,12 @@ class _Held(NamedTuple):
 
 
 class _Placer:
+    """The allocation of one program's buffers.
+
+    It first makes an allocation for each transfer, by the kind of its op (`Op.pool`), with its live range in indices of
+    ops. Then it determines when allocations that other ranks read become free, and assigns offsets.
+    """
+
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
         self.temporaries = temporaries
@@ -250,6 +256,8 @@ class _Placer:
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
+        """Makes the allocation of a gather. If its operand is a cast that nothing else reads, the cast writes directly
+        to this rank's part of the gathered buffer."""
         region, axes, wait = self._region(kind="gather"), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         slots = [
@@ -298,6 +306,8 @@ class _Placer:
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _reduce(self, number: int, line: Line) -> None:
+        """Makes the allocation of an all_reduce: in place, except for small ones, whose operands are packed and whose
+        sums get a separate allocation."""
         axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         source = self._region(kind="summed")

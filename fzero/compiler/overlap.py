@@ -294,6 +294,7 @@ class _Hoisting:
         return self.out
 
     def _hoist(self, line: Line) -> None:
+        """Adds a transfer to `out`, moved forward past the blocks that may run while it is in flight."""
         carried, needed, written = self._upstream(line)
         counted, before = self._passes(line)
         far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))

@@ -194,6 +194,8 @@ class Variants:
             made[passed.name] = program
 
     def _rewritten(self, number: int, program: Program, option: Any) -> Program:
+        """Returns the program after one pass, from the caches if possible. Early passes are shared with other variants,
+        whose state is stored on other tiers, so the tensors of the state are replaced by those of these variants."""
         rewrite = lambda: self.passes[number].rewrite(program, self.asked, option)  # noqa: E731
         if number >= self._at_order:
             return rewrite()

@@ -101,6 +101,7 @@ class Slots:
     def _around(
         self, transform: Transform, held: dict[str, Any], params: Any, inner: Callable[[Any], Any], grads: Any
     ) -> Any:
+        """Calls a transform's `update` around an inner one, checks its result, and puts the new slots into `held`."""
         own, called = self._own(transform, held), list[Any]()
 
         def once(grads: Any) -> Any:

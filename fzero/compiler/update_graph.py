@@ -166,7 +166,7 @@ def record_update(
         overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
         if overflow is not None and empty is not None:  # an empty batch may have NaN gradients at any scale
             overflow = overflow & torch.logical_not(empty)
-        # An empty batch counts as consumed (position 0), and mutable leaves get the values that its forward computed.
+        # An empty batch counts as consumed (position 0), and mutable tensors get the values that its forward computed.
         consumed = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
         written = _unless_skipped(old, written, overflow, empty, consumed)
 

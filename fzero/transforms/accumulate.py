@@ -26,6 +26,8 @@ SCHEDULES = get_args(MicroBatchSchedule)
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
+    """The configuration of `accumulate`."""
+
     num_micro_batches: int = 1
     schedule: MicroBatchSchedule = "sequential"
     replicated: Where | None = None

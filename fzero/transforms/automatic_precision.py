@@ -227,6 +227,7 @@ class Promotion:
 
 
 def _decisions(step: Step, leaves: Sequence[Leaf], watched: Watched, counts: PrecisionState) -> tuple[Decision, ...]:
+    """Returns, for each block with promoted parameters, the decision and the counters that caused it."""
     record = find(step.transforms, AutomaticPrecision)
     safer = () if record is None else record.safer
     held = {name: x.tolist() for name, x in counts._asdict().items()}

@@ -118,6 +118,12 @@ class _Bundle(NamedTuple):
 
 
 class _Coding:
+    """The rewrite of one program: visits its ops in order, and replaces the transfers that are encoded.
+
+    A parameter keeps its codes from the first gather that needs them, so that each stored value is encoded once per
+    step.
+    """
+
     def __init__(self, program: Program, spec: Compress, zero: Zero):
         self.program, self.spec, self.mesh = program, spec, program.mesh
         shared = {a for r in zero.specs for a in r.axes}.difference(zero.computed)
@@ -162,7 +168,7 @@ class _Coding:
             said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
             raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
 
-    # --- what travels ---
+    # --- what is sent encoded ---
 
     def travels(self, axis: str) -> _Travels:
         """Returns what could be sent encoded over an axis."""
@@ -247,7 +253,7 @@ class _Coding:
     def _held(self, value: Value) -> Form:
         return Form(value.held(self.mesh), value.dtype)
 
-    # --- lines ---
+    # --- ops ---
 
     def _line(self, line: Line) -> list[Line]:
         if line.body:
@@ -266,6 +272,8 @@ class _Coding:
         return Line("call", tuple(args), tuple(out), self.functions.add(fn, graph), by=self.spec.name)
 
     def _gather(self, line: Line, format: Format) -> list[Line]:
+        """Returns the gather with codes in place of the values that are encoded, and the calls that encode those
+        without codes."""
         takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
         fresh = [a for a in takes if a not in self.codes]
         wires = {a: self._wire(a, format, math.prod(self._held(self.values[a]).shape)) for a in fresh}
@@ -332,6 +340,7 @@ class _Coding:
         return lines
 
     def _reduce(self, line: Line, format: Format) -> list[Line]:
+        """Returns the encoded reduction; values that are not gradients keep the original one."""
         wait, pairs = self.waits[line.out[0].name], self._pairs(line)
         wires = self._wires(line, pairs, format)
         if all(w.format is None for w in wires):
@@ -390,6 +399,8 @@ class _Coding:
     def _bundle(
         self, axis: str, own: tuple[str, ...], values: Sequence[tuple[Value, Value, Wire]], scatters: bool
     ) -> _Bundle:
+        """Returns the ops for gradients that vary over the same axes (`own`). The codes are exchanged by an all_to_all
+        along `axis`."""
         sources, outs, wires = zip(*values, strict=True)
         size, made = self.mesh.axes[axis], tuple(map(self._held, outs))
         forms = compress_codes.bundles(wires, size)
@@ -421,7 +432,7 @@ class _Coding:
         start = Line(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
         return [start, Line("wait", (handle.name,), tuple(come), by=self.spec.name)]
 
-    # --- what does not ---
+    # --- errors if nothing is encoded ---
 
     def _check(self) -> None:
         """Raises if nothing is sent encoded, at all or over an axis that the configuration names."""

@@ -146,6 +146,12 @@ class _Asked:
 
 
 class _ToParts:
+    """The rewrite of one program for one axis: visits its ops in order, and replaces calls by segments and collectives.
+
+    `places` holds, for each value so far, its place along the axis: sharded along a dim, partial, varying, or None if
+    it is the same on all ranks.
+    """
+
     def __init__(self, program: Program, spec: Cutting, zero: Zero):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
@@ -353,6 +359,8 @@ class _ToParts:
         return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
 
     def _call(self, line: Line) -> list[Line]:
+        """Returns the ops for a call: the unchanged call, or the segments of its sharded subgraph with the collectives
+        between them."""
         made = self._made(line)
         if made is None:
             function = self.program.functions[line.fn]

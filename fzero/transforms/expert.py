@@ -26,6 +26,8 @@ from fzero.tree import dotted
 
 @dataclass(frozen=True)
 class ExpertParallel(Cutting):
+    """The configuration of `expert_parallel`."""
+
     axis: str = "expert"
     where: Callable[[str, torch.Tensor], bool] = lambda path, leaf: False
     order: ClassVar[int] = 43

@@ -27,6 +27,8 @@ CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Fp8(Transform):
+    """The configuration of `fp8`."""
+
     scales: str = "tensor"
     where: Where | None = None
     order: ClassVar[int] = 25

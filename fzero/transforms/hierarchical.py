@@ -16,6 +16,8 @@ from fzero.transforms.transform import Transform, applied
 
 @dataclass(frozen=True)
 class Hierarchical(Transform):
+    """The configuration of `hierarchical`."""
+
     axis: str = "node"
     gathers: float | str = "auto"
     reductions: bool = True

@@ -30,6 +30,8 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Offload(Transform):
+    """The configuration of `offload`."""
+
     tier: str = "cpu"
     of: tuple[str, ...] = ("opt_state",)
     path: tuple[str, ...] = ()

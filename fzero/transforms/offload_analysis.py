@@ -73,6 +73,8 @@ def gradients_that_wait(program: Program) -> frozenset[str]:
 
 
 def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozenset[str]:
+    """Returns the held gradients as described in `waiting_on_host`, without regard to whether host and device share one
+    memory."""
     if not any(isinstance(t, Offload) for t in program.transforms):
         return frozenset()
     totals = loop_totals(program)

@@ -49,6 +49,12 @@ def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
 
 
 class _TierRewrite:
+    """The rewrite of one program: visits its ops in order, and inserts the copies that each of them needs.
+
+    It keeps track of the tiers on which each value exists, and delays some ops: stores of gradients on disk and
+    accumulations on the host come a block later, so that they overlap the computation of that block.
+    """
+
     def __init__(
         self,
         program: Program,

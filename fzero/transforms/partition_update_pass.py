@@ -45,6 +45,12 @@ def cut_update(program: Program) -> Program:
 
 
 class _Cutter:
+    """The partition of one update. The result is `program`.
+
+    The graph is first rewritten for shards (`propagate`); then the scalars of each block and level are packed into one
+    vector, and the ops are emitted level by level.
+    """
+
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0

@@ -214,6 +214,7 @@ class _Places:
         return place if of_unit and place != EVERY else None
 
     def _of_unit(self, i: int, line: Line) -> Place:
+        """Returns the stage of an op of a micro-batch: see [Note: stages]."""
         in_place = OPS[line.op].in_place
         # a cast or an accumulation of a summand
         if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):
@@ -233,6 +234,11 @@ class _Places:
         return min(step, default=None)
 
     def _of_step(self, line: Line) -> Place:
+        """Returns the stage of an op that runs once per step: see [Note: stages].
+
+        Raises:
+            FzeroValueError: an update reads parameters of several ranks at once.
+        """
         names = (*line.args, *line.writes)
         found = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
         # gradients are sent to the stage of their parameters
@@ -482,6 +488,8 @@ class _Projection:
         self.program = self._made()
 
     def _emit_all(self) -> None:
+        """Adds the ops of all actions in schedule order, with sends and receives, and then the remaining ops of the
+        step."""
         whole, units = self.whole, self.whole.table[self.me]
         takes: dict[int, list[_Message]] = defaultdict(list)
         for message, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
@@ -571,6 +579,7 @@ class _Projection:
             self._emit(self.whole.places.made[a])
 
     def _emit(self, i: int) -> None:
+        """Adds an op, after the ops and waits that its arguments need, unless it has been added already."""
         if i in self.emitted:
             return
         self.emitted.add(i)
@@ -591,6 +600,7 @@ class _Projection:
         return replace(line, out=tuple(v for v in line.out if has(v.name)))
 
     def _made(self) -> Program:
+        """Returns the program with the state of this rank's stages only."""
         program, chunks = self.whole.program, self.whole.spec.chunks
         stages = ", ".join(str(self.me + chunk * self.whole.n) for chunk in range(chunks))
         own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.whole.axis, self.me))}

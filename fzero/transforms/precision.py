@@ -39,6 +39,8 @@ AT_MINIMUM = ("warn", "raise")
 
 @dataclass(frozen=True)
 class MixedPrecision(Transform):
+    """The configuration of `mixed_precision`."""
+
     compute: str = "bf16"
     params: str = "fp32"
     reduce: str = "fp32"

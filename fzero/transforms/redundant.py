@@ -21,6 +21,8 @@ from fzero.transforms.transform import Transform, applied
 
 @dataclass(frozen=True)
 class Redundant(Transform):
+    """The configuration of `redundant`."""
+
     axis: str = "data"
     every: int = 1
     order: ClassVar[int] = 70

@@ -21,6 +21,8 @@ POLICIES = ("full", "min_cut", "none", "auto")
 
 @dataclass(frozen=True)
 class Remat(Transform):
+    """The configuration of `remat`."""
+
     policy: str | float = "min_cut"
     order: ClassVar[int] = 40
     name: ClassVar[str] = "remat"

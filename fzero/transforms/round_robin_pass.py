@@ -60,6 +60,9 @@ class _Dealt:
 
 
 class _Dealer:
+    """The rewrite of one program: finds calls that can be assigned to single ranks, and replaces them group by
+    group."""
+
     def __init__(self, program: Program):
         self.program, self.lines, self.values = program, [*program.lines], program.values_by_name
         self.names, self.functions = Names(self.values), Functions(program.functions)

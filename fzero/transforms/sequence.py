@@ -26,6 +26,8 @@ _WAYS = ("auto", "heads", "keys")
 
 @dataclass(frozen=True)
 class SequenceParallel(Cutting):
+    """The configuration of `sequence_parallel`."""
+
     axis: str = "seq"
     attention: Attention = "auto"
     order: ClassVar[int] = 46

@@ -113,6 +113,8 @@ def decision(choice: Choice) -> tuple[str, str, str] | None:
 
 
 class _Guess:
+    """The rewrite of one program: finds the updates that can be speculative (`updates`), and makes them so."""
+
     def __init__(self, program: Program, tiers: Sequence[str]):
         self.program, self.values, self.tiers = program, program.values_by_name, {*tiers}
         self.lines = [line for line in program.lines if line.by == "optimizer"]
@@ -153,6 +155,7 @@ class _Guess:
         return self._reduces(line) and not any(a in self.program.leaves or a in self.made for a in line.args)
 
     def run(self) -> Program:
+        """Returns the program in which these updates run on assumed scalars, followed by the `redo`."""
         if not self.updates:
             return self.program
         names = Names(self.values)

@@ -31,6 +31,8 @@ Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
 
 @dataclass(frozen=True)
 class TensorParallel(Cutting):
+    """The configuration of `tensor_parallel`. `rules`: None if they are to be chosen."""
+
     axis: str = "model"
     rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] | None = ()
     sequence: bool = False

@@ -55,24 +55,32 @@ class Parallel(Transform):
 
 @dataclass(frozen=True)
 class DataParallel(Parallel):
+    """The configuration of `data_parallel`."""
+
     name: ClassVar[str] = "data_parallel"
     stage: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
 class ShardOptState(Parallel):
+    """The configuration of `shard_opt_state` (ZeRO-1)."""
+
     name: ClassVar[str] = "shard_opt_state"
     stage: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
 class ShardGrads(Parallel):
+    """The configuration of `shard_grads` (ZeRO-2)."""
+
     name: ClassVar[str] = "shard_grads"
     stage: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
 class ShardParams(Parallel):
+    """The configuration of `shard_params` (ZeRO-3)."""
+
     name: ClassVar[str] = "shard_params"
     stage: ClassVar[int] = 3
 

@@ -52,6 +52,9 @@ def rewrite(
 
 
 class _Rewrite:
+    """The rewrite of one program: visits its ops in order, gives each value its placement, and inserts gathers before
+    ops that read sharded parameters, and reductions after the last gradient of each block."""
+
     def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: Collection[str]):
         self.program, self.zero, self.whole_grads, self.cast_once = program, zero, whole_grads, cast_once
         blocks = sorted(
@@ -123,6 +126,7 @@ class _Rewrite:
         )
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
+        """Returns these ops, sharded, with the gathers and reductions that they need."""
         out: list[Line] = []
         # gradients that are reduced together: those of one block
         together = {g: self._owner(leaf) for g, leaf in self.grads.items()}

@@ -113,6 +113,8 @@ class Zero:
         raise FzeroValueError("hierarchical", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
 
     def check(self) -> None:
+        """Raises if a transform names an axis that the mesh does not have, if no transform uses an axis of the mesh, or
+        if `hierarchical` would have no effect."""
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.specs if not {*r.axes} <= {*self.mesh.axes}]
         if problems:
             raise FzeroValueError(
