@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # or Python complains again when it flushes at exit
+        # otherwise Python reports the error again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     return code
@@ -66,10 +66,10 @@ def _run(args: list[str]) -> int:
         return 0
     try:
         return parse(args).run()
-    except SystemExit as stop:  # tyro has said what is wrong, or printed the help
+    except SystemExit as stop:  # tyro has printed the error or the help
         return stop.code if isinstance(stop.code, int) else 2
     except BrokenPipeError:
         raise
-    except (FzeroError, UserError, OSError) as error:  # of the system: a file that cannot be written
+    except (FzeroError, UserError, OSError) as error:  # OSError: for example a file that cannot be written
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

@@ -1,6 +1,7 @@
-"""Runs each command but `fzero plan`: it works out one value of the library (a `Program`, a `Device`) and prints it.
+"""Runs each command except `fzero plan`: it computes one value of the library (a `Program`, a `Device`) and prints
+it.
 
-Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing but JSON goes to stdout.
+Tables are printed by rich on a terminal and as plain text elsewhere; with `--json`, only JSON is written to stdout.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from fzero.testing import check_equivalent
 
 @dataclass(frozen=True)
 class Show(StepCommand):
-    """The program that each rank will run: every call, every transfer with its bytes."""
+    """Prints the program that each rank will run: every call, and every transfer with its bytes."""
 
     flat: Annotated[bool, FLAG] = False
-    """every line, repeated layers not folded into loops"""
+    """print every op, without folding repeated layers into loops"""
     after: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
-    """the program as a pass left it, or "trace", as it was recorded; passes that ran are listed on stderr"""
+    """the program after a pass, or "trace": as it was recorded; passes that ran are listed on stderr"""
     diff: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="")] = None
-    """what a pass changed, as a unified diff"""
+    """the changes that a pass made, as a unified diff"""
     skip: Annotated[tuple[str, ...], arg(metavar="PASS ...", help_behavior_hint="")] = ()
-    """leave passes out, to look for a fault; refused where the program would be wrong"""
+    """leave passes out, to look for a fault; an error if the program would be wrong"""
 
     def run(self) -> int:
         if self.after and self.diff:
@@ -64,12 +65,12 @@ class Show(StepCommand):
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Measures this machine's rates, in a few seconds, and keeps them where every plan finds them."""
+    """Measures this machine's rates, in a few seconds, and stores them where every plan finds them."""
 
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: in the cache folder)")] = None
-    """write them here instead; plans take it as --device FILE"""
+    """write them to this file instead; plans take it as --device FILE"""
     path: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of temporary files)")] = None
-    """directory whose disk is measured: the one that offload("nvme", path=DIR) is given"""
+    """directory on the disk to measure: the one that offload("nvme", path=DIR) is given"""
     seconds: float = 5.0
     """about how long to measure"""
     json: Annotated[bool, FLAG] = False
@@ -101,20 +102,20 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a step with its transforms does what it does without them: a few steps of both, leaf by leaf. If not,
-    where that begins."""
+    """Compares a few steps with and without the step's transforms, and finds where a difference begins."""
 
     target: Annotated[Positional[str], TARGET]
     """returns (step, params, batch)"""
     mesh: Annotated[
         tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")
     ] = ()
-    """axes and their sizes, outermost first; their product is the number of processes. local: the processes of a host,
-    -1: what is left"""
+    """axes and their sizes, outermost first; their product is the number of processes. local: the processes of a
+    host, -1: all remaining processes
+    """
     steps: int = 3
-    """to take"""
+    """number of steps to run"""
     backend: Literal["inductor", "eager"] = "eager"
-    """inductor also checks what is compiled"""
+    """inductor also checks the compiled code"""
     json: Annotated[bool, FLAG] = False
     """print JSON"""
 
@@ -154,7 +155,7 @@ class Check:
 
 
 def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple[Device, Path]:
-    """The rates of this machine, and the file they are in."""
+    """Returns the rates of this machine, and the file that contains them."""
     console = Console(stderr=True)
     with console.status("measuring") if console.is_terminal else contextlib.nullcontext() as status:
 

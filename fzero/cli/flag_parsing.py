@@ -1,4 +1,6 @@
-"""Parses the flags of a command with tyro: a command's fields are its flags, their docstrings its help."""
+"""Parses the flags of a command with tyro: the fields of a command are its flags, and their docstrings are its
+help.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ _ELSEWHERE = {
     "--model": "--hf",
     "--memory": "--budget",
 }
-"""Flags of other tools: those that stand for them here."""
+"""Flags of other tools, and the flags that correspond to them here."""
 
 _RENAMED = {"--vertical": "--layerwise", "--whole": "--include-process"}
 """Deprecated flags, and the new ones."""
@@ -70,11 +72,13 @@ _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.Omi
 
 
 def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
-    """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
+    """Returns the command of a command line. Exits, as argparse does, with 2 and an error message, or with 0 after a
+    help text.
+    """
     args = renamed_flags(args, _RENAMED, "fzero")
 
     def told(name: str, kind: type) -> object:
-        # in the list of commands a line each, the whole in a command's own help
+        # one line each in the list of commands, and the full text in a command's own help
         first = (kind.__doc__ or "").splitlines()[0]
         return tyro.conf.subcommand(
             name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
@@ -94,7 +98,9 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
 
 
 def _meant(args: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """A line for each unknown flag that is like a known one; tyro suggests only those that are very like."""
+    """Returns a line for each unknown flag that is similar to a known one; tyro suggests only those that are very
+    similar.
+    """
     given = [arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")]
     unknown = [flag for flag in given if flag not in (*flags, "--help")]
     known = {flag: [name] for flag, name in _ELSEWHERE.items() if name in flags}
@@ -103,7 +109,7 @@ def _meant(args: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _flags(kind: type) -> list[str]:
-    """The flags of a command: its fields but the positional one, and those of the groups among them."""
+    """Returns the flags of a command: its fields except the positional one, including those of nested groups."""
     found = list[str]()
     for field in (f for f in fields(kind) if f.name != "target"):
         group = field.default_factory

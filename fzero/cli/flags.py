@@ -1,4 +1,4 @@
-"""Reads the flags that several commands have: meshes, amounts of memory, files."""
+"""Parses the flags that several commands share: meshes, amounts of memory, files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bytes_of(size: str | None) -> int | None:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Raises problems of flags as a `UsageError`."""
+    """Converts problems with flags to a `UsageError`."""
     try:
         yield
     except FzeroError as error:
@@ -48,8 +48,9 @@ def usage_errors() -> Iterator[None]:
 
 
 def axes_of(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
-    """Names and sizes from `AXIS=SIZE ...`, with commas or spaces between. `processes`: there are some, so a size may
-    be left to them: -1 or local."""
+    """Parses names and sizes from `AXIS=SIZE ...`, separated by commas or spaces. `processes`: whether there are
+    processes that can determine a size: -1 or local.
+    """
     pairs = [a.partition("=") for text in mesh for a in text.split(",") if a]
     names, problems = [axis for axis, _, _ in pairs], []
     for axis, equals, size in pairs:
@@ -69,7 +70,7 @@ def axes_of(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
 
 
 def check_files(**files: Path | None) -> None:
-    """Whether what a command is to write can be written, asked before the work is done."""
+    """Checks that the files a command will write can be written, before the work is done."""
     given = {flag: path for flag, path in files.items() if path is not None}
     problems = [
         f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()

@@ -15,11 +15,11 @@ from fzero import tree
 from fzero._utils.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 
-_PATIENCE = 10.0  # seconds for the batch under way, once nobody asks for more
+_PATIENCE = 10.0  # seconds to wait for the batch in progress when no more batches are needed
 
 
 class Dataset(Protocol):
-    """Anything that knows its batch of every step."""
+    """Anything that can return its batch for every step."""
 
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> Any: ...
 
@@ -35,19 +35,19 @@ def prefetch(
     depth: int = 2,
     device: torch.device | str | None = None,
 ) -> Prefetcher:
-    """An iterator over `(step, batch)` for the steps from `start` to `stop - 1`, prefetched by a thread.
+    """Returns an iterator over `(step, batch)` for the steps from `start` to `stop - 1`, prefetched by a thread.
 
-    The batches are those of `dataset.batch_at(step, rank, size)`. An exception in the thread is raised where the batch
-    would have come. The thread ends with the last step, with `close()`, and when the iterator is dropped (so a `break`
-    is enough) or the process ends: these wait for the batch under way, 10 seconds at most.
+    The batches are those of `dataset.batch_at(step, rank, size)`. An exception in the thread is raised where its
+    batch would have been returned. The thread ends with the last step, with `close()`, and when the iterator is
+    dropped (so a `break` is enough) or the process ends; these wait for the batch in progress, 10 seconds at most.
 
     Args:
-        dataset: a `TokenDataset`, or anything with its `batch_at`; batches are pytrees of tensors.
+        dataset: a `TokenDataset`, or anything with a `batch_at` like its own; batches are pytrees of tensors.
         start, stop: steps; without a stop there is no last one.
         rank, size: this process among those that share the batch.
-        depth: how many batches may wait.
-        device: where to put them. For CUDA the thread pins their memory and the copy, enqueued on the stream of whoever
-            asks for the batch, does not block.
+        depth: how many batches may be ready.
+        device: where to put the batches. For CUDA, the thread pins their memory, and the copy does not block: it is
+            enqueued on the stream of the caller that asks for the batch.
 
     Memory: `depth + 1` batches on the host.
 
@@ -63,13 +63,13 @@ def prefetch(
         )
     where = None if device is None else torch.device(device)
     if where is not None and where.type == "cuda" and where.index is None:
-        # the caller's: the thread has a current device of its own
+        # the current device of the caller: the thread has its own
         where = torch.device("cuda", torch.cuda.current_device())
     return Prefetcher(dataset, start, stop, rank, size, depth, where)
 
 
 class Prefetcher:
-    """The iterator of `prefetch`; also a context manager that closes itself.
+    """The iterator of `prefetch`. It is also a context manager that closes itself.
 
     Example:
         >>> import tempfile, torch
@@ -114,13 +114,13 @@ class Prefetcher:
             return step, batch if self._device is None else _on_device(batch, self._device)
         self.close()
         if kind == "error":
-            if isinstance(value, StopIteration):  # raised as it is, it would end the caller's loop without a word
+            if isinstance(value, StopIteration):  # raised as it is, it would silently end the caller's loop
                 raise RuntimeError("the dataset raised StopIteration") from value
             raise value
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; the batch it may be making is dropped."""
+        """Ends the thread. A batch in progress is dropped."""
         self._close()
         self._thread.join()
 
@@ -143,7 +143,8 @@ def _produce(
     try:
         cuda = device is not None and device.type == "cuda"
         if cuda:
-            torch.cuda.set_device(device)  # a thread starts on device 0, where pinning would make every rank a context
+            # a new thread uses device 0, where pinning would make every rank create a context
+            torch.cuda.set_device(device)
         for step in steps:
             batch = dataset.batch_at(step, rank, size)
             ready.put(("batch", (step, tree.map(_pinned, batch) if cuda else batch)))
@@ -155,14 +156,15 @@ def _produce(
 
 
 def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Ends the thread with its iterator, or with the process: one that the interpreter finds in the middle of a PyTorch
-    operation when it ends takes the process with it ("terminate called without an active exception"). The thread puts
-    at most one more item, for which there is room once the queue was emptied."""
+    """Ends the thread together with its iterator, or with the process. If the interpreter exits while the thread is
+    inside a PyTorch operation, the process is aborted ("terminate called without an active exception"). The thread
+    puts at most one more item, for which there is room once the queue has been emptied.
+    """
     stopped.set()
     with contextlib.suppress(queue.Empty):
         while True:
             ready.get_nowait()
-    if thread is not threading.current_thread():  # which may be the one that collects garbage
+    if thread is not threading.current_thread():  # it may be this thread that runs the garbage collection
         thread.join(_PATIENCE)
 
 

@@ -1,11 +1,11 @@
-"""Says which samples each step of a run reads, on any mesh, and where a run goes on.
+"""Determines which samples each step of a run reads, on any mesh, and where a run resumes.
 
-[Note: which sample when] A run sees an endless sequence of samples: sample `g` is the one numbered `g % num_samples` of
-epoch `g // num_samples`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) * batch)`, of which
-rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation, computed sample by
-sample, so nothing is shuffled, stored or restored. It is a Feistel network over the smallest `2**(2 * half) >=
-num_samples`, applied again to results outside. This is cycle walking (Black and Rogaway, Ciphers with arbitrary finite
-domains, CT-RSA 2002).
+[Note: which sample when] A run sees an endless sequence of samples: sample `g` is the one numbered `g % num_samples`
+of epoch `g // num_samples`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) * batch)`, of
+which rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation, computed
+sample by sample, so nothing is shuffled, stored or restored. It is a Feistel network over the smallest `2**(2 * half)
+>= num_samples`, applied again to results outside the range. This is cycle walking (Black and Rogaway, Ciphers with
+arbitrary finite domains, CT-RSA 2002).
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from fzero._utils.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 from fzero.tree import describe
 
-_DIGESTED = (1 << 16, 256)  # elements a piece, pieces: what of a tensor its digest is made of
+_DIGESTED = (1 << 16, 256)  # elements per piece, and number of pieces, from which the digest of a tensor is computed
 
-# Of the Feistel network: four look random to a cryptographer if halves are wide, small data sets have narrow ones.
+# Rounds of the Feistel network. Four rounds look random to a cryptographer if the halves are wide, but small datasets
+# have narrow halves.
 _ROUNDS = 8
 
 
 class Steps:
-    """Data whose batch of any step can be asked for at any time, on any mesh; each kind says what its samples are."""
+    """Data whose batch for any step can be read at any time, on any mesh. Each subclass defines what its samples
+    are.
+    """
 
     num_samples: int
 
     def __init__(self, where: str, batch: int, seed: int, skip: Iterable[tuple[int, int]], **sizes: Any):
-        """Checks what all kinds are given.
+        """Checks the arguments that all kinds of data have.
 
         Args:
             where: the public name that errors begin with.
-            batch: samples of the global batch of a step.
-            seed: of the order of the samples.
-            skip: half-open ranges of steps of data to leave out.
-            sizes: what else is to be a whole number of at least 1, by name.
+            batch: number of samples in the global batch of a step.
+            seed: seed for the order of the samples.
+            skip: half-open ranges of data steps to leave out.
+            sizes: other arguments that must be integers of at least 1, by name.
 
         Raises:
-            FzeroValueError: with everything that is wrong.
+            FzeroValueError: listing everything that is wrong.
         """
         problems = [] if counts(seed, 0) and seed < 1 << 64 else [f"seed={seed!r} is not a whole number below 2**64"]
         problems += [
@@ -64,21 +67,23 @@ class Steps:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps until every sample was seen once; seldom whole, as a batch may begin in one epoch and end in the
-        next."""
+        """Number of steps until every sample was seen once. It is rarely an integer, because a batch may begin in one
+        epoch and end in the next.
+        """
         return self.num_samples / self.batch
 
     @plain_numbers
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> Any:
-        """The batch of rank `rank` of `size` at `step`: its rows of the global batch, which is the same for every size.
+        """Returns the batch of rank `rank` of `size` at `step`: its samples of the global batch, which is the same
+        for every size.
 
         Args:
             step: counted from 0.
-            rank, size: of this process among those that share the batch, e.g. `mesh.index("data"),
+            rank, size: position of this process among those that share the batch, e.g. `mesh.index("data"),
                 mesh.axis_size("data")`.
 
         Raises:
-            FzeroValueError: a size that does not divide the batch, a rank outside the size, a negative step.
+            FzeroValueError: for a size that does not divide the batch, a rank outside the size, or a negative step.
         """
         problems = [f"step={step!r} is not a whole number of at least 0"] if not counts(step, 0) else []
         if not counts(size):
@@ -99,15 +104,17 @@ class Steps:
         return self._rows(self.order(self.data_step(step) * self.batch + rank * rows, rows), step, rank)
 
     def _rows(self, samples: list[int], step: int, rank: int) -> Any:
-        """A batch of samples by their numbers; the step and the rank are for what is drawn."""
+        """Returns a batch of samples, given their numbers. The step and the rank are used for random numbers."""
         raise NotImplementedError
 
     def _identity(self) -> dict[str, Any]:
-        """The facts that the batch of every step follows from, but for `skip`."""
+        """Returns the facts that determine the batch of every step, except `skip`."""
         raise NotImplementedError
 
     def order(self, first: int, count: int) -> list[int]:
-        """The numbers of samples `first` to `first + count - 1` of the run, see [Note: which sample when]."""
+        """Returns the numbers of samples `first` to `first + count - 1` of the run, see [Note: which sample
+        when].
+        """
         out: list[int] = []
         while count:
             epoch, position = divmod(first, self.num_samples)
@@ -120,7 +127,7 @@ class Steps:
         return _permute(positions, self.num_samples, _round_keys(self.seed, epoch))
 
     def data_step(self, step: int) -> int:
-        """The step whose data `step` reads, counted without anything skipped."""
+        """Returns the step whose data `step` reads, counted as if nothing were skipped."""
         for first, stop in self.skip:
             if step >= first:
                 step += stop - first
@@ -128,8 +135,8 @@ class Steps:
 
     @plain_numbers
     def cursor(self, step: int) -> dict[str, Any]:
-        """The cursor to save with a state at `step`: the position in the data, and the identity and order of the data.
-        JSON can hold it.
+        """Returns the cursor to save with a state at `step`: the position in the data, and the identity and order of
+        the data. It can be stored as JSON.
 
         Example:
             >>> from fzero.data import TokenDataset
@@ -144,11 +151,12 @@ class Steps:
 
     @plain_numbers
     def resume(self, cursor: Any) -> int:
-        """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing
-        else that says which batch is next.
+        """Returns the step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed,
+        but nothing else that determines which batch is next.
 
         Raises:
-            FzeroValueError: the cursor is of other data, or of another order of them, listing every difference.
+            FzeroValueError: if the cursor belongs to other data, or to another order of the data, listing every
+                difference.
         """
         mine = self._identity()
         if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
@@ -179,8 +187,9 @@ class Steps:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the elements of a contiguous tensor as they are stored; of more than 16 M of them, of 256 pieces of
-    64 Ki, evenly spread."""
+    """Returns a SHA-256 digest of the elements of a contiguous tensor as they are stored; for more than 16 M
+    elements, of 256 evenly spaced pieces of 64 Ki elements.
+    """
     sha, (piece, count), flat = hashlib.sha256(str(tensor.dtype).encode()), _DIGESTED, tensor.reshape(-1)
     starts = range(0, len(flat), piece)
     if len(starts) > count:
@@ -191,11 +200,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Tensor:
-    """The images under a keyed permutation of `range(size)` of each element of an int64 tensor."""
+    """Returns the image of each element of an int64 tensor under a keyed permutation of `range(size)`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask, out = (1 << half) - 1, index.clone()
     outside = torch.arange(len(index))
-    while len(outside):  # at most 3 of 4 fall outside, so this ends soon
+    while len(outside):  # at most 3 of 4 fall outside the range, so this ends soon
         left, right = out[outside] >> half, out[outside] & mask
         for k in keys:
             left, right = right, left ^ (_mix(right ^ k) & mask)
@@ -205,7 +214,9 @@ def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Ten
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of [0, 2**32) that spreads every bit; its factors are below 2**31, so nothing leaves int64."""
+    """Computes a bijection of [0, 2**32) in which every input bit affects the result. Its factors are below 2**31, so
+    no product overflows int64.
+    """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
@@ -217,5 +228,5 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def counts(value: Any, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least `least`."""
+    """Returns whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,4 +1,4 @@
-"""Collects text that every machine has: the source code of Python's own standard library."""
+"""Provides text that is available on every machine: the source code of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 @plain_numbers
 def python_source(limit_bytes: int | None = None) -> torch.Tensor:
-    """The bytes of the standard library's `.py` files, one after the other: real text without a download or an account.
+    """Returns the bytes of the standard library's `.py` files, concatenated: real text without a download or an
+    account.
 
-    Files come in the order of their paths; tests and installed packages are left out. The same for every process that
-    runs the same Python installation, about 12 MB; another version of Python is another text.
+    Files are in the order of their paths; tests and installed packages are left out. The text, about 12 MB, is the
+    same for every process that runs the same Python installation; another version of Python has another text.
 
     Args:
-        limit_bytes: stop after as many bytes; by default everything.
+        limit_bytes: stop after this many bytes; by default everything.
 
-    Returns: uint8[n]: byte-level tokens, a vocabulary of 256.
+    Returns:
+        uint8[n]: byte-level tokens, a vocabulary of 256.
 
     Raises:
-        FzeroValueError: no source files (a frozen or zipped Python), or a limit below 1.
+        FzeroValueError: if there are no source files (a frozen or zipped Python), or the limit is below 1.
 
     Example:
         >>> python_source(limit_bytes=1000).shape

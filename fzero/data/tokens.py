@@ -1,4 +1,4 @@
-"""Cuts a corpus of tokens, in memory or in a file, into the windows that the steps of a run read."""
+"""Divides a corpus of tokens, in memory or in a file, into the windows that the steps of a run read."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 
 
 class TokenDataset(Steps):
-    """A corpus of tokens, of which the batch of any step can be asked for at any time, on any mesh.
+    """A corpus of tokens. The batch of any step can be read at any time, on any mesh.
 
     Args:
-        tokens: a 1-D integer tensor or array, or the path of a flat binary file of them, which is mapped, not read.
-        seq: tokens a row; a window is one longer, for the targets are the inputs shifted by one.
-        batch: rows of the *global* batch of a step.
-        seed: of the order of the windows.
-        dtype: of the tokens in the file; needed for a path.
-        skip: half-open ranges of steps of data to leave out, numbered as if nothing were skipped, e.g. `[(1200, 1250)]`
-            after the loss went wrong there: steps before 1200 stay what they were, step 1200 takes the data of step
+        tokens: a 1-D integer tensor or array, or the path of a flat binary file of tokens, which is memory-mapped,
+            not read.
+        seq: tokens per sample. A window is one token longer, because the targets are the inputs shifted by one.
+        batch: number of samples in the *global* batch of a step.
+        seed: seed for the order of the windows.
+        dtype: dtype of the tokens in the file; required for a path.
+        skip: half-open ranges of data steps to leave out, numbered as if nothing were skipped, e.g. `[(1200, 1250)]`
+            after the loss diverged there: steps before 1200 stay as they were, and step 1200 takes the data of step
             1250.
 
-    Memory: the tokens given; of a file, what the operating system keeps of it in its page cache.
+    Memory: the given tokens; for a file, what the operating system keeps of it in its page cache.
 
     Raises:
-        FzeroValueError, FzeroTypeError: with everything that is wrong: a corpus shorter than one window, not 1-D, not
-            integers; a file that is missing or not a whole number of tokens; overlapping ranges to skip.
+        FzeroValueError, FzeroTypeError: listing everything that is wrong: a corpus that is shorter than one window,
+            not 1-D or not of integers; a file that is missing or whose size is not a multiple of the token size;
+            overlapping ranges to skip.
 
     Example:
         >>> data = TokenDataset(torch.arange(17), seq=4, batch=2)
@@ -78,13 +80,14 @@ class TokenDataset(Steps):
 
     @property
     def num_windows(self) -> int:
-        """Windows of the corpus: `seq + 1` tokens each, `seq` apart, so that every token but the first is a target once
-        an epoch."""
+        """Number of windows of the corpus: `seq + 1` tokens each, `seq` apart, so that every token except the first
+        is a target once per epoch.
+        """
         return self.num_samples
 
     @plain_numbers
     def windows(self, first: int, count: int) -> list[int]:
-        """The windows that samples `first` to `first + count - 1` of the run read."""
+        """Returns the windows that samples `first` to `first + count - 1` of the run read."""
         wrong = [
             f"{name}={n!r} is not a whole number of at least 0"
             for name, n in (("first", first), ("count", count))
@@ -111,12 +114,12 @@ class TokenDataset(Steps):
 
     @plain_numbers
     def split(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
-        """Two datasets, for training and validation: the last `fraction` of the windows is for validation.
+        """Returns two datasets, for training and validation: the last `fraction` of the windows is for validation.
 
         They are contiguous and share no token. `skip` stays with the first.
 
         Raises:
-            FzeroValueError: a fraction that leaves one of them without a window.
+            FzeroValueError: if the fraction leaves one of them without a window.
         """
         kept = round(self.num_windows * (1 - fraction))
         cut = kept * self.seq + 1
@@ -139,18 +142,18 @@ class TokenDataset(Steps):
 
 
 def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype | None = None) -> None:
-    """Writes tokens as a flat binary file in this machine's byte order, without a header; `TokenDataset(path,
+    """Writes tokens as a flat binary file in this machine's byte order, without a header. `TokenDataset(path,
     dtype=...)` maps it.
 
-    The file appears whole or not at all: it is written beside `path` and renamed.
+    The file is written atomically: first to a temporary file next to `path`, which is then renamed.
 
     Args:
         path: replaced if it exists.
         tokens: a 1-D integer tensor or array.
-        dtype: to store, one of uint8, uint16, int16, int32, int64; by default that of `tokens`.
+        dtype: the dtype to store, one of uint8, uint16, int16, int32, int64; by default that of `tokens`.
 
     Raises:
-        FzeroValueError: a token that `dtype` cannot hold.
+        FzeroValueError: if `dtype` cannot represent a token.
 
     Example:
         >>> import os, tempfile
@@ -214,7 +217,7 @@ def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
         raise FzeroTypeError("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
     try:
         with warnings.catch_warnings():
-            # a read-only array, such as a memory map: it is never written to
+            # a read-only array, such as a memory map, which is never written to
             warnings.simplefilter("ignore", UserWarning)
             out = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -232,7 +235,7 @@ def _check_dtype(where: str, dtype: torch.dtype) -> None:
 
 
 def _range(tokens: torch.Tensor) -> tuple[int, int]:
-    """The least and the greatest token; in parts, for torch has no minimum of uint16."""
+    """Returns the smallest and the largest token, computed in parts, because torch has no minimum of uint16."""
     ends = [part.to(torch.int64).aminmax() for part in tokens.split(1 << 24) if len(part)]
     return min((int(e.min) for e in ends), default=0), max((int(e.max) for e in ends), default=0)
 

@@ -1,9 +1,9 @@
-"""Searches for the cause of a difference: the transform that brings it in, and the first line of the program whose
+"""Searches for the cause of a difference: the transform that introduces it, and the first op of the program whose
 value differs.
 
-Transforms are added one by one, in the order of their rewrites. Then harmless ones are dropped, one by one. Without a
-parallel transform a step runs on each rank by itself, on the whole batch. Every rank asks the same questions and gets
-the same answers.
+Transforms are added one by one, in the order of their rewrites. Then those that do not contribute are removed, one by
+one. Without a parallel transform, a step runs on each rank by itself, on the complete batch. Every rank asks the same
+questions and gets the same answers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fzero.transforms.zero import Parallel
 
 
 def blame(setting: Comparison, report: Report) -> Blame:
-    """Finds the beginning of a report's difference; all ranks call it together."""
+    """Finds where a report's difference begins. All ranks must call it."""
     step = min((d.step for d in report.differences if not d.ok), default=setting.steps)
-    s = replace(setting, steps=step)  # what differs after it follows from that
+    s = replace(setting, steps=step)  # later differences follow from the first one
     if s.backend != "eager" and _same(replace(s, backend="eager")):
         line, step = first_differing(s, None)
         return Blame(None, (), line, step, f"the program is right: it differs only as backend {s.backend!r} builds it")
@@ -66,8 +66,9 @@ _NO_LINE = (
 
 
 def _first_transform(s: Comparison) -> tuple[Transform | None, tuple[Transform, ...]]:
-    """The first transform with which the step differs, None if it does without any, and those that it needs to do
-    so."""
+    """Returns the first transform with which the step differs (None if it differs without any), and the other
+    transforms that are necessary for the difference.
+    """
     transforms = s.step.transforms
     if not _same(_with(s, ())):
         return None, ()
@@ -83,7 +84,7 @@ def _first_transform(s: Comparison) -> tuple[Transform | None, tuple[Transform, 
 
 
 def _with(setting: Comparison, transforms: tuple[Transform, ...]) -> Comparison:
-    """The same comparison with fewer transforms: on each rank by itself, if none of them is parallel."""
+    """Returns the same comparison with fewer transforms; on each rank by itself, if none of them is parallel."""
     s = replace(setting, step=replace(setting.step, transforms=transforms), backend="eager")
     if any(isinstance(t, Parallel) for t in transforms) or s.mesh.size == 1:
         return s
@@ -91,7 +92,9 @@ def _with(setting: Comparison, transforms: tuple[Transform, ...]) -> Comparison:
 
 
 def _same(setting: Comparison) -> bool:
-    """Whether a step with fewer transforms is equivalent; one that cannot be built says nothing, and counts as such."""
+    """Returns whether a step with fewer transforms is equivalent. A step that cannot be built counts as equivalent,
+    because it says nothing.
+    """
     try:
         found = compare(setting).equivalent
     except FzeroError:
@@ -100,8 +103,9 @@ def _same(setting: Comparison) -> bool:
 
 
 def _is_mean(s: Comparison) -> bool:
-    """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is
-    weighted."""
+    """Returns whether the loss of the complete batch is what fzero assumes: the mean of the losses of its parts, or a
+    weighted mean.
+    """
     num, batches = batches_of(s)
     state, losses = s.plain.first, []
     for i, batch in enumerate(batches):

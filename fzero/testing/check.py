@@ -1,4 +1,4 @@
-"""Runs the transformed step and the plain one side by side, and compares their leaves (`check_equivalent`)."""
+"""Runs the transformed and the plain step side by side, and compares all their tensors (`check_equivalent`)."""
 
 from __future__ import annotations
 
@@ -33,43 +33,45 @@ def check_equivalent(
     raises: bool = True,
     **options: Any,
 ) -> Report:
-    """Takes a few steps with a transformed step and with the plain one, from one state on one global batch, and
-    compares all leaves after each.
+    """Runs a few steps with a transformed step and with the plain one, from the same state and global batch, and
+    compares all tensors after each step.
 
-    The plain step has the same loss and optimizer and no transforms, and sees the whole batch at once: the parts of all
-    ranks, one behind the other along dim 0 in the order of their ranks. Every leaf has a tolerance of its own, which
-    follows from dtypes and the lengths of reductions (docs/checking.md). If a leaf is farther off than that, the
-    transform that is to blame is searched for, and the first line of the program whose value differs. A step that is
-    skipped because its scaled gradients overflow is taken again, with the scale that follows. What `mixed_precision`
-    rounds leaves room for faults of other transforms: a step that has both is then compared without it as well. Every
-    call of a block is traced: one that reads something unseen (see `fz.block`) and is not what it was taken for is an
-    error, and so is a loss that does something else each time it is called.
+    The plain step has the same loss and optimizer but no transforms, and sees the complete batch at once: the parts
+    of all ranks, concatenated along dim 0 in the order of the ranks. Every tensor has its own tolerance, which
+    follows from dtypes and the lengths of reductions (docs/checking.md). If a tensor differs by more than that, the
+    check searches for the transform that causes the difference, and for the first op of the program whose value
+    differs. A step that is skipped because its scaled gradients overflow is repeated with the next scale. The
+    tolerance for the rounding of `mixed_precision` could hide faults of other transforms, so a step that has both is
+    also compared without `mixed_precision`. Every call of a block is traced: a block that reads something unseen (see
+    `fz.block`) and computes something else than was assumed is an error, and so is a loss that computes something
+    else each time it is called.
 
-    On a mesh of several ranks every rank calls it, and all get the same report. An `AbstractMesh` is simulated in this
-    process (`simulate`): what the program means there is compared, for a batch that is the global one.
+    On a mesh of several ranks every rank must call this function, and all get the same report. An `AbstractMesh` is
+    simulated in this process (`simulate`): the reference semantics of the program on that mesh are compared, and the
+    batch is the global one.
 
     Args:
         step: a training step with its transforms.
-        params: a pytree of tensors with whole leaves, the same on every rank, or a function of a key that returns one.
-            They are not written.
-        batch: this rank's part of the global batch, as for a compiled step. What `accumulate` does not cut is the same
-            on every rank.
-        mesh: from `make_mesh`, by default the one of all processes that torchrun started; or an `AbstractMesh`.
-        steps: to take, at least 1.
+        params: a pytree of unsharded tensors, the same on every rank, or a function of a key that returns one. They
+            are not written.
+        batch: this rank's part of the global batch, as for a compiled step. Tensors that `accumulate` does not split
+            must be the same on every rank.
+        mesh: from `make_mesh`, by default the mesh of all processes that torchrun started; or an `AbstractMesh`.
+        steps: number of steps, at least 1.
         key: int64[3], the same on every rank; by default `fz.random.key(0)`.
-        backend: "eager", or "inductor", which also checks what is compiled.
-        raises: whether leaves that differ are an error.
+        backend: "eager", or "inductor", which also checks the compiled code.
+        raises: whether differing tensors are an error.
         **options: further arguments of `fz.compile`: budgets, an example batch. A simulation takes none.
 
     Communication: the batch and, after each step, the state are gathered on every rank.
-    Memory: seven whole states, as many gradients a step, and the plain step's activations of the whole batch on every
-            rank: for models, or models cut small, that fit that.
+    Memory: seven complete states, as many gradients per step, and the plain step's activations of the complete batch
+    on every rank: for models, or reduced versions of models, that fit.
 
     Raises:
-        EquivalenceError: a leaf differs by more than its tolerance; `error.report` is what would have been returned.
-        FzeroError: the step cannot be built or run on this mesh, whatever `raises` is.
-        TraceError: naming a block that computes something else at a later call; a loss or an optimizer that does when
-            it is traced again.
+        EquivalenceError: if a tensor differs by more than its tolerance; `error.report` is the report.
+        FzeroError: if the step cannot be built or run on this mesh, whatever `raises` is.
+        TraceError: naming a block that computes something else at a later call; or a loss or an optimizer that does
+            when it is traced again.
 
     Papers: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5), 2019;
         Parker, Monte Carlo arithmetic, 1997.
@@ -135,6 +137,8 @@ def check_equivalent(
 
 
 def _without_precision(step: Step) -> tuple[Any, ...]:
-    """The other transforms of a step that computes in another dtype than it rests in; none if it does not."""
+    """Returns the other transforms of a step that computes in another dtype than it is stored in; none if it does
+    not.
+    """
     others = tuple(t for t in step.transforms if not isinstance(t, PRECISIONS))
     return others if len(others) < len(step.transforms) else ()

@@ -1,4 +1,4 @@
-"""Runs a transformed step and compares its leaves with the trajectory of the plain step."""
+"""Runs a transformed step and compares its tensors with the trajectory of the plain step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fzero.transforms.transform import find
 
 
 def compare(setting: Comparison) -> Report:
-    """The transformed step beside the plain one, without a look at where a difference begins."""
+    """Compares the transformed step with the plain one, without searching for where a difference begins."""
     s = setting
     worst: dict[str, tuple[float, Difference]] = {}
     skipped = 0
@@ -59,7 +59,7 @@ def compare(setting: Comparison) -> Report:
 
 
 def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
-    """The leaves of the first state and after each step, and how often that was skipped before."""
+    """Yields the tensors of the first state and after each step, and how often that step was skipped before."""
     if s.simulated:
         from fzero.testing.simulate import simulated
 
@@ -79,18 +79,20 @@ def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
 
 
 def compiled(s: Comparison) -> CompiledStep:
-    """The step, compiled for the batch where its stages depend on that."""
+    """Returns the compiled step. If its stages depend on the batch, it is compiled for the batch."""
     given = {"batch": s.batch} if open_stages(s.step, s.mesh) else {}
     return compile(s.step, s.mesh, backend=s.backend, **{**given, **s.options})
 
 
 def overflowed(metrics: dict[str, Any]) -> bool:
-    """Whether a step was skipped."""
+    """Returns whether a step was skipped."""
     return bool(metrics.get("skipped", False))
 
 
 def most_skipped(step: Step) -> int:
-    """The number of steps that a loss scale may skip until it is low enough; one that never moves would skip all."""
+    """Returns the number of steps that a loss scale may skip until it is low enough. 0 for a fixed scale, which would
+    skip all.
+    """
     scale = record.scaling if (record := find(step.transforms, MixedPrecision)) else None
     if scale is None or scale.backoff_factor == 1:
         return 0
@@ -98,5 +100,5 @@ def most_skipped(step: Step) -> int:
 
 
 def everyones(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
-    """The notes of each rank, on every rank. `form`: of a note (bounded_json.py)."""
+    """Returns the messages of each rank, on every rank. `form`: the type of a message (bounded_json.py)."""
     return [mine] if mesh.size == 1 else exchanged(mine, list[form], "check_equivalent")

@@ -1,4 +1,4 @@
-"""Settles the arguments of a comparison: the global batch, the plain step's trajectory and its tolerances."""
+"""Prepares the arguments of a comparison: the global batch, the plain step's trajectory and its tolerances."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from fzero.transforms.transform import find, on_device
 
 @dataclass(frozen=True)
 class Comparison:
-    """The setting of a comparison: the arguments of `check_equivalent`, settled.
+    """The setting of a comparison: the checked arguments of `check_equivalent`.
 
     Attributes:
-        params: the tree, with whole leaves, on the mesh's device.
-        batch: this rank's part.
-        whole_batch: that of all ranks.
-        size: what the tolerances come from.
-        plain: the trajectory of the plain step, and how far each leaf may lie off it.
-        simulated: the mesh, where all its ranks are threads of this process.
+        params: the tree of unsharded tensors, on the mesh's device.
+        batch: this rank's part of the batch.
+        whole_batch: the batch of all ranks.
+        size: what the tolerances are derived from.
+        plain: the trajectory of the plain step, and how far each tensor may be from it.
+        simulated: the mesh, if all its ranks are threads of this process.
     """
 
     step: Step
@@ -70,8 +70,9 @@ def setting_of(
     options: dict[str, Any],
     simulated: AbstractMesh | None = None,
 ) -> Comparison:
-    """The arguments checked, and the plain step's side of the comparison. `simulated`: the batch is the global one, and
-    the mesh that of its first rank."""
+    """Checks the arguments and computes the plain step's side of the comparison. `simulated`: then the batch is the
+    global one, and `mesh` is the mesh of its first rank.
+    """
     key = (fzrandom.key(0) if key is None else key).to(mesh.device)
     check_batch(batch)
     if callable(params):
@@ -117,13 +118,13 @@ def setting_of(
 
 
 def _text(base: Program) -> str:
-    """All that a base program computes."""
+    """Returns everything that a base program computes, as text."""
     update = base.update
     updates = [] if update is None else [f"{update.out}: {entry}" for entry in signature(update.attrs.graph)]
     return "\n".join([describe(base), *updates])
 
 
 def _on(values: Any, mesh: Mesh) -> Any:
-    """Leaves on the mesh's device; ties stay ties."""
+    """Moves tensors to the mesh's device; tied tensors stay tied."""
     done: dict[int, torch.Tensor] = {}
     return tree.map(lambda x: done.setdefault(id(x), x.detach().to(mesh.device)), values)

@@ -1,4 +1,4 @@
-"""Finds the first line of a program whose value differs from the plain step's: each line is recorded as it runs."""
+"""Finds the first op of a program whose value differs from the plain step's, by recording each op as it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fzero.transforms.transform import Transform, find
 
 
 def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine | None, int]:
-    """The first line that differs, in the first step in which one does, and that step."""
+    """Returns the first op that differs, in the first step in which one does, and the number of that step."""
     train = compiled(s)
     state, step, skipped = train.init(s.params, s.key), 0, 0
     while step < s.steps:
@@ -52,15 +52,16 @@ def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine
 
 
 def _prepared(train: CompiledStep, state: State, s: Comparison) -> tuple[Any, Program, Sequence[str]]:
-    """The executable of the coming step, its program, and the paths of its metrics in the order of the program's
-    outputs."""
+    """Returns the executable of the next step, its program, and the paths of its metrics in the order of the
+    program's outputs.
+    """
     lowered, run = train.built(state, s.batch)
     metrics = tree.unflatten(lowered.structure, list(lowered.program.outputs))
     return run, lowered.program, tree.paths(metrics, "metrics")
 
 
 def _leaves(state: State, s: Comparison) -> dict[str, torch.Tensor]:
-    """Copies of what a program is given on this rank, by the names of its inputs."""
+    """Returns copies of what a program is given on this rank, by the names of its inputs."""
     roots = (("params", state.params), ("opt_state", state.opt_state), ("extras", state.extras), ("batch", s.batch))
     found = {"step": state.step, "key": state.key}
     for root, values in roots:
@@ -76,21 +77,23 @@ def _reference(
     program: Program,
     names: Sequence[str],
 ) -> tuple[Reference, tuple[str, ...]]:
-    """The meaning of the coming step, from the state that the transformed step has come to."""
+    """Returns the expected values of the next step, computed from the state that the transformed step has
+    reached.
+    """
     axes = zero_of(s.step, s.mesh).batch_axes
-    precise = isinstance(culprit, PRECISIONS)  # then its own casts are what is in question
+    precise = isinstance(culprit, PRECISIONS)  # in that case the casts of the transform itself are in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))
     alone, (num, batches) = mesh_of_one(s.mesh), batches_of(s)
     one = AbstractMesh(device_type=s.mesh.device_type, data=1)
     base = base_program(replace(s.step, transforms=same), one, s.params, batches[0], num)
-    first = s.plain.first  # in whose dtypes the plain step goes on
+    first = s.plain.first  # the plain step continues in the dtypes of its first state
     whole = first._replace(
         **{
             f: tree.map(lambda x, y: y.to(x), getattr(first, f), getattr(whole, f))
             for f in ("step", "params", "opt_state", "key")
         }
     )
-    # what is not in a plain state, such as a loss scale, is whole on every rank
+    # tensors that a plain state does not have, such as a loss scale, are replicated on every rank
     state = {**leaves, **leaves_of(whole, {})}
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     named = [dict(tree.with_paths(x, "batch")) for x in batches]
@@ -109,12 +112,12 @@ def _reference(
 
 
 def mesh_of_one(mesh: Mesh) -> Mesh:
-    """A mesh of this rank only."""
+    """Returns a mesh that contains only this rank."""
     return Mesh({"data": 1}, 0, mesh.device)
 
 
 def batches_of(s: Comparison) -> tuple[int, list[Any]]:
-    """The number of parts, ranks x micro-batches, that the global batch is cut in, and the parts."""
+    """Returns the number of parts (ranks x micro-batches) that the global batch is divided into, and the parts."""
     record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     flat, structure = tree.flatten(s.whole_batch)

@@ -1,15 +1,15 @@
-"""Finds the first line of a program whose value is wrong.
+"""Finds the first op of a program whose value is wrong.
 
-[Note: three accounts] A step is run once by its executable, and every line recorded (recording.py). The same lines are
-then run by the interpreter, from the same state: what the program *says* (interpreter.py). And the base program of the
-plain step is run on every part of the global batch (rank x micro-batch), with whole leaves: what the step *means*. The
-names of base programs survive in all programs made of them. So a value's meaning follows from its name and the lines
-that moved it: a sum over parts, a leaf before or after the update, a metric; whole, or this rank's shard. So there are
-three ways in which a line can be the first:
+[Note: three accounts] A step is run once by its executable, and every op is recorded (recording.py). The same ops are
+then run by the interpreter, from the same state: this is what the program *says* (interpreter.py). And the base
+program of the plain step is run on every part of the global batch (rank x micro-batch), with unsharded tensors: this
+is what the step *means*. The value names of a base program survive in all programs made from it. So a value's meaning
+follows from its name and from the ops that moved it: a sum over parts, a tensor before or after the update, or a
+metric; unsharded, or this rank's shard. So there are three ways in which an op can be the first one that is wrong:
 
-  it made something else than the program says       a function, a transfer or a buffer is at fault
-  it read something else than was made               a buffer was overwritten, or read too early
-  the program says something else than the step      a rewrite, that is a transform, is at fault
+  its result differs from what the program says      a subgraph, a transfer or a buffer is at fault
+  it read another value than was made                a buffer was overwritten, or read too early
+  the program says something else than the step      a rewrite, and so a transform, is at fault
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _REPEATED = re.compile(r"_micro_\d+$|_total_0$")
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a value: a value of the base program summed over parts of the global batch, or, without parts, an
+    """The meaning of a value: a value of the base program summed over parts of the global batch or, without parts, an
     input or a result of the step.
 
-    `casts`: the dtypes it went through since.
+    `casts`: the dtypes that it was cast to since.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Reference:
-    """The meaning of a step: the values of the base program for each part of the global batch, the leaves before and
-    the results after, with their tolerances.
+    """The expected values of a step: the values of the base program for each part of the global batch, the tensors
+    before and the results after the step, with their tolerances.
 
     Attributes:
-        parts: for each part the values by name.
-        before: leaves of the state and the whole batch of this rank.
-        after: leaves of the state and metrics, by the names that the program has for them.
-        tolerance: of `after`, in the Euclidean norm.
-        coarse: the relative tolerance of `parts`, where they were computed in other dtypes; 0 where they were not.
+        parts: for each part, the values by name.
+        before: the tensors of the state, and the complete batch of this rank.
+        after: the tensors of the state and the metrics, by their names in the program.
+        tolerance: tolerances of `after`, in the Euclidean norm.
+        coarse: the relative tolerance of `parts` if they were computed in other dtypes, otherwise 0.
     """
 
     parts: Sequence[Mapping[str, torch.Tensor]]
@@ -69,12 +69,12 @@ class Reference:
 def part_values(
     base: Program, mesh: Mesh, parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """The values of a base program's loss and gradients for each part of the global batch.
+    """Returns the values of a base program's loss and gradients for each part of the global batch.
 
     Args:
-        base: for a mesh of one device and these parts.
-        mesh: of one device.
-        parts: of each whole leaves and its batch, by name.
+        base: a base program for a mesh of one device and these parts.
+        mesh: a mesh of one device.
+        parts: for each part, the unsharded tensors and its batch, by name.
     """
     runs = [Interpreter(base, mesh, leaves, part) for part, leaves in enumerate(parts)]
     lines = [line for line in base.lines if line.op != "update"]
@@ -99,16 +99,16 @@ def first_line(
     axes: tuple[str, ...],
     loose: float,
 ) -> FirstLine | None:
-    """The first line on this rank that differs; every rank of the mesh calls it together.
+    """Returns the first op on this rank that differs. Every rank of the mesh must call it.
 
     Args:
         ran: what the executable did.
-        program: that it ran.
-        mesh: that it ran on.
-        leaves: this rank's part of the state before, and of the batch, by name.
-        reference: what it should have come to.
-        axes: the batch is cut over.
-        loose: the relative tolerance of functions that were compiled.
+        program: the program that it ran.
+        mesh: the mesh that it ran on.
+        leaves: this rank's part of the state before the step, and of the batch, by name.
+        reference: the expected values.
+        axes: the axes that shard the batch.
+        loose: the relative tolerance of compiled subgraphs.
     """
     told, meanings = Interpreter(program, mesh, leaves), _Meanings(program, mesh, reference, axes)
     texts = statements(program)
@@ -121,7 +121,7 @@ def first_line(
             text, size = texts[entry.number], norm(want)
             found = FirstLine(entry.number, text.strip(), name, entry.turn, mesh.rank, off / size if size else off, why)
 
-    empty: set[str] = set()  # memory that nobody has written yet
+    empty: set[str] = set()  # memory that nothing has written yet
     for entry in ran:
         line = entry.line
         for name, x in entry.read.items():
@@ -136,7 +136,7 @@ def first_line(
                 )
         told.run(line, entry.turn)
         meanings.run(line, entry.turn)
-        if OPS[line.op].pool == "leaves":  # memory for them
+        if OPS[line.op].pool == "leaves":  # buffers for new values
             empty.update(v.name for v in line.out)
             continue
         empty.difference_update(line.writes)
@@ -172,7 +172,7 @@ def _compare(entry: RanLine, name: str, told: Interpreter, meanings: _Meanings, 
 
 
 class _Meanings:
-    """The meanings of a program's names, followed through its lines."""
+    """The meanings of a program's values, followed through its ops."""
 
     def __init__(self, program: Program, mesh: Mesh, reference: Reference, axes: tuple[str, ...]):
         self._mesh, self._reference, self._axes = mesh, reference, axes
@@ -187,33 +187,35 @@ class _Meanings:
             self._started[line.out[0].name] = line
         OPS[line.op].stands(line, self, micro_of(line, turn)[0], turn)
 
-    # --- what the rows of ops say (`Standing`) ---
+    # --- called by the classes of ops (`Standing`) ---
 
     def start_of(self, handle: str) -> Line:
         return self._started.pop(handle)
 
     def same(self, name: str, source: str) -> None:
-        """Takes over the meaning of another value."""
+        """Gives a value the meaning of another value."""
         self._set(name, self._of.get(source))
 
     def part(self, name: str, source: str, micro: int) -> None:
-        """The part of a micro-batch."""
+        """Gives a value the meaning of one micro-batch of another value."""
         self._set(name, replace(self._of[source], parts=frozenset([self._part(micro)])))
 
     def total(self, name: str, total: str | None, part: str) -> None:
-        """A part added to a total, or, without one, the first."""
+        """Gives a value the meaning of a part added to a total or, without a total, of the first part."""
         new = self._of.get(part)
         self._set(name, new if total is None else _together(self._of.get(total), new))
 
     def reduced(self, name: str, source: str, axes: Sequence[str]) -> None:
-        """Summed over the ranks along axes: their parts are added to this rank's."""
+        """Gives a value the meaning of a sum over the ranks along axes: their parts are added to this rank's."""
         meaning = self._of.get(source)
         if meaning is not None and meaning.parts is not None and axes:
             meaning = replace(meaning, parts=frozenset(self._others(meaning.parts, axes)))
         self._set(name, meaning)
 
     def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None:
-        """Computed: known by its name, which base programs have too, or, of a cast, by what was cast."""
+        """Gives computed values a meaning: by their names, which base programs have too, or, for a cast, by the
+        meaning of its source.
+        """
         for value in values:
             base = value.name if value.name in self._known else _REPEATED.sub("", value.name)
             result = f"after metrics {value.name}"
@@ -226,8 +228,9 @@ class _Meanings:
                 self._set(value.name, cast and replace(cast, casts=(*cast.casts, value.dtype)))
 
     def written(self, names: Sequence[str]) -> None:
-        """Overwritten, with whatever: what leaves, or what stands for parts of them, are to be is settled by what they
-        are."""
+        """Handles overwritten values, whatever was written: the expected value of a tensor of the state, or of a
+        value that stands for a shard of one, follows from which tensor it is.
+        """
         for name in names:
             leaf = self._of.get(name)
             self._set(name, leaf and Meaning(leaf.name if leaf.name.startswith("after ") else f"after {leaf.name}"))
@@ -235,7 +238,9 @@ class _Meanings:
     # --- what values should be ---
 
     def expected(self, name: str) -> tuple[torch.Tensor, float] | None:
-        """The expected value of a name on this rank, and its tolerance; None where nobody can tell."""
+        """Returns the expected value of a name on this rank, and its tolerance; None if the expected value is
+        unknown.
+        """
         meaning, reference = self._of.get(name), self._reference
         if meaning is None:
             return None
@@ -269,7 +274,7 @@ class _Meanings:
         return value
 
     def _others(self, parts: frozenset[int], axes: Sequence[str]) -> set[int]:
-        """These parts of all ranks along axes."""
+        """Returns the parts that correspond to these parts on all ranks along axes."""
         found = set(parts)
         for axis in axes:
             at, stride = self._axes.index(axis), self._num_micro
@@ -296,7 +301,9 @@ def _together(a: Meaning | None, b: Meaning | None) -> Meaning | None:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The Euclidean norm of a difference; infinite where one of the two is not finite and the other is not the same."""
+    """Returns the Euclidean norm of a difference; infinite if one of the two is not finite where the other is not the
+    same.
+    """
     a, b = (x.detach().to(torch.float64).reshape(-1) for x in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
     off = torch.where(same, torch.zeros_like(a), a - b).norm().item()
@@ -308,7 +315,7 @@ def norm(x: torch.Tensor) -> float:
 
 
 def _rounding(got: torch.Tensor, want: torch.Tensor, mesh: Mesh, loose: float) -> float:
-    """The tolerance of the same sum when it is taken in another order, or by a function that was compiled."""
+    """Returns the tolerance for the same sum computed in another order, or by a compiled subgraph."""
     return max(unit(got.dtype) * 4 * LAMBDA * mesh.size**0.5, loose if got.is_floating_point() else 0.0) * norm(want)
 
 

@@ -1,4 +1,4 @@
-"""Joins the ranks' parts of a batch to the global batch."""
+"""Joins the ranks' parts of a batch into the global batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fzero.transforms.accumulate import Accumulate
 
 
 def rows(batch: Any, record: Accumulate | None) -> list[bool]:
-    """For each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
-    them."""
+    """Returns for each tensor of a batch whether each part of the batch has its own samples of it. Any other tensor
+    is the same in all parts.
+    """
     return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
 
 
 def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumulate | None) -> None:
-    """Raises if leaves of which each rank has rows of its own have different numbers of them."""
+    """Raises an error if tensors of which each rank has its own samples have different numbers of samples."""
     of = [leaf for leaf, cut in zip(batch_inputs(batch).leaves, has_rows, strict=True) if cut]
     if len({leaf.shape[0] for leaf in of}) > 1:
         num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
@@ -33,7 +34,7 @@ def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumul
 
 
 def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[bool]) -> Any:
-    """The global batch: the parts of the ranks along these axes, along dim 0."""
+    """Returns the global batch: the parts of the ranks along these axes, concatenated along dim 0."""
     if mesh.axis_size(axes) == 1:
         return batch
     flat, structure = tree.flatten(batch)

@@ -1,8 +1,8 @@
-"""Interprets a program line by line: the slow and simple semantics that the fast run is compared with.
+"""Interprets a program op by op: the slow and simple reference semantics that the fast execution is compared with.
 
-Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
-start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
-recorded, operation by operation.
+Nothing is planned, shared or overlapped here: every value is a separate tensor, a transfer copies its values at its
+start, and ranks exchange data through torch.distributed, whatever the transport of the mesh is. Subgraphs run as they
+were recorded, operation by operation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class BuiltFunctions:
-    """The functions of a program as Python code, each built when it is first called. Building one takes far longer than
-    running it on small tensors, so all ranks and steps of a simulation share them."""
+    """The subgraphs of a program as Python code. Each is built when it is first called. Building one takes far longer
+    than running it on small tensors, so all ranks and steps of a simulation share them.
+    """
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device = program, device
         self._built: dict[str, Callable[..., Any]] = {}
-        self._lock = threading.Lock()  # ranks are threads, which come to a function at the same time
+        self._lock = threading.Lock()  # ranks are threads, which may reach a subgraph at the same time
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         with self._lock:
@@ -43,17 +44,18 @@ class BuiltFunctions:
 
 
 class Interpreter:
-    """Runs the lines of one program on this rank, all ranks of the mesh together.
+    """Runs the ops of one program on this rank. All ranks of the mesh run it together.
 
     Attributes:
-        values: what every name stands for now, as this rank has it. Leaves are copies: nothing of a state is written.
+        values: the current value of every name, on this rank. Tensors of the state are copies: nothing of a state is
+            written.
 
     Args:
-        program: any, also a base program, but for its `update`.
-        mesh: that it is for.
-        leaves: the state's tensors and the batch's, by the names of the program's inputs.
-        part: what `part_index` gives, if it is not to be worked out.
-        functions: the program's functions, if another interpreter of it on such a device has built them.
+        program: any program, including a base program except its `update`.
+        mesh: the mesh that it is for.
+        leaves: the tensors of the state and of the batch, by the names of the program's inputs.
+        part: the result of `part_index`, if it should not be computed.
+        functions: the program's subgraphs, if another interpreter on such a device has built them.
     """
 
     def __init__(
@@ -69,16 +71,16 @@ class Interpreter:
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
-        self._handed: list[Any] = []  # kept until they are taken
+        self._handed: list[Any] = []  # kept until they are received
 
     def run(self, line: Line, turn: int = 0) -> None:
-        """One line, in the given turn of the loop around it."""
+        """Runs one op, in the given iteration (`turn`) of the enclosing loop."""
         row = OPS[line.op]
         results = row.means(line, [] if row.waits else [self.values[a] for a in line.args], self, turn)
         self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
 
     def valid_range(self, line: Line) -> tuple[int, int]:
-        """The range of the flattened leaf that a line is about which is this rank's."""
+        """Returns the range of this rank's elements in the flattened tensor that an op is about."""
         leaf = Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes))
         boxes = leaf.boxes(self.mesh)
         return boxes.start, boxes.stop
@@ -91,12 +93,14 @@ class Interpreter:
             self.values[name] = x.reshape(self.values[name].shape).to(self.values[name].dtype, copy=True)
 
     def part_index(self, count: int, micro: int) -> int:
-        """The number of a part of the global batch."""
+        """Returns the index of a part of the global batch."""
         here = self.mesh.index(self._axes) if self._axes else 0
         return here * count + micro if self._part is None else self._part
 
     def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
-        """This rank's part of a value that is cut, or cut further, as another is placed."""
+        """Returns this rank's shard of a value that is sharded, or sharded further, to get the placement of
+        another.
+        """
         if source.placement.kind not in ("shard", "parts"):
             return cut(x, out.placement, self.mesh)
         at = source.placement
@@ -124,6 +128,6 @@ class Interpreter:
 
 
 def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
-    """This rank's flat, padded shard of a whole value."""
+    """Returns this rank's flat, padded shard of an unsharded value."""
     layout = Layout(whole.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
     return shard(whole, Leaf("", "", tuple(whole.shape), layout), mesh)

@@ -1,7 +1,7 @@
-"""Records the values that a running program reads and makes, line by line: copies taken before and after each.
+"""Records the values that a running program reads and makes, op by op, by copying them before and after each op.
 
-Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do
-without.
+While the program runs, values are only copied, not compared, so its transfers overlap almost as they do without
+recording.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from fzero.runtime.op_timers import LinePlace
 
 @dataclass
 class RanLine:
-    """A line that ran: its number in the text, its turn of the loop around it, what it read and what it made or wrote,
-    by name."""
+    """An op that ran: its index in the text, the iteration (`turn`) of the enclosing loop, the values that it read,
+    and those that it made or wrote, by name.
+    """
 
     line: Line
     number: int
@@ -33,19 +34,20 @@ class RanLine:
 
 @contextmanager
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[RanLine]]:
-    """Records each line of the one run of an executable in the body, in the order in which they run; of what was done
-    twice only the second time."""
+    """Records each op of a single run of an executable in the body, in the order in which the ops run. Of ops that a
+    `redo` repeats, only the second execution is kept.
+    """
     ran: list[RanLine] = []
     again = False
 
     def before(place: LinePlace, args: tuple[Any, ...]) -> tuple[RanLine, dict[str, torch.Tensor]] | None:
-        if place[0].body:  # it says whether they run
+        if place[0].body:  # its result says whether the body runs
             return None
         entry = RanLine(*place)
         ran.append(entry)
         line, row, given = entry.line, OPS[entry.line.op], list(_tensors(args))
         names = row.given(line)
-        if row.outlives:  # it is handed the total so far besides
+        if row.outlives:  # it also gets the total so far
             given = given[-len(names) :]
         by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
         entry.read = {

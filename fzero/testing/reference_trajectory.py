@@ -1,4 +1,6 @@
-"""The trajectory of the plain step, which a transformed step is compared with, and the tolerance of each leaf."""
+"""Runs the plain step, whose trajectory a transformed step is compared with, and derives the tolerance of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ from fzero.testing.tolerance import (
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The leaves of the plain step's states and metrics by path, those of the first state first, and how far each may
-    lie off in the Euclidean norm."""
+    """The tensors of the plain step's states and metrics by path, beginning with the first state, and how far each
+    may be off in the Euclidean norm.
+    """
 
     first: State
     leaves: Sequence[dict[str, torch.Tensor]]
@@ -35,7 +38,7 @@ class Trajectory:
 
 
 def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
-    """The leaves of a whole state and of the metrics, by path."""
+    """Returns the tensors of an unsharded state and of the metrics, by path."""
     out: dict[str, torch.Tensor] = {"step": state.step, "key": state.key}
     for root, values in (("params", state.params), ("opt_state", state.opt_state), ("metrics", metrics)):
         out |= {p: x.detach() for p, x in tree.with_paths(values, root) if isinstance(x, torch.Tensor)}
@@ -43,7 +46,7 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
 
 
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
-    """The trajectory of the plain step, and the tolerances of its leaves: see [Note: tolerance]."""
+    """Returns the trajectory of the plain step, and the tolerances of its tensors: see [Note: tolerance]."""
     grads: list[list[torch.Tensor]] = []
     exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
     seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
@@ -81,6 +84,8 @@ def _states(step: Step, state: State, batch: Any, steps: int) -> list[dict[str, 
 
 
 def _farthest(runs: Sequence[torch.Tensor], x: torch.Tensor) -> float:
-    """The farthest that any run moved each element, as one norm. An element that is not finite may be anything."""
+    """Returns the largest distance by which any run moved each element, as one norm. Elements that are not finite do
+    not count.
+    """
     off = torch.stack([(run.to(torch.float64) - x.to(torch.float64)).abs() for run in runs]).amax(0)
     return norm(off.nan_to_num(nan=0.0, posinf=0.0))

@@ -1,4 +1,4 @@
-"""Defines the result of a comparison, a value that prints as a table."""
+"""Defines the result of a comparison, as a value that prints as a table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from fzero.plan.render import TextTable, brief, html, plain
 
 NUM_ROWS = 12
-"""The leaves of a table: different ones first, then the closest to being different."""
+"""Number of tensors in a table: differing tensors first, then those closest to their tolerance."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance of a leaf of the transformed step from that of the plain one, at the first step after which that is
-    more than it may, or else the most.
+    """The distance between a tensor of the transformed step and that of the plain one: at the first step after which
+    it exceeds the tolerance or, if it never does, at the step where it comes closest to it.
 
     Example:
         >>> Difference("params['w']", (2,), "float32", step=1, difference=1e-8, tolerance=1e-6).ok
@@ -28,8 +28,8 @@ class Difference:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    step: int  # after how many steps; 0 is the first state
-    difference: float  # Euclidean norm, relative to the leaf's
+    step: int  # number of steps; 0 is the first state
+    difference: float  # Euclidean norm, relative to the tensor's norm
     tolerance: float  # likewise
 
     @property
@@ -39,14 +39,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class FirstLine:
-    """The first line of a program whose value is not what it should be.
+    """The first op of a program whose value is not what it should be.
 
     Attributes:
-        number: among the lines that run, as in a plan and in `fzero show --json`.
-        text: as it is printed, flat.
-        value: the name of what differs.
-        turn: the micro-batch of the loop around it.
-        rank: on which it was found.
+        number: index among the ops that run, as in a plan and in `fzero show --json`.
+        text: the op as it is printed in the flat form.
+        value: the name of the differing value.
+        turn: the micro-batch of the enclosing loop.
+        rank: the rank on which it was found.
         difference: Euclidean norm, relative.
         why: what is wrong with it, and so where to look.
 
@@ -74,13 +74,13 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class Blame:
-    """The beginning of a difference.
+    """Where a difference begins.
 
     Attributes:
-        transform: the first, in the order in which they are rewritten, with which the step differs; None: it differs
-            without any.
-        with_: those without which this one would do no harm.
-        line: the first line that differs; None: no line does when they run one by one.
+        transform: the first transform, in the order of their rewrites, with which the step differs; None if it
+            differs without any.
+        with_: the other transforms that are necessary for the difference.
+        line: the first op that differs; None if no op differs when they run one by one.
         step: the training step in which it was found.
 
     Example:
@@ -102,20 +102,21 @@ class Blame:
 
 @dataclass(frozen=True)
 class Report:
-    """A transformed step beside the plain one, leaf by leaf. `str` of it is a table.
+    """A comparison of a transformed step with the plain one, tensor by tensor. Its `str` is a table.
 
     Attributes:
-        name: of the loss function.
-        mesh: the transformed step's.
-        transforms: as they print.
-        steps: taken.
-        roundoff: what the tolerances come from, in words.
-        differences: of each leaf of parameters, optimizer state and metrics, the worst first.
+        name: name of the loss function.
+        mesh: mesh of the transformed step.
+        transforms: the transforms, as they print.
+        steps: number of steps that were run.
+        roundoff: what the tolerances are derived from, in words.
+        differences: of each tensor of parameters, optimizer state and metrics, the largest first.
         blame: where a difference begins; None if there is none.
-        skipped: steps that were taken again, with a lower loss scale.
-        wanted: steps that were asked for; those after which the plain step itself is not finite are not compared.
-        exact: of the same step without the transforms that round, such as `mixed_precision`, if it has some and others:
-            its tolerances are about a thousand times tighter.
+        skipped: number of steps that were repeated with a lower loss scale.
+        wanted: number of steps that were requested. Steps after which the plain step itself is not finite are not
+            compared.
+        exact: the report of the same step without the transforms that round, such as `mixed_precision`, if the step
+            has both such transforms and others. Its tolerances are about a thousand times tighter.
 
     Example:
         >>> import torch, fzero as fz
@@ -154,7 +155,7 @@ class Report:
         return html(self.tables()) + "".join(f"<p>{escape(line)}</p>" for line in self.remarks())
 
     def tables(self) -> list[TextTable]:
-        """The leaves nearest to their tolerances or beyond."""
+        """Returns the tensors that are closest to their tolerances or beyond them."""
         wrong = self.num_different
         verdict = (
             f"{wrong} of {len(self.differences)} leaves differ"
@@ -178,7 +179,7 @@ class Report:
         return out
 
     def remarks(self) -> Sequence[str]:
-        """The remarks below the tables, a line each."""
+        """Returns the remarks below the tables, one line each."""
         lines = [f"transforms: {', '.join(self.transforms) or 'none'}", f"roundoff: {self.roundoff}"]
         if self.skipped:
             lines.append(f"loss scale: {self.skipped} steps overflowed, were skipped, and taken again with a lower one")
@@ -195,12 +196,12 @@ class Report:
         return lines
 
     def _rounding(self) -> str:
-        """The names of the transforms that `exact` is without."""
+        """Returns the names of the transforms that `exact` leaves out."""
         left = self.exact.transforms if self.exact is not None else ()
         return ", ".join(x.partition("(")[0] for x in self.transforms if x not in left)
 
     def to_json(self) -> str:
-        # of `exact` too, without its verdict: that is in its leaves
+        # including `exact`, without its verdict, which follows from its tensors
         data: dict[str, Any] = {"equivalent": self.equivalent, **asdict(self)}
         return json.dumps(_finite(data), indent=1)
 
@@ -224,7 +225,7 @@ def _number(x: float) -> str:
 
 
 def _finite(data: Any) -> Any:
-    """JSON has no infinity."""
+    """Replaces infinities by None, because JSON has none."""
     if isinstance(data, dict):
         return {k: _finite(v) for k, v in data.items()}
     if isinstance(data, (list, tuple)):

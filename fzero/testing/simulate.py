@@ -1,7 +1,8 @@
-"""Simulates a mesh in one process: a thread a rank interprets the program of a step, line by line.
+"""Simulates a mesh in one process: one thread per rank interprets the program of a step, op by op.
 
-It shows what a step means on a mesh that one does not have: what a new transform or a new op does over several axes,
-without processes. Nothing is fast here, and nothing is overlapped; it knows nothing of transports, pools and compilers.
+It shows the reference semantics of a step on a mesh that is not available: for example, what a new transform or a new
+op does over several axes, without processes. Nothing is fast or overlapped here. The simulation knows nothing of
+transports, arenas and compilers.
 """
 
 from __future__ import annotations
@@ -39,30 +40,31 @@ _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(
 def simulate(
     step: Step, mesh: AbstractMesh, params: Any, batch: Any, *, steps: int = 1, key: torch.Tensor | None = None
 ) -> tuple[State, dict[str, Any]]:
-    """Takes steps on a mesh of devices that one does not have: every rank is a thread of this process, which interprets
-    the step's program.
+    """Runs steps on a mesh of devices that are not available: every rank is a thread of this process, which
+    interprets the step's program.
 
-    The result is the meaning of the program on that mesh. `check_equivalent`, on a mesh of processes, compares it with
-    the compiled run.
+    The result is the meaning of the program on that mesh. `check_equivalent`, on a mesh of processes, compares it
+    with the compiled run.
 
     Args:
         step: a training step with its transforms.
         mesh: an `AbstractMesh` of any axes; some tens of ranks are practical.
-        params: a pytree of tensors with whole leaves, or a function of a key that returns one. They are not written.
-        batch: the global batch: the parts of all ranks, one behind the other along dim 0 in the order of their ranks.
-        steps: to take, each on the same batch.
+        params: a pytree of unsharded tensors, or a function of a key that returns one. They are not written.
+        batch: the global batch: the parts of all ranks, concatenated along dim 0 in the order of the ranks.
+        steps: number of steps, each on the same batch.
         key: int64[3]; by default `fz.random.key(0)`.
 
-    Returns: the state with whole leaves, and the metrics of the last step.
+    Returns:
+        The unsharded state, and the metrics of the last step.
 
     Communication: none; ranks are threads.
     Memory: every rank's state and activations, in this process.
 
     Raises:
-        FzeroValueError: a batch that does not divide among the ranks; a step whose transforms keep more than
-            parameters and optimizer state (offload, a loss scale).
-        DivergenceError: ranks that are to hold the same part of a leaf, or the same metric, hold different values: a
-            collective is missing.
+        FzeroValueError: if the batch does not divide among the ranks; if the transforms of the step keep state
+            besides parameters and optimizer state (offload, a loss scale).
+        DivergenceError: if ranks that should hold the same part of a tensor, or the same metric, hold different
+            values: a collective is missing.
 
     Example:
         >>> import torch, fzero as fz
@@ -92,7 +94,9 @@ def simulate(
 def simulated(
     step: Step, mesh: AbstractMesh, params: Any, batch: Any, steps: int, key: torch.Tensor | None
 ) -> Iterator[tuple[State, dict[str, Any]]]:
-    """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
+    """Yields the first state, and then each following state with its metrics. Arguments and errors are those of
+    `simulate`.
+    """
     step = on_device(step, torch.device("cpu"))
     whole = step.init(params, key)
     parts = parts_of(step, mesh, batch)
@@ -108,13 +112,14 @@ def simulated(
 
 
 def ranks_of(mesh: AbstractMesh) -> list[Mesh]:
-    """The mesh as each of its ranks sees it, on CPUs."""
+    """Returns the mesh as each of its ranks sees it, on CPUs."""
     return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 
 class _Board:
-    """Exchanges values between ranks. Those along an axis come to every exchange over it; what one hands another lies
-    there until that takes it."""
+    """Exchanges values between ranks. All ranks along an axis take part in every exchange over it. A message from one
+    rank to another is kept here until it is received.
+    """
 
     def __init__(self, ranks: Sequence[Mesh]):
         self._values: dict[Any, torch.Tensor] = {}
@@ -124,7 +129,7 @@ class _Board:
         self._handed, self._failed = threading.Condition(), False
 
     def along(self, mesh: Mesh, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """The values of the ranks along an axis, in their order."""
+        """Returns the values of the ranks along an axis, in their order."""
         ranks = self._along[mesh.rank, axis]
         barrier = self._barriers[tuple(ranks)]
         self._values[mesh.rank] = x.clone()
@@ -148,7 +153,7 @@ class _Board:
             return self._messages.pop(key)
 
     def abort(self) -> None:
-        """Ends all exchanges: a rank has failed."""
+        """Ends all exchanges, because a rank has failed."""
         for barrier in self._barriers.values():
             barrier.abort()
         with self._handed:
@@ -179,7 +184,7 @@ class _Rank(Interpreter):
         return self._board.take(self.mesh, axis, peer, number)
 
     def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
-        """Runs lines in order, the body of a loop as often as the program says."""
+        """Runs ops in order, and the body of a loop as often as the program says."""
         for line in lines:
             if not line.body:
                 self.run(line, turn)
@@ -195,7 +200,7 @@ class Simulation:
         ranks: the mesh as each rank sees it, on CPUs.
 
     Attributes:
-        programs: of each rank.
+        programs: the program of each rank.
     """
 
     def __init__(self, lowered: Lowered, ranks: Sequence[Mesh]):
@@ -207,14 +212,14 @@ class Simulation:
         self._functions = [functions[stage] for stage in stages]
 
     def shards(self, leaves: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Each rank's shards of the whole leaves of a state, by name."""
+        """Returns each rank's shards of the unsharded tensors of a state, by name."""
         return [
             {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
             for program, mesh in zip(self.programs, self.ranks, strict=True)
         ]
 
     def run(self, held: Sequence[Mapping[str, torch.Tensor]], parts: Sequence[Any]) -> list[_Rank]:
-        """Interprets the step once. Returns the ranks with all their values.
+        """Interprets the step once and returns the ranks with all their values.
 
         Args:
             held: each rank's shards of the state.
@@ -262,7 +267,7 @@ def _one_step(
 
 
 def unequal(metrics: Sequence[Any]) -> list[str]:
-    """The metrics that are not the same on every rank."""
+    """Returns the metrics that are not the same on every rank."""
     first, paths = tree.leaves(metrics[0]), tree.paths(metrics[0], "metrics")
     return [
         f"{path}: not the same on rank {rank} as on rank 0"
@@ -273,7 +278,9 @@ def unequal(metrics: Sequence[Any]) -> list[str]:
 
 
 def whole_leaf(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """A leaf put together from the parts of all ranks, and who holds other values of the same elements."""
+    """Returns a tensor assembled from the shards of all ranks, and messages about ranks that hold different values
+    for the same elements.
+    """
     numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
     out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)
     problems = []
@@ -289,7 +296,7 @@ def whole_leaf(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[
 
 
 def parts_of(step: Step, mesh: AbstractMesh, batch: Any) -> list[Any]:
-    """Each rank's part of the global batch."""
+    """Returns each rank's part of the global batch."""
     axes, ranks = zero_of(step, mesh).batch_axes, ranks_of(mesh)
     num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
     record = find(step.transforms, Accumulate)

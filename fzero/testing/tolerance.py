@@ -1,41 +1,42 @@
-"""Derives tolerances for two ways of carrying out one step: from dtypes and the lengths of reductions, through the
-step's own amplification of an error.
+"""Derives tolerances for two ways of computing one step: from dtypes and the lengths of reductions, and from how the
+step itself amplifies an error.
 
-[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero. Then the
-relative error of n roundings in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
-exp(-lambda^2 / 2). The source is Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
-Comput. 41(5), 2019, theorem 2.4. The worst case is n u (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
-ed., 2002, chapter 3). Here
+[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modeled as independent with mean zero. Then the
+relative error of n successive roundings stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
+exp(-lambda^2 / 2). The source is Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J.
+Sci. Comput. 41(5), 2019, theorem 2.4. The worst case is n u (Higham, Accuracy and Stability of Numerical Algorithms,
+2nd ed., 2002, chapter 3). Here
 
     roundoff = sqrt(n u_sum^2 + parts u_reduce^2 + u_compute^2)
 
-Here n is the longest chain of summations and operations in the step: a matrix product counts its inner dim, a sum its
-    length, any other operation one. The dtype of sums, float32 or wider, gives u_sum. The number of ranks times
-    micro-batches is `parts`, and the dtype of reduced gradients gives u_reduce. Every parameter and input is rounded
-    once to the compute dtype, or to that of products' operands if it is lower: u_compute. What travels in codes is
-    rounded further, by half a step of its block's largest: that moves parameters and gradients apart from each other.
+where n is the longest chain of summations and operations in the step: a matrix product counts its inner dimension, a
+sum its length, and any other operation one. The dtype of sums, float32 or wider, gives u_sum. `parts` is the number
+of ranks times micro-batches, and the dtype of reduced gradients gives u_reduce. Every parameter and input is rounded
+once to the compute dtype, or to the dtype of the products' operands if that is lower: this gives u_compute. Values
+that are sent as quantized codes are rounded further, by half a step of the largest value of their block; this
+rounding moves parameters and gradients separately.
 
-What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of
-the plain step. Four of them run in the compute dtype, with random moves of relative size `lambda roundoff`: of every
-parameter that the loss reads, and of every gradient, relative to the root mean square of its leaf. Moves go up in two
-runs, down in two. The resulting moves of the gradients are their noise. An element's noise is its own move or its
-leaf's root mean square, whichever is larger, because some runs may miss a move. They
-are four because of leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some
-hundred models. In two further runs every gradient is moved by its noise: up in one, down in the other. So an update
-that depends on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways. A gradient of rounding alone, as
-for the bias of attention's keys, gets the tolerance it needs. With
+What the loss, the optimizer and earlier steps make of errors of that size is not bounded but measured, by runs of the
+plain step. Four of them run in the compute dtype, with random perturbations of relative size `lambda roundoff`: of
+every parameter that the loss reads, and of every gradient, relative to the root mean square of its tensor. Gradients
+are moved up in two of the runs, and down in two. The resulting changes of the gradients are their noise. An element's
+noise is its own change or the root mean square over its tensor, whichever is larger, because some runs may miss a
+change. There are four runs because of tensors of one element, whose gradient is a sum that cancels: two runs miss its
+noise once in some hundred models. In two further runs every gradient is moved by its noise: up in one, down in the
+other. So an update that depends on the sign of a gradient near 0, as those of Adam and Lion do, goes both ways. A
+gradient that consists only of rounding errors, as for the bias of attention's keys, gets the tolerance it needs. With
 
     moved    the most that its elements moved in these runs
-    come     how far it has come since the start; of a metric its size
-    stored   sqrt(steps) u_store times its norm; one rounding more where the plain step rests in a finer dtype
+    come     how far it has come since the start; for a metric, its size
+    stored   sqrt(steps) u_store times its norm; one rounding more if the plain step is stored in a finer dtype
 
-a leaf may lie off, in the Euclidean norm, by
+a tensor may be off, in the Euclidean norm, by
 
     2 moved + lambda (roundoff come + stored)
 
-so a small learning rate makes a small tolerance, and the norm of a leaf hides nothing. Codes of 8 bits in an
-optimizer's state may lie off by `2 moved + lambda` of their steps: lambda^2 elements may be on an edge that no run
-crossed.
+so a small learning rate gives a small tolerance, and the norm of a tensor hides nothing. 8-bit codes in an
+optimizer's state may be off by `2 moved + lambda` of their steps: lambda^2 elements may be at a rounding boundary
+that no run crossed.
 """
 
 from __future__ import annotations
@@ -62,20 +63,20 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.transform import find
 
 LAMBDA = 4.0
-"""The factor of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
+"""The factor of [Note: tolerance]: one rounding in 1500 exceeds it, and the sum of a chain almost never does."""
 PRECISIONS = (MixedPrecision, Fp8, Compress)
-"""The transforms that change what a step computes, or sends, in."""
+"""The transforms that change the dtype in which a step computes or sends values."""
 WAYS = (1, -1)
-"""In which gradients are moved: a run of the plain step each."""
+"""The directions in which gradients are moved: one run of the plain step for each."""
 NUM_MOVED = 4
-"""Runs with other parameters."""
+"""Number of runs with perturbed parameters."""
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "expert_mm", "expert_outer")
 _NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
 
 
 def unit(dtype: torch.dtype) -> float:
-    """A dtype's unit roundoff: half the distance from 1 to the next number; 0 of one that is exact.
+    """Returns a dtype's unit roundoff: half the distance from 1 to the next number; 0 for an exact dtype.
 
     Example:
         >>> unit(torch.bfloat16) == 2**-8, unit(torch.float32) == 2**-24, unit(torch.int64)
@@ -86,7 +87,7 @@ def unit(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Roundoff:
-    """The relative error of one execution of a step, and what it comes from. See [Note: tolerance]."""
+    """The relative error of one execution of a step, and what it consists of. See [Note: tolerance]."""
 
     chain: int  # the longest chain of summations and operations
     parts: int  # ranks x micro-batches
@@ -94,10 +95,10 @@ class Roundoff:
     reduce: torch.dtype
     compute: torch.dtype
     store: torch.dtype
-    given: torch.dtype  # in which the plain step rests and computes
-    operands: torch.dtype  # that products round to
+    given: torch.dtype  # the dtype in which the plain step is stored and computes
+    operands: torch.dtype  # the dtype that products round their operands to
     kept: frozenset[str] = frozenset()  # the paths of parameters that are not cast, such as buffers of a module
-    coded: tuple[float, float] = (0.0, 0.0)  # the roundings of parameters and of gradients that travel in codes
+    coded: tuple[float, float] = (0.0, 0.0)  # the roundings of parameters and of gradients that are sent as codes
 
     @property
     def value(self) -> float:
@@ -107,7 +108,7 @@ class Roundoff:
 
     @property
     def with_codes(self) -> float:
-        """The relative error of one execution whose transfers are in codes."""
+        """The relative error of one execution whose transfers send codes."""
         return math.hypot(self.value, *self.coded)
 
     def __str__(self) -> str:
@@ -124,12 +125,12 @@ class Roundoff:
 
 
 def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
-    """The round-off of a step.
+    """Returns the roundoff of a step.
 
     Args:
-        step: with its transforms.
+        step: the step with its transforms.
         base: its base program.
-        params: the tree, with whole leaves.
+        params: the tree of unsharded tensors.
         parts: ranks x micro-batches.
     """
     floats = [x.dtype for x in tree.leaves(params) if x.is_floating_point()]
@@ -153,7 +154,9 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
 
 
 def longest_chain(program: Program) -> int:
-    """The most roundings that a value of a program's loss and gradients goes through, one after the other."""
+    """Returns the largest number of successive roundings that a value of a program's loss and gradients goes
+    through.
+    """
     inside = {name: _chain(function.graph.graph) for name, function in program.functions.items()}
     length: dict[str, int] = {}
     for line, _ in program.walk():
@@ -171,7 +174,9 @@ def _chain(graph: torch.fx.Graph) -> int:
 
 
 def _roundings(node: torch.fx.Node) -> int:
-    """The roundings of one operation: the length of its reduction, 1 if it has none, and 0 if nothing is computed."""
+    """Returns the number of roundings of one operation: the length of its reduction, 1 if it has none, and 0 if
+    nothing is computed.
+    """
     value = node.meta.get("val")
     if (
         node.op != "call_function"
@@ -186,23 +191,23 @@ def _roundings(node: torch.fx.Node) -> int:
     if name == "scaled_mm":
         return inputs[0].shape[-1]
     if name in _PRODUCTS:
-        return inputs[-2:][0].shape[-1]  # of the first factor; one of a value with itself has one input
+        return inputs[-2:][0].shape[-1]  # of the first factor; the product of a value with itself has one input
     if any(m in name for m in _NORMALISED):
         return max((x.shape[-1] for x in inputs if x.dim()), default=1)
     return max((x.numel() // max(value.numel(), 1) for x in inputs), default=1) or 1
 
 
 def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]]) -> Step:
-    """The plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`, and computed
-    in its dtype.
+    """Returns the plain step with every parameter that the loss reads and every gradient moved by `LAMBDA * size`,
+    computed in the dtype of `size`.
 
     Args:
-        step: the plain one.
-        size: relative, of parameters to themselves, of gradients to the root mean square of what is not 0 in their
-            leaf. A gradient that is 0 stays 0.
-        number: of the run. Gradients go up in those of even numbers, down in the others; parameters at random, as a
-            function of it.
-        seen: gets the gradients of each step.
+        step: the plain step.
+        size: the roundoff, relative: for parameters to themselves, for gradients to the root mean square of the
+            nonzero elements of their tensor. A gradient that is 0 stays 0.
+        number: the number of the run. Gradients are moved up in runs with even numbers and down in the others;
+            parameters are moved at random, as a function of the number.
+        seen: receives the gradients of each step.
     """
     key = fzrandom.fold_in(fzrandom.key(0x7E57), number)
     by, of_grads = (LAMBDA * math.hypot(size.value, rounding) for rounding in size.coded)
@@ -235,8 +240,9 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
 def with_gradients(
     step: Step, change: Callable[[int, int, torch.Tensor], torch.Tensor], seen: list[list[torch.Tensor]] | None = None
 ) -> Step:
-    """The plain step with other gradients: each is what `change` makes of the number of the step, from 0, that of the
-    leaf, and the gradient. `seen` gets those of each step, as they are changed."""
+    """Returns the plain step with other gradients: each is the result of `change`, given the number of the step (from
+    0), the number of the tensor, and the gradient. `seen` receives the changed gradients of each step.
+    """
     count = itertools.count()
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -253,8 +259,9 @@ def with_gradients(
 def noise(
     exact: Sequence[Sequence[torch.Tensor]], runs: Sequence[Sequence[Sequence[torch.Tensor]]]
 ) -> list[list[torch.Tensor]]:
-    """The noise of each gradient in each step, element by element: see [Note: tolerance]. A gradient that is 0 in all
-    runs has none."""
+    """Returns the noise of each gradient in each step, element by element: see [Note: tolerance]. A gradient that is
+    0 in all runs has none.
+    """
     out = []
     for t, grads in enumerate(exact):
         leaves = []
