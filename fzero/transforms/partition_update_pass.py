@@ -6,8 +6,8 @@ depend on all parameters. Its tensor arithmetic is large, and each part depends 
 the update is divided into levels. Each level has a subgraph of scalars, then subgraphs over parameters that reduce to
 new scalars, then one all_reduce for all of these. After the last level come the subgraphs that write new parameters and
 state in place. A tensor that two levels need is computed twice, because storing and reading it again would cost as
-much. Tensors that the optimizer needs unsharded are gathered at the end of a level, too: one subgraph computes the
-shards, and the subgraphs of the next level read the gathered tensors.
+much. Tensors that the optimizer marks as needed unsharded (fzero/optim/unsharded.py) are gathered at the end of a
+level, too: one subgraph computes the shards, and the subgraphs of the next level read the gathered tensors.
 """
 
 from __future__ import annotations

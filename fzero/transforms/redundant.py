@@ -105,8 +105,8 @@ def redundant(
         step: a step; without one a transform is returned.
         axis: the mesh axis along which the state is sent, over which it is sharded. A tensor that is replicated along
             the axis is not sent: every rank has it.
-        every: one of `every` steps sends: 1, or a number such that the steps that `fz.run(every=)` keeps are among
-            those that send.
+        every: one of `every` steps sends. With `fz.run(every=k)` it must be a multiple of k, because `fz.run` keeps the
+            rank's own state only for every k-th step.
 
     Communication: a rank's shards per step, 12P/N bytes with fp32 Adam and P parameters sharded over N ranks, in
         addition to the 12P(N-1)/N of ZeRO-3 itself; with `every=k`, on average a k-th of it. Parameters that are not
