@@ -1,7 +1,7 @@
-"""Checks arguments: what is wrong with each, in the same words everywhere, for the function that was given it to raise.
+"""Checks arguments, so that the function that gets them reports what is wrong with each in the same words.
 
-Each check returns its problems, so that a caller lists all of them at once (`errors.message`), where the call is and
-not in the first step.
+Each check returns its problems, so that a caller can list all of them at once (`errors.message`), at the call and not
+in the first step.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def python_numbers(value: Any, depth: int = 3) -> Any:
 
 
 def plain_numbers(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which also takes numbers of other libraries (`python_numbers`)."""
+    """Returns the same function, which also accepts numbers of other libraries (`python_numbers`)."""
 
-    converted: Callable[..., R] = fn  # of arguments that may have other types than the caller's
+    converted: Callable[..., R] = fn  # for arguments that may have other types than the caller's
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,8 +74,8 @@ def plain_numbers(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def keywords(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which says which keywords it takes where one is unknown or lacking, or a
-    value lacks its keyword. It also takes numbers of other libraries (`plain_numbers`).
+    """Returns the same function with errors that list the keywords it takes if one is unknown or missing, or if a
+    value has no keyword. It also accepts numbers of other libraries (`plain_numbers`).
 
     Example:
         >>> keywords(number)("x", 1, at_last=0)
@@ -120,7 +120,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _nearest(name: str, takes: Iterable[str]) -> list[str]:
-    """The argument that has this name elsewhere, or is like it."""
+    """Returns the argument that has this name in other libraries, or has a similar name."""
     elsewhere = [x for x in _ELSEWHERE.get(name, ()) if x in takes]
     return elsewhere or get_close_matches(name, takes, 1)
 
@@ -140,13 +140,13 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": ("num_micro_batches",),
     "budget": ("memory_budget",),
 }
-"""Arguments by the names that other libraries have for them."""
+"""Arguments of fzero, by the names that other libraries use for them."""
 
 
 def number(
     name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float | None = None
 ) -> list[str]:
-    """Checks a number within bounds. NaN and bools are none."""
+    """Checks a number within bounds. NaN and bools are not numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return [f"{name}={shown(value)}: must be a Python number"]
     if above is not None and not value > above:
@@ -168,7 +168,7 @@ def number(
 
 
 def count(name: str, value: Any) -> list[str]:
-    """Checks a whole number of at least 1."""
+    """Checks an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         return [f"{name}={shown(value)}: must be a whole number"]
     return [] if value >= 1 else [f"{name}={value!r}: must be at least 1"]
@@ -184,7 +184,7 @@ def amount(name: str, value: Any) -> list[str]:
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """Checks a flag, True or False."""
+    """Checks a flag: True or False."""
     return [] if isinstance(value, bool) else [f"{name}={shown(value)}: neither True nor False"]
 
 
@@ -194,8 +194,9 @@ def path_like(name: str, value: Any) -> list[str]:
 
 
 def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str]:
-    """Checks a function that is called with these arguments, by position, or these and `more`. Where Python cannot tell
-    what it takes, it takes them."""
+    """Checks a function that is called with these positional arguments or, with `more`, with these and others. If
+    Python cannot tell which arguments the function takes, it is accepted.
+    """
     kind = f"a function of ({', '.join(takes)}{', ...' if more else ''})"
     if not callable(value):
         return [f"{name}={shown(value)}: must be {kind}"]
@@ -211,16 +212,16 @@ def function(name: str, value: Any, *takes: str, more: bool = False) -> list[str
 
 
 def predicate(name: str, value: Any) -> list[str]:
-    """Checks a predicate of leaves, or None."""
+    """Checks a predicate of leaves of a tree, or None."""
     problems = [] if value is None else function(name, value, "path", "leaf")
     return [p.replace("must be a function", "a predicate is a function") for p in problems]
 
 
 def accepts(owner: str, name: str, asked: Predicate | None, path: str, leaf: torch.Tensor) -> bool:
-    """The answer of a predicate about a leaf; without a predicate True.
+    """Returns the answer of a predicate about a leaf; True without a predicate.
 
     Raises:
-        FzeroTypeError: it says neither True nor False.
+        FzeroTypeError: if the answer is neither True nor False.
     """
     answer = asked is None or asked(path, leaf)
     if not isinstance(answer, bool):
@@ -231,8 +232,10 @@ def accepts(owner: str, name: str, asked: Predicate | None, path: str, leaf: tor
 
 
 def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]:
-    """Problems of a predicate that goes by the path of a leaf, and has accepted none of these: the nearest, to what
-    texts it has. One that goes by the leaf itself, such as its size, may find none."""
+    """Returns the problems of a predicate that depends only on the path of a leaf and has accepted none of these
+    paths, with the paths that are most similar to the strings in its code. A predicate that depends on the leaf
+    itself, such as on its size, may match nothing.
+    """
 
     def answers(*args: Any) -> bool:
         try:
@@ -255,7 +258,7 @@ def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]
 
 
 class _Unread:
-    """Stands for an argument that a predicate does not look at."""
+    """Stands for an argument that a predicate does not read."""
 
     def _read(self, *args: Any) -> Any:
         raise TypeError
@@ -264,7 +267,7 @@ class _Unread:
 
 
 def shown(value: Any) -> str:
-    """A value in an error, short."""
+    """Returns a short description of a value, for an error."""
     if isinstance(value, torch.Tensor):
         return describe(value)
     text = repr(value)

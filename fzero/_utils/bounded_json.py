@@ -1,8 +1,10 @@
-"""Reads JSON of other processes, programs and users: bounded in bytes, in depth and in digits, and of a given form.
+"""Reads JSON from other processes, programs and users: limited in bytes, depth and digits, and checked against a
+type.
 
-A form is a type as annotations have it: `bool`, `int`, `float`, `str`, `None`, `list[F]`, `dict[str, F]`,
-`dict[int, F]`, `tuple[F, G]`, `tuple[F, ...]`, unions, `Any`, and NamedTuples and dataclasses of such fields: the list
-of their values, or an object. Imports no PyTorch: the process that watches a rank stays small.
+A form is a type as in annotations: `bool`, `int`, `float`, `str`, `None`, `list[F]`, `dict[str, F]`, `dict[int, F]`,
+`tuple[F, G]`, `tuple[F, ...]`, unions, `Any`, and NamedTuples and dataclasses of such fields, which are given as the
+list of their values or as an object. This file does not import PyTorch, so that the process that supervises a rank
+stays small.
 """
 
 from __future__ import annotations
@@ -21,28 +23,31 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from fzero.errors import FzeroValueError
 
 MOST = 1 << 28
-"""Bytes of a text that are read, unless a caller says otherwise: 256 MiB."""
+"""Largest number of bytes of a text that is read, unless a caller says otherwise: 256 MiB."""
 
 DEPTH = 500
-"""Lists and objects that may lie in each other: what follows them recursively needs no more than Python allows."""
+"""Maximum nesting depth of lists and objects, so that recursive functions stay within Python's limit."""
 
-_DIGITS = re.compile(r"\d{4301}")  # Python converts no longer number
+_DIGITS = re.compile(r"\d{4301}")  # Python does not convert longer numbers
 
 
 class Malformed(FzeroValueError):
-    """A text that is not the JSON expected. Its message is one line, for whoever knows what the text is of."""
+    """A text that is not the expected JSON. Its message is one line, for a caller that knows where the text comes
+    from.
+    """
 
 
 def parsed(
     data: bytes | bytearray | str, form: Any = Any, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """The value of a JSON text, in this form: a list becomes a tuple, NamedTuple or dataclass where the form says so.
+    """Returns the value of a JSON text in this form: a list becomes a tuple, NamedTuple or dataclass if the form says
+    so.
 
     Args:
-        pairs: makes what stands for an object, of its keys and values.
+        pairs: makes the value of an object from its keys and values.
 
     Raises:
-        Malformed: what is wrong, and where.
+        Malformed: saying what is wrong, and where.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
@@ -65,21 +70,21 @@ def parsed(
 
 
 def read(path: Path, form: Any = Any, most: int = MOST) -> Any:
-    """The value of a file of JSON.
+    """Returns the value of a JSON file.
 
     Raises:
-        Malformed: what is wrong with its text, and where.
-        OSError: it cannot be read, or is not a regular file.
+        Malformed: saying what is wrong with its text, and where.
+        OSError: if it cannot be read, or is not a regular file.
     """
     return parsed(contents(path, most), form)
 
 
 def contents(path: Path, most: int = MOST) -> bytes:
-    """The bytes of a regular file: a pipe, on which one would wait, and a device, which does not end, are none.
+    """Returns the bytes of a regular file. Pipes, which may block, and devices, which do not end, are rejected.
 
     Raises:
-        Malformed: it has more than `most`.
-        OSError: it cannot be read, or is not a regular file.
+        Malformed: if it has more than `most` bytes.
+        OSError: if it cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
         data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -89,12 +94,13 @@ def contents(path: Path, most: int = MOST) -> bytes:
 
 
 def open_regular(path: Path) -> Any:
-    """A regular file, opened to be read as bytes.
+    """Opens a regular file for reading bytes.
 
     Raises:
-        OSError: it cannot be read, or is a directory, a pipe, a socket or a device.
+        OSError: if it cannot be read, or is a directory, a pipe, a socket or a device.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe waits for who writes to it
+    # O_NONBLOCK: opening a pipe would otherwise wait for a writer
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         check_regular(fd, path)
         return os.fdopen(fd, "rb")
@@ -104,7 +110,7 @@ def open_regular(path: Path) -> Any:
 
 
 def check_regular(file: int | Path, path: Path) -> None:
-    """Raises an OSError if a file, or what a descriptor is of, is not a regular one."""
+    """Raises an OSError if a file, or the file of a descriptor, is not a regular one."""
     mode = os.stat(file).st_mode
     if not stat.S_ISREG(mode):
         kinds = (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")
@@ -113,15 +119,15 @@ def check_regular(file: int | Path, path: Path) -> None:
 
 
 def dumped(value: Any) -> str:
-    """The JSON text of a value; a dataclass is the list of its fields, as a form reads it."""
+    """Returns the JSON text of a value. A dataclass becomes the list of its fields, as a form reads it."""
     return json.dumps(value, default=_fields_of)
 
 
 def formed(value: Any, form: Any, at: str = "") -> Any:
-    """A value of JSON as its form has it.
+    """Converts a JSON value to its form.
 
     Raises:
-        Malformed: where it is of another.
+        Malformed: naming the place where the value does not match.
 
     Example:
         >>> formed({"3": [1, 2.5]}, dict[int, tuple[int, float]])
@@ -158,7 +164,7 @@ def formed(value: Any, form: Any, at: str = "") -> Any:
         if isinstance(value, list) and len(value) <= len(hints):
             named = dict(zip(hints, value, strict=False))
         if named and named.keys() <= hints.keys():
-            with contextlib.suppress(TypeError):  # one that has no default is not there
+            with contextlib.suppress(TypeError):  # a field without a default is missing
                 return cast(Any, form)(**{n: formed(x, hints[n], f"{at}.{n}") for n, x in named.items()})
     name = getattr(form, "__name__", str(form)) if not args else str(form)
     raise Malformed(f"{f'{value!r:.80}'} {f'at {at}, ' if at else ''}where {name} belongs")

@@ -1,9 +1,10 @@
-"""Finds the cores that a rank may use, and keeps a rank of a GPU on those beside it.
+"""Finds the CPU cores that a rank may use, and binds a rank to the cores closest to its GPU.
 
-[Note: beside a GPU] Host memory that a GPU copies from is fastest on the NUMA node that the GPU is attached to, for the
-GPU and for the cores of that node. Where the system names the node, each thread of the process is bound to those of its
-cores that lie there. Threads that the user bound elsewhere stay, and so do all if none of their cores lies there.
-`make_mesh(bind_cores=False)` binds nothing. Threads and processes that are started later inherit the cores.
+[Note: beside a GPU] Host memory that a GPU copies from is fastest on the NUMA node that the GPU is attached to, both
+for the GPU and for the cores of that node. If the system names the node, each thread of the process is bound to those
+of its cores that belong to it. Threads that the user has bound elsewhere are left alone, and so are all threads if
+none of their cores belongs to the node. `make_mesh(bind_cores=False)` binds nothing. Threads and processes that are
+started later inherit the cores.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ _at_start: frozenset[int] | None = None  # the cores of this process before it w
 
 
 def own_cores() -> frozenset[int]:
-    """The cores that this process may use now, by number."""
+    """Returns the cores that this process may use now, by number."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def cores_at_start() -> frozenset[int]:
-    """The cores that this process could use before `keep_beside` bound it."""
+    """Returns the cores that this process could use before `keep_beside` bound it."""
     return _at_start or own_cores()
 
 
 def cores_of_host() -> frozenset[int]:
-    """The cores that the ranks of this host may use together, those of their launcher. Slurm may have bound this
-    process to some of them."""
+    """Returns the cores that the ranks of this host may use together, which are those of their launcher. Slurm may
+    have bound this process to only some of them.
+    """
     try:
         return own_cores() | os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):
@@ -42,11 +44,11 @@ def cores_of_host() -> frozenset[int]:
 
 
 def share_of(own: frozenset[int], everyone: Iterable[frozenset[int]]) -> int:
-    """The number of cores that are left for one process where others may use the same.
+    """Returns the number of cores that are left for one process if others may use the same cores.
 
     Args:
-        own: that it may use.
-        everyone: that each process of its host may use, its own among them.
+        own: the cores that it may use.
+        everyone: the cores that each process of its host may use, including its own.
 
     Example:
         >>> both = frozenset(range(8))
@@ -58,7 +60,7 @@ def share_of(own: frozenset[int], everyone: Iterable[frozenset[int]]) -> int:
 
 
 def spelled(cores: Iterable[int]) -> str:
-    """Numbers of cores as the system writes them; `listed` reads them.
+    """Returns numbers of cores in the system's notation; `listed` parses it.
 
     Example:
         >>> spelled([0, 1, 2, 3, 8]), sorted(listed("0-3,8"))
@@ -74,13 +76,13 @@ def spelled(cores: Iterable[int]) -> str:
 
 
 def listed(text: str) -> frozenset[int]:
-    """The cores in a text like `"0-3,8"`."""
+    """Returns the cores in a text like `"0-3,8"`."""
     spans = (span.partition("-") for span in text.strip().split(",") if span)
     return frozenset(core for a, _, b in spans for core in range(int(a), int(b or a) + 1))
 
 
 def node_of(device: torch.device) -> int:
-    """The NUMA node of a GPU, -1 where the system does not say."""
+    """Returns the NUMA node of a GPU, or -1 if the system does not say."""
     gpu = torch.cuda.get_device_properties(device)
     bus = f"bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
@@ -90,7 +92,7 @@ def node_of(device: torch.device) -> int:
 
 
 def keep_beside(device: torch.device) -> None:
-    """Binds this process to the cores beside its GPU: see [Note: beside a GPU]."""
+    """Binds this process to the cores closest to its GPU: see [Note: beside a GPU]."""
     global _at_start
     if not hasattr(os, "sched_setaffinity") or (node := node_of(device)) < 0:
         return
@@ -102,7 +104,7 @@ def keep_beside(device: torch.device) -> None:
         for thread in map(int, os.listdir("/proc/self/task")):
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, beside)
-    except (OSError, ValueError) as error:  # a thread has ended, or a container hides what it may not use
+    except (OSError, ValueError) as error:  # a thread has ended, or a container hides the cores that it may not use
         logger.info("fzero.make_mesh: not bound to NUMA node %d, where %s is: %s", node, device, error)
         return
     _at_start = _at_start or before

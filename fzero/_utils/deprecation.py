@@ -1,7 +1,7 @@
-"""Keeps the old spelling of a public name working for one release, with a warning that gives the new one.
+"""Keeps the old spelling of a public name working for one release, with a warning that names the new one.
 
-An alias stays for the release that introduces the new name and is removed in `REMOVED_IN`. Everything that has to go
-then uses a function of this module.
+An alias stays for the release that introduces the new name and is removed in `REMOVED_IN`. Everything that must be
+removed then uses a function of this module.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def warn(old: str, new: str, stacklevel: int = 3) -> None:
     """Warns that a public name is deprecated.
 
     The category is `FutureWarning`, because Python hides a `DeprecationWarning` unless the code that caused it is in
-    `__main__`, and a model or a data set is usually defined in a module.
+    `__main__`, and a model or a dataset is usually defined in a module.
 
     Args:
         old: the old spelling, as a user writes it: "fz.once_a_step".
-        new: the new one.
-        stacklevel: of `warnings.warn`. The default blames the caller of the function that calls `warn`.
+        new: the new spelling.
+        stacklevel: as in `warnings.warn`. The default attributes the warning to the caller of the function that calls
+            `warn`.
     """
     warnings.warn(message(old, new), FutureWarning, stacklevel=stacklevel)
 
@@ -90,8 +91,9 @@ def keyword_aliases(owner: str, **aliases: str | tuple[str, Mapping[Any, Any]]) 
 
 
 def attribute_alias(owner: str, old: str, new: str) -> Any:
-    """The old name of an attribute or method, as a property of its class that warns: `keep = attribute_alias("run",
-    "keep", "commit")`."""
+    """Returns a property of a class that warns, for the old name of an attribute or method: `keep =
+    attribute_alias("run", "keep", "commit")`.
+    """
 
     def get(self: Any) -> Any:
         warn(f"{owner}.{old}", f"{owner}.{new}")
@@ -101,7 +103,8 @@ def attribute_alias(owner: str, old: str, new: str) -> Any:
 
 
 def renamed_flags(args: Sequence[str], renamed: Mapping[str, str], owner: str | None) -> list[str]:
-    """Command-line arguments with the new names of deprecated flags, given as `--flag value` or `--flag=value`.
+    """Returns command-line arguments with the new names of deprecated flags, which may be given as `--flag value` or
+    `--flag=value`.
 
     Args:
         args: the arguments.

@@ -1,4 +1,4 @@
-"""Grants a resource to one call at a time; whatever interrupts that call leaves nothing held."""
+"""Grants a resource to one call at a time. It is released whatever interrupts that call."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import FrameType, TracebackType
 
 
 class Exclusive:
-    """Held by a frame, for as long as its body runs; a lock that a KeyboardInterrupt may leave locked, between it and
-    its `try`, would stay so.
+    """A resource that is held by a stack frame for as long as its body runs. (A lock could stay locked if a
+    KeyboardInterrupt arrived between its acquisition and the `try`.)
 
-    A frame that took it and runs no more, in any thread, does not hold it: who comes next takes it over. A generator's
-    frame must not take it.
+    A frame that took the resource and is not running any more, in any thread, does not hold it: the next caller takes
+    it over. The frame of a generator must not take it.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, FrameType] = {}
 
     def take(self, frame: FrameType) -> bool:
-        """Whether it is this frame's now."""
-        holder = self._held.setdefault("by", frame)  # one step of the interpreter: of two threads one comes first
+        """Returns whether this frame holds the resource now."""
+        holder = self._held.setdefault("by", frame)  # atomic in the interpreter: of two threads, one comes first
         if holder is not frame and not _runs(holder):
             self._held["by"] = frame
         return self._held.get("by") is frame
@@ -31,7 +31,9 @@ class Exclusive:
 
 
 class Holding:
-    """The body of a `with` that holds it; `busy` makes the error if another does."""
+    """A context manager whose body holds the resource; `busy` makes the error for the case that another frame holds
+    it.
+    """
 
     def __init__(self, of: Exclusive, busy: Callable[[], Exception]):
         self._of, self._busy = of, busy

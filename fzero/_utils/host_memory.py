@@ -1,4 +1,6 @@
-"""Allocates host memory, for leaves of a state that rest there and for copies of a program. Page-locked on CUDA."""
+"""Allocates host memory for tensors of a state that are stored there and for copies of a program. Page-locked on
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ if TYPE_CHECKING:
     from fzero.mesh import Mesh
 
 
-SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
+SECTOR = 4096  # bytes: a page; reads from and writes to a disk begin and end at a multiple of it
 _EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
 def padded(nbytes: int) -> int:
-    """Bytes of a leaf on disk, rounded up to a sector: O_DIRECT needs aligned offsets, sizes and addresses.
+    """Returns the bytes of a tensor on disk, rounded up to a sector: O_DIRECT needs aligned offsets, sizes and
+    addresses.
 
     Example:
         >>> padded(0), padded(1), padded(4096)
@@ -35,12 +38,12 @@ def padded(nbytes: int) -> int:
 
 
 def host_offsets(sizes: Sequence[int]) -> list[int]:
-    """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
-    ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
+    """Returns the offsets of tensors with these sizes that lie one after another in host memory, and where the last
+    one ends: each begins at a sector, with a gap of 68 KiB after every 16 MiB.
 
-    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart
-    as all parameters take bytes; if that is a multiple of 2^28 the same cache sets hold all of them, and the update
-    takes two to six times as long. With the gaps no multiple of 2^28 below 2^40 stays one.
+    An update reads and writes several tensors of one size at once: parameters, moments, gradients. Their distance is
+    the size of all parameters. If that is a multiple of 2^28, the same cache sets hold all of them, and the update
+    takes two to six times as long. With the gaps, no multiple of 2^28 below 2^40 stays one.
 
     Example:
         >>> host_offsets([10, 1 << 24, 10])
@@ -58,20 +61,20 @@ _HUGE = 2 << 20  # bytes of a huge page
 
 
 def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh) -> list[torch.Tensor]:
-    """The tensors of a state that rest on the host, zeros, out of one allocation.
+    """Returns the tensors of a state that are stored on the host, zero-initialized, from one allocation.
 
-    Each has a storage of its own that begins at a page; the allocation is freed after the last of them.
+    Each has a separate storage that begins at a page; the allocation is freed after the last of them.
 
     Args:
-        specs: shape and dtype of each.
-        mesh: whose device they are copied to and from.
+        specs: shape and dtype of each tensor.
+        mesh: the mesh whose device they are copied to and from.
 
-    Memory: the tensors' bytes in whole pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes none before it
-        is written. On CUDA all pages are locked at once, huge ones where the system has them, of which there are 512
-        times fewer, on the NUMA node of the device where the system names it.
+    Memory: the tensors' bytes in full pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes no memory
+    before it is written. On CUDA all pages are locked at once: huge pages if the system has them, of which there are
+    512 times fewer, and on the NUMA node of the device if the system names it.
 
     Raises:
-        TierError: that much memory cannot be had, or not locked.
+        TierError: if this much memory cannot be allocated, or not locked.
 
     Example:
         >>> import fzero as fz
@@ -93,18 +96,19 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
 
 
 def host_pool(nbytes: int, mesh: Mesh) -> torch.Tensor:
-    """Bytes on the host, zeros, for what a program copies to and from the device or a disk; memory and errors as of
-    `host_tensors`.
+    """Returns bytes on the host, zero-initialized, for what a program copies to and from the device or a disk. Memory
+    and errors are as for `host_tensors`.
 
-    In huge pages where the system has them: what a disk writes to them, or reads from them, is up to twice as fast as
-    where small pages are scattered.
+    The memory consists of huge pages if the system has them: a disk reads and writes them up to twice as fast as
+    scattered small pages.
     """
     return host_bytes(nbytes, mesh.device)
 
 
 def host_bytes(nbytes: int, device: torch.device, owner: str = "offload") -> torch.Tensor:
-    """As `host_pool`, for copies to and from a device. PyTorch rounds page-locked memory of its own up to a power of
-    two, and keeps it. `owner`: who asks, for errors."""
+    """Allocates as `host_pool` does, for copies to and from a device. (PyTorch's own page-locked memory is rounded up
+    to a power of two, and never released.) `owner`: the caller, for errors.
+    """
     return torch.frombuffer(_allocated(nbytes, device, True, owner), dtype=torch.uint8)[:nbytes]
 
 
@@ -122,13 +126,15 @@ def _allocated(nbytes: int, device: torch.device, huge: bool, owner: str = "offl
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapped), 0)):
             raise _refused(owner, nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
-        # the process ends anyway, perhaps while something is copied
+        # the process ends anyway, perhaps while something is still being copied
         weakref.finalize(view, _unlock, address, mapped).atexit = False
     return view
 
 
 def _unlock(address: int, mapped: mmap.mmap) -> None:
-    """Called when the last tensor has gone, with the mapping, which therefore has not."""
+    """Unlocks the memory when the last tensor is gone. It gets the mapping as an argument, so the mapping still
+    exists.
+    """
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
 
@@ -146,9 +152,11 @@ def _refused(owner: str, nbytes: int, what: str, reason: str) -> TierError:
 
 
 def _prefer(address: int, nbytes: int, node: int) -> None:
-    """Has pages that are not there yet come from a NUMA node, as long as it has any. What the system refuses is left as
-    it is."""
-    number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # of mbind, which no C library but libnuma has
+    """Makes pages that are not allocated yet come from a NUMA node, as long as it has any. If the system rejects the
+    request, nothing changes.
+    """
+    # of mbind, which no C library but libnuma provides
+    number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
     if node < 0 or number is None or platform.system() != "Linux":
         return
     bits = ctypes.c_uint64 * 16

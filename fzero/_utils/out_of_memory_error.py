@@ -1,4 +1,4 @@
-"""Defines the error of a full memory, apart from the others: it is PyTorch's error too."""
+"""Defines the out-of-memory error, in a separate file because it is also PyTorch's error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from fzero.errors import FzeroError
 
 
 class OutOfMemory(FzeroError, torch.OutOfMemoryError):
-    """A memory that was full while a step ran, with what would take less. The state of a training step is lost.
+    """A memory was full while a step ran; the message says what would take less. The state of a training step is
+    lost.
 
     Example:
         >>> import fzero as fz

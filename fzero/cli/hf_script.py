@@ -1,7 +1,7 @@
-"""Writes the training script of a configuration of the library transformers, and makes the target of its first part.
+"""Writes the training script for a configuration of the transformers library, and makes a target from its first part.
 
-[Note: the code that is planned] A target of `--hf` is text: the script that the answer prints. What is planned is what
-its first lines make when they are executed, so the plan is of the code that a user pastes.
+[Note: the code that is planned] A target of `--hf` is text: the script that the command prints. The plan is made of
+what the first lines of this script create when they are executed, so the plan describes the code that a user pastes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fzero.hf.moe import is_mixture
 from fzero.hf.transformers_import import library
 from fzero.step import Step
 
-_SEQ = 4096  # tokens, if the configuration allows as many
-_MOST_DEVICES = 16_384  # an error that asks for more is not translated to `--devices`
-_CAPACITY = 1.25  # rows of an expert, as a factor of its even share
+_SEQ = 4096  # tokens, if the configuration allows that many
+_MOST_DEVICES = 16_384  # if an error asks for more devices, it is not translated to `--devices`
+_CAPACITY = 1.25  # rows of an expert, as a multiple of its even share
 _FLAG = arg(help_behavior_hint="")
 _TARGET_INSTEAD = "write a function that returns (step, params, batch), and plan that: fzero plan FILE.py:FUNCTION"
 _STAGES = {0: "fz.data_parallel", 1: "fz.shard_opt_state", 2: "fz.shard_grads", 3: "fz.shard_params"}
-_LABELS_OF = {  # the shape of the labels, by what the library's own tables call the class
+_LABELS_OF = {  # the shape of the labels, by the name of the library's own table that lists the class
     "tokens": ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
     "each token": ("TOKEN_CLASSIFICATION",),
     "each row": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
@@ -39,20 +39,20 @@ _LABELS_OF = {  # the shape of the labels, by what the library's own tables call
 
 @dataclass(frozen=True)
 class OfModel:
-    """A step of a model of transformers, in place of MODULE:FUNCTION. The answer has it as code."""
+    """A step of a transformers model, in place of MODULE:FUNCTION. The command prints its code."""
 
     hf: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """a directory with config.json, or such a file. Weights are not read"""
     seq: Annotated[int | None, arg(metavar="TOKENS", help_behavior_hint="(default: 4096, or as many as it takes)")] = (
         None
     )
-    """tokens of a sequence"""
+    """tokens per sequence"""
     batch: int = 1
-    """sequences that a device computes with at once"""
+    """sequences that a device processes at once"""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage over all devices: 1 shards optimizer state, 2 gradients too, 3 parameters too"""
+    """ZeRO stage over all devices: 1 shards optimizer state, 2 also gradients, 3 also parameters"""
     tensor: Annotated[int, arg(metavar="DEVICES")] = 1
-    """devices that compute with the same rows, each with a part of every layer: fz.tensor_parallel"""
+    """devices that process the same samples, each with a shard of every layer: fz.tensor_parallel"""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """dtype of the computation; parameters and optimizer state are stored in fp32"""
     remat: Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="(default: auto; full with --offload)")] = (
@@ -60,25 +60,25 @@ class OfModel:
     )
     """what blocks recompute: auto, full, none, min_cut, or a fraction"""
     accumulate: int = 1
-    """micro-batches a step, each of --batch sequences"""
+    """micro-batches per step, each of --batch sequences"""
     layerwise: Annotated[bool, _FLAG] = False
     """all micro-batches pass through a block before the next block starts (with --accumulate)"""
     offload: Literal["none", "auto", "cpu", "nvme"] = "none"
-    """where optimizer state and parameters are stored: auto finds what is fastest within the budgets"""
+    """where optimizer state and parameters are stored: auto finds the fastest choice within the budgets"""
     scratch: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: /scratch)")] = None
-    """directory of the disk for --offload auto or nvme; in a plan it need not exist"""
+    """directory on the disk for --offload auto or nvme; for a plan it need not exist"""
 
     @property
     def given(self) -> list[str]:
-        """The flags that are not as they are by default."""
+        """The flags that differ from their defaults."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
 
     def of_all(self, number: int) -> OfModel:
-        """The model with the sequences of so many devices in one step of one device, without micro-batches: a mesh is
-        searched for it.
+        """Returns the model with the sequences of `number` devices in one step of one device, without micro-batches,
+        for the search for a mesh.
 
         Raises:
-            UsageError: flags that the search decides.
+            UsageError: for flags that the search decides.
         """
         searched = {"zero", "tensor", "layerwise", "offload", "scratch"}.intersection(self.given)
         if problems := [f"--{name} does not go with --mesh auto" for name in sorted(searched)]:
@@ -87,7 +87,7 @@ class OfModel:
         return replace(self, batch=self.batch * self.accumulate * number, accumulate=1)
 
     def axes(self, number: int) -> dict[str, int]:
-        """The mesh of so many devices."""
+        """Returns the mesh of `number` devices."""
         parts, left = divmod(number, max(1, self.tensor))
         if left:
             fix = f"a number of devices that {self.tensor} divides, or another --tensor"
@@ -99,16 +99,16 @@ class Script(NamedTuple):
     """A training script, in parts.
 
     Attributes:
-        name: of the model's class.
+        name: name of the model's class.
         model: makes `model` and `step`.
         mesh: makes `mesh`.
-        batch: makes `batch`, one rank's, on `mesh.device`.
-        train: compiles, begins and takes steps.
-        samples: tokens of one rank in a step, or rows if there are no tokens.
-        unit: what these are.
+        batch: makes `batch`, that of one rank, on `mesh.device`.
+        train: compiles the step, initializes the state and runs steps.
+        samples: tokens of one rank in a step, or samples if there are no tokens.
+        unit: what `samples` counts.
         size: layers, width, heads and vocabulary, as text.
-        unknown: a line for the keys of the configuration that its class does not have.
-        mixture: whether the experts of a mixture compute by `fz.hf.experts_implementation`.
+        unknown: messages about keys of the configuration that its class does not have.
+        mixture: whether the experts of a mixture are computed by `fz.hf.experts_implementation`.
     """
 
     name: str
@@ -138,19 +138,19 @@ class Target(NamedTuple):
 def planned(
     of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[Any, str | None]
 ) -> tuple[Script, Target]:
-    """The script of a model on a mesh, and its target.
+    """Returns the script of a model on a mesh, and its target.
 
-    The library's own ways to compute the experts of a mixture either depend on the values of the batch or copy an
-    expert's weights for each token, so a mixture computes by `fz.hf.experts_implementation`.
+    The library's own implementations of the experts of a mixture either depend on the values of the batch or copy an
+    expert's weights for each token, so a mixture uses `fz.hf.experts_implementation`.
 
     Args:
         of: the flags.
-        axes: of the mesh.
-        per_host: devices of a host, for the line that starts it.
+        axes: axes of the mesh.
+        per_host: devices per host, for the command line that starts the script.
         budgets: keywords of `fz.compile`.
 
     Raises:
-        UsageError: there is no such configuration, or no loss or batch is known for it.
+        UsageError: if there is no such configuration, or if no loss or batch is known for it.
     """
     made = _script(of, axes, per_host, budgets)
     target, mixture = _load(of, made)
@@ -221,8 +221,9 @@ def _script(
 
 
 def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
-    """The target of a script, and whether the model is a mixture. Executes the script's first part. The batch is made:
-    entries that are one tensor stay one."""
+    """Returns the target of a script, and whether the model is a mixture. Executes the script's first part. The batch
+    is created: entries that are one tensor stay one tensor.
+    """
     found: dict[str, Any] = {"mesh": SimpleNamespace(device="cpu")}
     with users_code(of.hf or ""):
         exec(compile(f"{made.model}\n{made.batch}", "<the script of --hf>", "exec"), found)
@@ -231,10 +232,10 @@ def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
 
 
 def as_flags(refusal: str) -> str:
-    """A refusal with the flags that stand for the calls it names."""
+    """Adds the flags that correspond to the calls that an error message suggests."""
     flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
     ranks = re.search(r"at least (\d+) ranks", refusal)
-    # No cluster has more devices: then the budget is too small, and other flags are the way out.
+    # No cluster has more devices: in that case the budget is too small, and other flags are the way out.
     flags += [f"--devices {ranks[1]}xNAME"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []
     return "\n".join([refusal, *([f"As flags: {'; '.join(flags)}"] if flags else [])])
 
@@ -248,13 +249,13 @@ _FLAGS = {
     r"schedule=.layerwise.": "--accumulate N --layerwise",
     r"raise a budget": "--budget SIZE, --host-budget SIZE, --disk-budget SIZE",
 }
-"""The flags for what refusals name (compiler/advice.py, state_budget.py, auto_offload.py)."""
+"""The flags for the calls that error messages suggest (compiler/advice.py, state_budget.py, auto_offload.py)."""
 
 # --- the configuration ---
 
 
 def _configuration(given: str) -> tuple[Path, Any]:
-    """The path of a configuration, a directory or a file, and itself."""
+    """Returns the path of a configuration, a directory or a file, and the configuration itself."""
     AutoConfig = library("plan --hf").AutoConfig
     path = Path(given).expanduser()
     file = path / "config.json" if path.is_dir() else path
@@ -286,7 +287,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
 
 
 def _tables(kind: str) -> set[str]:
-    """The names of classes that the library lists for a task."""
+    """Returns the names of the classes that the library lists for a task."""
     from transformers.models.auto import modeling_auto  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values()
@@ -294,7 +295,7 @@ def _tables(kind: str) -> set[str]:
 
 
 def _class(config: Any, path: Path) -> tuple[str, str]:
-    """The class of the model, and the name by which it is imported."""
+    """Returns the class of the model, and the name by which it is imported."""
     import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
     from transformers.models.auto import modeling_auto  # pyright: ignore[reportMissingImports]
 
@@ -334,13 +335,13 @@ def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
 
 
 def _positions(config: Any) -> int | None:
-    """The longest sequence for which a configuration has positions, if it says so."""
+    """Returns the longest sequence that a configuration has positions for, if it says so."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def _size(config: Any) -> str:
-    """The size of a model, by the names that every configuration of the library has."""
+    """Returns the size of a model as text, from the names that every configuration of the library has."""
     text = config.get_text_config()
     words = {
         "num_hidden_layers": "{} layers",
@@ -353,12 +354,12 @@ def _size(config: Any) -> str:
 
 
 def _unknown(path: Path, config: Any) -> Iterator[str]:
-    """A line for each unknown key of a configuration's file that resembles a key which the file lacks, and one line for
-    all other unknown keys with numbers.
+    """Yields a message for each unknown key of a configuration's file that resembles a key which the file lacks, and
+    one message for all other unknown keys with numbers.
 
     The library stores every key of a file as an attribute of the configuration. A key is unknown if the class without
-    arguments lacks it and has not renamed it. Old files of the library have such keys too, so they are named and not
-    rejected.
+    arguments lacks it and has not renamed it. Old files of the library have such keys too, so they are reported and
+    not rejected.
     """
     generation = library("plan --hf").GenerationConfig()
     data = bounded_json.read(path / "config.json" if path.is_dir() else path)
@@ -366,7 +367,7 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
         kind, where = type(part), f"{name}: " if name else ""
         try:
             default = kind()
-        except Exception:  # a class that needs arguments: what it has without them is not known
+        except Exception:  # a class that needs arguments, whose defaults are not known
             continue
         known = lambda key, default=default: any(hasattr(x, key) for x in (default, generation))  # noqa: E731
         odd = [key for key in given if not key.startswith("_") and key in vars(part) and not known(key)]
@@ -382,7 +383,9 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:
-    """The name that a key probably means: one in which each word of the key begins a word, or else a similar name."""
+    """Returns the name that a key probably means: a name in which each word of the key begins a word, or else a
+    similar name.
+    """
     words = key.split("_")
     begins = lambda name: all(any(w.startswith(word) for w in name.split("_")) for word in words)  # noqa: E731
     whole = [name for name in names if len(words) > 1 and begins(name)]
@@ -390,7 +393,9 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
 
 
 def _parts(data: Mapping[str, Any], config: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """A configuration and those within it: dotted name, the keys of its file, itself."""
+    """Yields a configuration and those inside it: dotted name, the keys of its file, and the configuration
+    itself.
+    """
     yield name, data, config
     for key, value in data.items():
         part = getattr(config, key, None)
@@ -399,7 +404,7 @@ def _parts(data: Mapping[str, Any], config: Any, name: str = "") -> Iterator[tup
 
 
 def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, str]:
-    """Lines that make a batch, the tokens or rows it has, and what these are."""
+    """Returns lines that make a batch, the number of tokens or samples in it, and which of the two these are."""
     import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     shape = next((shape for shape, kinds in _LABELS_OF.items() for kind in kinds if name in _tables(kind)), None)
@@ -428,9 +433,9 @@ def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, st
 
 
 def _transforms(of: OfModel, axes: dict[str, int], budgets: Mapping[Any, str | None]) -> list[str]:
-    """The calls that make the transforms."""
-    over = tuple(axis for axis in reversed(axes) if axis != "model")  # the mesh begins with the slowest
-    groups = [over] if of.zero else [(axis,) for axis in over]  # data_parallel takes one axis
+    """Returns the calls that make the transforms."""
+    over = tuple(axis for axis in reversed(axes) if axis != "model")  # a mesh begins with its slowest axis
+    groups = [over] if of.zero else [(axis,) for axis in over]  # data_parallel takes a single axis
     out = []
     for group in groups if any(axes[axis] > 1 for axis in over) else []:
         names = ", ".join(map(_quoted, group))

@@ -33,14 +33,16 @@ from fzero.step import Step
 
 @dataclass(frozen=True)
 class PlanCommand(StepCommand):
-    """Predicts the cost of a step on each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
+    """Predicts the cost of a step on each rank: memory, bytes per channel, time. Nothing is run or allocated."""
 
     trace: Annotated[Path | None, FILE] = None
     """write the timeline, for ui.perfetto.dev or chrome://tracing"""
     picture: Annotated[Path | None, FILE] = None
-    """draw memory over the lines of the step, as .png or .svg"""
+    """draw the memory over the ops of the step, as .png or .svg"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
-    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes have their axis"""
+    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes get an axis for
+    them
+    """
 
     def run(self) -> int:
         with usage_errors():
@@ -76,7 +78,8 @@ class PlanCommand(StepCommand):
             else:
                 printing.print_answer(found)
             return 0
-        known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
+        # otherwise it is a generic device of its kind
+        known = self.device is not None or self.devices is not None or plan.device.machine
         left = plan.device.memory_bytes - plan.process_bytes
         memory = left if known and self.budget_bytes is None else None
         if self.json:
@@ -86,7 +89,7 @@ class PlanCommand(StepCommand):
         return 0 if memory is None or fits(plan, memory) else 1
 
     def _compare(self) -> int:
-        """Plans several meshes, with the parallel transforms for each. Returns the exit status: 1 if none fits."""
+        """Plans several meshes, with the parallel transforms for each. Returns the exit code: 1 if none fits."""
         problems = self._step_problems()
         problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
         given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
@@ -136,7 +139,7 @@ class PlanCommand(StepCommand):
 
 
 def _named(patterns: Sequence[str], params: Any) -> Callable[[str, torch.Tensor], bool] | None:
-    """A predicate of the parameters with such dotted names; None without patterns."""
+    """Returns a predicate for the parameters with these dotted names; None without patterns."""
     names = tree.names(abstract(params) if callable(params) else params) if patterns else []
     if unknown := [f"{p}: no parameter has such a name" for p in patterns if not fnmatch.filter(names, p)]:
         raise UsageError("mesh", "--experts names parameters", unknown, f"they are {', '.join(names[:8])}, …")

@@ -1,5 +1,6 @@
-"""Answers in a user's words: whether a model fits, how fast it trains, what fills the memory, what is assumed, what
-would be better, and the code."""
+"""Summarizes a plan in the user's words: whether a model fits, how fast it trains, what fills the memory, what is
+assumed, what would help, and the code.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +29,23 @@ WORDS = {
     "idle_pool": "transfer buffers, empty just then",
     "other": "scalars",
 }
-"""The roles of bytes (plan/memory.py) as users know them."""
+"""The roles of bytes (plan/memory.py) in words that users know."""
 AT_THE_LOSS = {"temporaries": "logits and loss", "activations": "activations and logits"}
-"""The roles at a peak at the head: the last line that computes with the batch, which reads the labels."""
+"""The roles for a peak at the head of the model: at the last op that computes with the batch, which reads the
+labels.
+"""
 TYPICAL_MFU = 0.4
-"""Published runs on H100: 38 to 43 % (Dubey et al., The Llama 3 herd of models, 2024, table 4)."""
+"""Published runs on H100 reach 38 to 43 % (Dubey et al., The Llama 3 herd of models, 2024, table 4)."""
 MUCH, LITTLE = 0.1, 0.5
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer.
+    """The answer of `fzero plan --hf`.
 
     Attributes:
-        lowered, plan: of the step.
-        of, script: its flags, and its code.
+        lowered, plan: those of the step.
+        of, script: the flags of the step, and its code.
         process: memory besides the program.
     """
 
@@ -58,19 +61,20 @@ class Answer:
 
     @property
     def per_second(self) -> float:
-        """Tokens, or rows, that all devices train on in a second."""
+        """Tokens, or samples, that all devices together train on per second."""
         return self.script.samples * (self.num_ranks // self.of.tensor) / self.plan.step_seconds
 
     @property
     def filled(self) -> dict[str, int]:
-        """Bytes at the peak of the device, by what a user calls them, the most first."""
+        """Bytes at the peak of the device, in words that users know, the largest first."""
         reads = [i for i, line in enumerate(self.plan.lines) if "batch[" in line]
         words = WORDS | (AT_THE_LOSS if self.plan.peak_line.index in reads[1:] else {})
         return self._named(self.plan.breakdown, "device", words)
 
     def _named(self, by_role: Mapping[str, int], tier: str, words: Mapping[str, str]) -> dict[str, int]:
-        """Bytes by what a user calls them, the most first. Of parameters in fp32, the copies in the compute dtype are a
-        row of their own: shares of offload are shares of those."""
+        """Returns bytes in words that users know, the largest first. If parameters are stored in fp32, their copies
+        in the compute dtype are a separate row: fractions of offload refer to these.
+        """
         program, found = self.lowered.program, {words[role]: n for role, n in by_role.items()}
         copies = [leaf for leaf in program.leaves.values() if leaf.role == "compute" and leaf.layout.tier == tier]
         if copies:
@@ -82,7 +86,7 @@ class Answer:
 
     @property
     def slower(self) -> float | None:
-        """Seconds of a step at `TYPICAL_MFU`, where the plan is above it."""
+        """Seconds per step at `TYPICAL_MFU`, if the plan is above it."""
         plan = self.plan
         return (
             plan.step_seconds * plan.mfu / TYPICAL_MFU
@@ -94,7 +98,7 @@ class Answer:
         return sum(part.nbytes for part in self.process if part.where == where)
 
     def tables(self) -> list[TextTable]:
-        """The tables before the code."""
+        """Returns the tables before the code."""
         plan, unit = self.plan, self.script.unit
         speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
         totals = [("the model", f"{self._parameters() / 1e9:.3g} B parameters", self.script.size)]
@@ -141,7 +145,7 @@ class Answer:
         return f"{self.num_ranks} x {self.plan.device.name}"
 
     def assumptions(self) -> list[str]:
-        """Assumptions besides the device's rates."""
+        """Returns the assumptions besides the device's rates."""
         device, out = self.plan.device, list[str]()
         if device.peak_flops:
             dtype = "bfloat16" if self.of.precision != "fp32" else "float32"
@@ -170,7 +174,7 @@ class Answer:
         return out
 
     def better(self) -> list[str]:
-        """Flags that make the step faster, where the plan knows."""
+        """Returns flags that would make the step faster, if the plan knows any."""
         plan, of, out = self.plan, self.of, list[str]()
         channels = plan.channels
         moved = {q for q in (DISK, "to_device", HOST) if q in channels and plan.busy[q] > plan.busy["compute"]}
@@ -196,7 +200,7 @@ class Answer:
         return out
 
     def fits(self) -> str:
-        """The last line, with the host's memory where that has a budget."""
+        """Returns the last line, with the host's memory if that has a budget."""
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if limit is None:
             return f"{size(self.plan.peak_bytes)} at the peak"
@@ -224,13 +228,13 @@ class Answer:
         return text
 
     def text(self) -> str:
-        """The lines after the tables."""
+        """Returns the lines after the tables."""
         lines = [f"assumed: {line}" for line in self.assumptions()]
         lines += [f"better: {line}" for line in self.better()]
         return "\n".join([*lines, "", "# ---- the code that was planned: train.py", str(self.script), self.fits()])
 
     def data(self) -> dict[str, Any]:
-        """The entries of the JSON besides those of a plan."""
+        """Returns the entries of the JSON output besides those of a plan."""
         return {
             "devices": self.num_ranks,
             f"{self.script.unit}_per_second": self.per_second,

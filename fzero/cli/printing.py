@@ -1,4 +1,4 @@
-"""Prints plans, programs and devices: in colour on a terminal, as plain text elsewhere, or as data."""
+"""Prints plans, programs and devices: in color on a terminal, as plain text elsewhere, or as data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from fzero.tree import dtype_name
 
 
 def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: str = "") -> None:
-    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is
-    known. `short`: the need of a state that alone is larger."""
+    """Prints the plan and, under a budget, what it leaves; without a budget, whether it fits into the device's
+    `memory`, if that is known. `short`: what a state needs that alone is larger than the memory.
+    """
     needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
     limits = lowered.budget.limits if lowered.budget else (None, None, None)
     fits = [
@@ -48,7 +49,7 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
 
 
 def meshes_data(found: MeshPlans) -> dict[str, Any]:
-    """The meshes that were planned, as JSON has them."""
+    """Returns the planned meshes for the JSON output."""
     rows = list[dict[str, Any]]()
     for x in found.found:
         row: dict[str, Any] = {"axes": dict(x.mesh.axes), "transforms": [*x.code], "text": x.text}
@@ -57,21 +58,21 @@ def meshes_data(found: MeshPlans) -> dict[str, Any]:
 
 
 def print_answer(found: Answer) -> None:
-    """Prints the answer about a model of transformers."""
+    """Prints the answer about a transformers model."""
     _print(found.tables(), found.text())
 
 
 def print_program(text: str) -> None:
     console = Console()
     if console.is_terminal:
-        syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # of the terminal's own colours
+        syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # the terminal's own colors
         console.print(syntax.highlight(text), soft_wrap=True, end="")
     else:
         sys.stdout.write(text)
 
 
 def print_device(device: Device) -> None:
-    """The rates of a device."""
+    """Prints the rates of a device."""
     rows = [(f"products in {dtype}", f"{flops / 1e9:.4g} GFLOP/s", "") for dtype, flops in device.flops.items()]
     memories = {
         "memory": device.memory_bandwidth,
@@ -101,7 +102,7 @@ def print_report(found: Report) -> None:
 
 
 def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[str, Any]:
-    """Under a budget what was chosen for it; whether it fits into the device's memory."""
+    """Returns what was chosen for a budget, or whether the plan fits into the device's memory."""
     budget = lowered.budget
     if budget is None or budget.limits == (None, None, None):
         return {} if memory is None else {"device_memory": {"bytes": memory, "fits": plan.peak_bytes <= memory}}
@@ -111,7 +112,9 @@ def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[s
 
 
 def program_data(program: Program) -> dict[str, Any]:
-    """A program: how every leaf rests, and a row a line that runs. `times`: in one step."""
+    """Returns a program: how every tensor of the state is stored, and one row per op that runs. `times`: how often it
+    runs in one step.
+    """
     lines = [
         {
             "op": line.op,

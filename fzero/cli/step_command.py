@@ -1,4 +1,4 @@
-"""Lowers the step that a command is about: the flags that `fzero plan` and `fzero show` share."""
+"""Lowers the step that a command is about. Defines the flags that `fzero plan` and `fzero show` share."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from fzero.step import Step
 
 
 class _Lowered(NamedTuple):
-    """A target, lowered.
+    """A lowered target.
 
     Attributes:
-        script, interpreter: of a model of transformers: its script, and the bytes of the process that made it.
-        short: without a budget, the need of a state that alone is larger than the device's memory.
+        script, interpreter: for a transformers model, its script, and the bytes of the process that made it.
+        short: without a budget, what a state needs that alone is larger than the device's memory.
     """
 
     lowered: Lowered
@@ -53,19 +53,24 @@ class StepCommand:
     target: Annotated[Positional[str | None], TARGET] = None
     """returns (step, params, batch); or give --hf"""
     mesh: Annotated[tuple[tuple[str, ...], ...], UseAppendAction, MESH] = ()
-    """axes and their sizes, outermost first: data=8, or replica=2 data=4. To compare meshes, plan takes --mesh several
-    times, or "auto" with --devices, for a step without parallel transforms and the batch of all ranks together"""
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4. To compare meshes, give plan several
+    --mesh, or "auto" with --devices, for a step without parallel transforms and the batch of all ranks
+    together
+    """
     device: Annotated[str | None, DEVICE] = None
-    """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
-    a100,memory_bytes=40GB,disk_read=3GB"""
+    """the device whose rates are used: h100, a100, rtx4090, … or a calibration file, optionally followed by changed
+    numbers: a100,memory_bytes=40GB,disk_read=3GB
+    """
     devices: Annotated[str | None, arg(metavar="NUMBERxNAME", help_behavior_hint="")] = None
     """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
     budget: Annotated[str | None, BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     include_process: Annotated[bool, FLAG] = False
-    """--budget is the memory of a whole device or container: the memory of the process itself is subtracted from it"""
+    """--budget is the memory of an entire device or container: the memory of the process itself is subtracted from
+    it
+    """
     host_budget: Annotated[str | None, BUDGET] = None
-    """host memory a rank may use, where the host's is another than the device's"""
+    """host memory a rank may use, if the host's memory is not the device's"""
     disk_budget: Annotated[str | None, BUDGET] = None
     """disk a rank may use"""
     backend: Literal["inductor", "eager"] = "inductor"
@@ -89,14 +94,15 @@ class StepCommand:
         return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
 
     def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = ()) -> _Lowered:
-        """The target lowered for the mesh and the device that predicts, without the passes to skip. `asked`: by flag
-        the passes that are asked for."""
+        """Lowers the target for the mesh and the device whose rates are used, without the passes to skip. `asked`: by
+        flag, the passes whose results are requested.
+        """
         with usage_errors():
             self._check()
             axes, device = self._devices()
             mesh = AbstractMesh(**axes).of_type(device.type)
             given = [self.budget_bytes, bytes_of(self.host_budget), bytes_of(self.disk_budget)]
-            limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was said, or many bytes
+            limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was given, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         made, interpreter, likely = None, 0, 0.0
@@ -118,7 +124,7 @@ class StepCommand:
                     zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
                 )
                 with usage_errors():
-                    library("plan --hf")  # now, so that what is resident has it
+                    library("plan --hf")  # imported now, so that the resident memory includes it
                 if self.budget is None:
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
                 made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
@@ -148,7 +154,7 @@ class StepCommand:
         return _Lowered(lowered, made, interpreter, short)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
-        """The axes of the mesh, and its devices. Without one mesh all devices are along one axis."""
+        """Returns the axes of the mesh, and its device. Without a mesh, all devices are along one axis."""
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if self.devices is not None:
             number, device = get_devices(self.devices, kind)
@@ -156,7 +162,7 @@ class StepCommand:
         return axes_of(self.mesh[0]), get_device(self.device, kind)
 
     def _step_problems(self) -> list[str]:
-        """Problems of the flags that name a step and its budget."""
+        """Returns the problems of the flags that name a step and its budget."""
         problems = list[str]()
         if self.target is None and self.model.hf is None:
             problems.append("neither MODULE:FUNCTION nor --hf DIR")
@@ -169,7 +175,7 @@ class StepCommand:
         return problems
 
     def _check(self) -> None:
-        """Raises for flags that contradict each other."""
+        """Raises an error for flags that contradict each other."""
         problems = self._step_problems()
         problems += ["--mesh several times, or auto: is for fzero plan"] if self.compares else []
         if self.devices is None and not self.mesh:
@@ -187,7 +193,7 @@ class StepCommand:
 
 
 def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str]) -> None:
-    """Raises for passes that a step does not have, or needs."""
+    """Raises an error for passes that a step does not have, or that it needs."""
     with usage_errors():
         names = [FIRST, *(x.name for x in passes_of(step.transforms, skip))]
     problems = [f"--{flag} {name}: there is no such pass" for flag, name in asked.items() if name and name not in names]
@@ -198,7 +204,9 @@ def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str
 
 @contextlib.contextmanager
 def unknown_keys_named(unknown: Sequence[str]) -> Iterator[None]:
-    """Names unknown keys of a configuration on stderr, also before an error: they may be why a model does not fit."""
+    """Reports unknown keys of a configuration on stderr, also before an error: they may be why a model does not
+    fit.
+    """
     try:
         yield
     finally:
@@ -210,18 +218,19 @@ _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
 
 
 def _rounded(nbytes: int) -> str:
-    """As text, no more than it is."""
+    """Returns a number of bytes as text, rounded down."""
     return f"{int(nbytes / 1e8) / 10:g}GB" if nbytes >= 1e8 else f"{nbytes}B"
 
 
 def _as_text(command: StepCommand) -> str | None:
-    """The budget of the program, as a flag has it."""
+    """Returns the budget of the program in the form of a flag."""
     if command.include_process and (found := command.budget_bytes) is not None:
         return _rounded(found)
     return command.budget
 
 
 def _likely(blocks: int, search: bool) -> float:
-    """CPU seconds that a plan takes, as Llamas of 32 to 80 layers took: a few for the imports, then 0.15 to 0.25 a
-    layer; where tiers are searched, about 1."""
+    """Returns the CPU seconds that a plan probably takes, measured with Llamas of 32 to 80 layers: a few seconds for
+    the imports, then 0.15 to 0.25 per layer, or about 1 per layer if memory tiers are searched.
+    """
     return 5 + blocks * (1.0 if search else 0.2)

@@ -1,8 +1,8 @@
 """Imports the target of a command, MODULE:FUNCTION: a function that returns a step, its parameters and a batch.
 
-[Note: whose error] A target that is not there, or returns something else, is a `UsageError`. What the user's own code
-raises, when it is imported, called or traced, is a `UserError`: its traceback without our frames, as if the user had
-run it. It must not know what the commands do with the target.
+[Note: whose error] A target that does not exist, or returns something else, is a `UsageError`. An exception of the
+user's own code, when it is imported, called or traced, becomes a `UserError`: its traceback without fzero's frames,
+as if the user had run the code. This file must not know what the commands do with the target.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class UserError(Exception):
 
 
 def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
-    """The step, parameters and batch that a target returns.
+    """Returns the step, parameters and batch that a target returns.
 
     Args:
         target: "package.module:function" or "folder/file.py:function".
 
     Raises:
-        UsageError: there is no such module or function, it cannot be called without arguments, or it returns something
-            else.
-        UserError: importing the module or calling the function raised; see [Note: whose error].
+        UsageError: if there is no such module or function, if it cannot be called without arguments, or if it returns
+            something else.
+        UserError: if importing the module or calling the function raised an exception; see [Note: whose error].
     """
     name, colon, function = target.rpartition(":")
     if not (name and colon and function):
@@ -69,8 +69,9 @@ def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
 
 @contextlib.contextmanager
 def users_code(target: str) -> Iterator[None]:
-    """Runs the user's code as a script without arguments: what it prints goes to stderr, what it raises becomes a
-    `UserError`."""
+    """Runs the user's code as a script without arguments: its output goes to stderr, and its exceptions become a
+    `UserError`.
+    """
     before, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         with contextlib.redirect_stdout(sys.stderr), compat.quiet_fake_tensors():
@@ -79,7 +80,7 @@ def users_code(target: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         text = _own_traceback(error)
-        if text is None:  # nothing of it is the user's: ours to mend, with all that is known
+        if text is None:  # none of the frames belong to the user: a bug of fzero, shown with its full traceback
             raise
         raise UserError(text) from None
     finally:
@@ -87,14 +88,14 @@ def users_code(target: str) -> Iterator[None]:
 
 
 def with_values(params: Any, batch: Any, part: int) -> tuple[Any, Any, int]:
-    """The result of a target, with values drawn for its meta tensors, and how many those were.
+    """Returns the result of a target with values drawn for its meta tensors, and the number of these.
 
     Args:
-        params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide;
-            the same on every rank.
-        batch: floating-point leaves are drawn normal, integers from 0 and 1, which are valid indices of any table; of
-            every part others.
-        part: the number of this rank's part of the batch.
+        params: a tree, or an init function, which stays as it is. Floating-point tensors are drawn from a normal
+            distribution with standard deviation 0.02, the same on every rank.
+        batch: floating-point tensors are drawn from a normal distribution, integers from 0 and 1, which are valid
+            indices of any table. Each part of the batch has different values.
+        part: the index of this rank's part of the batch.
     """
     num_drawn = 0
 
@@ -122,7 +123,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """A file as a module, which finds its neighbours as a script does."""
+    """Imports a file as a module that can import its neighbors, as a script can."""
     if not path.is_file():
         folder = path.parent
         near = _near(path.name, (p.name for p in folder.glob("*.py"))) if folder.is_dir() else []
@@ -131,7 +132,7 @@ def _from_file(path: Path) -> ModuleType:
             "target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"
         )
     _first_on_path(path.resolve().parent)
-    # never in place of a module that others use
+    # must not replace a module that others use
     name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
@@ -151,7 +152,7 @@ def _by_name(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # the module is there, and misses something itself
+            raise  # the module exists, and one of its own imports is missing
         parent, _, last = error.name.rpartition(".")
         where = getattr(sys.modules.get(parent), "__path__", []) if parent else [str(Path.cwd())]
         near = _near(last, (found.name for found in pkgutil.iter_modules(where)))
@@ -203,10 +204,10 @@ def _checked(returned: Any, target: str) -> tuple[Step | EvalStep, Any, Any]:
 
 
 def _needed(fn: Callable[..., Any]) -> list[str]:
-    """Arguments without a default."""
+    """Returns the arguments without a default."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # of a builtin: calling it tells
+    except (TypeError, ValueError):  # a builtin: calling it will tell
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -228,8 +229,9 @@ def _first_on_path(folder: Path) -> None:
 
 
 def _own_traceback(error: BaseException) -> str | None:
-    """A traceback of the user's frames and of what they call; None if there is no such frame. A syntax error says
-    itself where it is."""
+    """Returns a traceback of the user's frames and of what they call; None if there is no such frame. A syntax error
+    itself says where it is.
+    """
     found = traceback.TracebackException.from_exception(error)
     rest = [found]
     while rest:
@@ -242,8 +244,9 @@ def _own_traceback(error: BaseException) -> str | None:
 
 
 def _theirs(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Without frames of fzero and of the import system, and without those of torch beside them: what they call, and how
-    they are called."""
+    """Removes the frames of fzero and of the import system, and the frames of torch next to them: those that they
+    call, and those that call them.
+    """
     frames = list(stack)
     ours = [f.filename.startswith(_OURS) for f in frames]
     torch_ = [f.filename.startswith(_TORCH) for f in frames]

@@ -1,10 +1,10 @@
-"""Reduces and expands blocks of a leaf: 256 consecutive elements of it, flattened, with one number for each, such as a
-quantisation scale.
+"""Reduces blocks of a tensor to one number each, and expands it. A block is 256 consecutive elements of the flattened
+tensor, and the number is, for example, a quantization scale.
 
-The numbers of a leaf's blocks are a tensor of shape [num_blocks, 1]. Shards are whole blocks ([Note: blocks],
-fzero/sharding/layout.py), so what is done block by block is done on shards as on the whole. Both ways are one operator,
-`fzero::block_max` and `fzero::block_expand`, which say the shape of their result; `DECOMPOSITIONS` expands them into
-what a compiler fuses with the arithmetic around.
+The numbers of a tensor's blocks have the shape [num_blocks, 1]. A shard consists of complete blocks ([Note: blocks],
+fzero/sharding/layout.py), so computing block by block gives the same on shards as on the full tensor. Both directions
+are operators, `fzero::block_max` and `fzero::block_expand`, which take the shape of their result; `DECOMPOSITIONS`
+expands them into operations that a compiler fuses with the surrounding arithmetic.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ BLOCK = 256  # elements, see [Note: blocks]
 
 
 def granule(shape: Sequence[int]) -> int:
-    """The number of which the elements of a shard of a leaf of this shape are a multiple, see [Note: blocks]."""
+    """Returns the number that the size of a shard of a tensor of this shape is a multiple of, see [Note:
+    blocks].
+    """
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Whether a leaf of this shape is cut between blocks only: it has at least 16 of them."""
+    """Returns whether a tensor of this shape is sharded only between blocks: whether it has at least 16 of
+    them.
+    """
     return granule(shape) == BLOCK
 
 
 def blocks_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of one number for each block of a leaf of this shape.
+    """Returns the shape of one number per block of a tensor of this shape.
 
     Example:
         >>> blocks_shape((100, 70))
@@ -42,7 +46,7 @@ def blocks_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def block_max(x: torch.Tensor) -> torch.Tensor:
-    """The largest element of each block. The last block may be short.
+    """Returns the largest element of each block. The last block may be short.
 
     Example:
         >>> block_max(torch.arange(600.0)).flatten()
@@ -52,9 +56,9 @@ def block_max(x: torch.Tensor) -> torch.Tensor:
 
 
 def block_expand(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The number of its block for each element of a leaf of this shape.
+    """Returns, for each element of a tensor of this shape, the number of its block.
 
-    Memory: as much as the leaf, run eagerly; compiled it is part of the kernel that reads it.
+    Memory: as much as the tensor, if run eagerly; compiled, it is part of the kernel that reads it.
 
     Example:
         >>> block_expand(torch.tensor([[1.0], [2.0]]), (300,)).sum()
@@ -66,7 +70,7 @@ def block_expand(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def _max(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     flat = x.reshape(-1)
     padding = -flat.numel() % BLOCK
-    if padding:  # of the last element, which changes no maximum
+    if padding:  # pad with the last element, which changes no maximum
         flat = torch.cat([flat, flat[-1:].expand(padding)])
     return flat.view(-1, BLOCK).amax(1).view(shape)
 

@@ -1,7 +1,7 @@
-"""Computes the CTC loss, whose operator returns a table as wide as its longest target is long: where lengths are
-tensors, a shape that no trace knows.
+"""Computes the CTC loss. PyTorch's operator returns a table whose width depends on the longest target: if the lengths
+are tensors, a trace cannot know this shape.
 
-Ours has the width that the shape of the targets allows.
+The operator of this file returns a table with the width that the shape of the targets allows.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def _backward(
 
 
 CTC_LOSS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
-"""The operations that take lengths as numbers too, and make a tensor of these where no trace can see it."""
+"""The functions that also take lengths as numbers, and convert them to a tensor where no trace can see it."""
 
 
 def with_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a CTC loss, lengths as tensors."""
+    """Returns the arguments of a CTC loss with lengths as tensors."""
 
     def of(lengths: Any) -> Any:
         return torch.tensor(lengths, dtype=torch.long) if isinstance(lengths, (tuple, list)) else lengths
@@ -72,7 +72,9 @@ def with_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
 
 
 CTC: dict[Any, Any] = {}
-"""PyTorch's operators, with lengths that are numbers and lengths that are tensors, and what is recorded instead."""
+"""PyTorch's operators, with lengths that are numbers or tensors, and the operators that are recorded in place of
+them.
+"""
 
 for _overload, _kind in (("default", "int[]"), ("Tensor", "Tensor")):
     _given = f"Tensor log_probs, Tensor targets, {_kind} num_inputs, {_kind} num_targets"

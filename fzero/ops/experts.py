@@ -1,9 +1,10 @@
-"""Sends tokens to experts and brings their results back, in plain functions of tensors with fixed shapes.
+"""Dispatches tokens to experts and combines the results, in plain functions of tensors with fixed shapes.
 
-A token chooses k experts. Each expert, or group of experts, takes at most so many rows: its *capacity*. First choices
-of all tokens come before second ones, and tokens in their order; what comes too late is dropped. The functions know
-nothing of ranks: `fz.expert_parallel` finds the products with experts' parameters and has ranks exchange the rows
-around them. So the number of groups, as of ranks, is an argument, and means the same on any mesh.
+A token chooses k experts. Each expert, or group of experts, takes a limited number of rows: its *capacity*. The first
+choices of all tokens come before the second ones, and tokens in their order; choices beyond the capacity are dropped.
+The functions know nothing of ranks: `fz.expert_parallel` finds the products with experts' parameters and makes ranks
+exchange the rows around them. So the number of groups, such as ranks, is an argument, and has the same meaning on any
+mesh.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ Capacity = float | tuple[Literal["rank"], float]
 
 
 class Back(NamedTuple):
-    """The way back of dispatched tokens.
+    """How dispatched tokens return.
 
     Attributes:
-        place: int64[tokens, k], the row of each choice among those of all experts; -1 where it was dropped.
-        weight: [tokens, k], the weight of each choice; 0 where it was dropped.
-        dropped: float32[], the share of choices that were dropped.
+        place: int64[tokens, k], the row of each choice among those of all experts; -1 if it was dropped.
+        weight: [tokens, k], the weight of each choice; 0 if it was dropped.
+        dropped: float32[], the fraction of choices that were dropped.
         choice: int64[experts, rows], the choice that fills each row, numbered by token; -1 if none does.
-        expert: of a capacity of ranks int64[ranks, rows], the number of each row's expert among those of its rank; -1
-            if none fills it. Else None.
+        expert: for a capacity per rank, int64[ranks, rows], the number of each row's expert among those of its rank;
+            -1 if no choice fills the row. Otherwise None.
     """
 
     place: torch.Tensor
@@ -55,31 +56,34 @@ def dispatch(
     ranks: int | None = None,
     overflow: Literal["drop", "error"] = "drop",
 ) -> tuple[torch.Tensor, Back]:
-    """The rows of each expert, or of each rank's experts, and the way back.
+    """Returns the rows of each expert, or of each rank's experts, and what is needed to combine their results.
 
     Args:
         x: tokens, [tokens, features].
-        experts: int64[tokens, k], the experts that each token chooses, each once.
-        weights: [tokens, k], how much each choice counts.
+        experts: int64[tokens, k], the experts that each token chooses, each at most once.
+        weights: [tokens, k], the weight of each choice.
         num_experts: the number of experts.
-        capacity: the rows of an expert, as a factor of tokens x k / experts. A factor of experts / k drops nothing.
-            Under a transform that cuts the batch these are the tokens of a rank and micro-batch. ("rank", factor):
-            the rows of all experts of a rank together, as a factor of tokens x k / ranks; the smaller of `ranks` and
-            ranks x experts of a rank / k drops nothing. `matmul` multiplies such rows.
-        ranks: of a capacity of ranks, the size of the axis that cuts the experts, or a multiple of it: each rank has
-            num_experts / ranks neighbours.
-        overflow: "drop" leaves out choices that have no row; "error" raises, from a compiled step on every rank.
+        capacity: the number of rows of an expert, as a multiple of tokens x k / experts. A factor of experts / k
+            drops nothing. Under a transform that shards the batch, `tokens` is the number of tokens of a rank and
+            micro-batch. ("rank", factor): the number of rows of all experts of a rank together, as a multiple of
+            tokens x k / ranks; the smaller of `ranks` and ranks x experts of a rank / k drops nothing. `matmul`
+            multiplies such rows.
+        ranks: for a capacity per rank, the size of the axis that shards the experts, or a multiple of it: each rank
+            has num_experts / ranks consecutive experts.
+        overflow: "drop" leaves out choices that have no row; "error" raises an error, from a compiled step on every
+            rank.
 
     Returns:
-        rows: [experts, rows, features], or [ranks, rows, features]. A row that no choice fills is any token's, as a
-            constant: `combine` does not read it.
+        rows: [experts, rows, features], or [ranks, rows, features]. A row that no choice fills contains any token, as
+            a constant: `combine` does not read it.
         back: what `combine` needs. `back.dropped` is a metric.
 
-    Memory: rows, and for each choice two numbers. Time: a sort of tokens x k.
+    Memory: the rows, and two numbers per choice. Time: a sort of tokens x k.
 
     Raises:
-        FzeroTypeError: an argument that is not a tensor, or of another dtype.
-        FzeroValueError: shapes that do not go together; a number or factor below 1 and 0; an overflow, if it is one.
+        FzeroTypeError: if an argument is not a tensor, or has another dtype.
+        FzeroValueError: if shapes do not fit together, if a number is below 1 or a factor is not above 0, or for an
+            overflow with overflow="error".
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 
@@ -115,22 +119,24 @@ def dispatch(
 
 
 def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
-    """The product of each row with its expert's matrix: `torch.bmm(rows, w)`, or the like for a capacity of ranks.
+    """Returns the product of each row with its expert's matrix: `torch.bmm(rows, w)`, or the equivalent for a
+    capacity per rank.
 
     Args:
-        rows: [experts, rows, features] or [ranks, rows, features], as of `dispatch` or computed from these.
+        rows: [experts, rows, features] or [ranks, rows, features], from `dispatch` or computed from these.
         w: [experts, features, outputs].
         back: what `dispatch` returned.
 
-    Returns: [experts, rows, outputs] or [ranks, rows, outputs]; of a capacity of ranks 0 in rows that no choice fills.
-        A bias is the product of `rows.new_ones(*rows.shape[:2], 1)` with it as [experts, 1, outputs].
+    Returns:
+        [experts, rows, outputs] or [ranks, rows, outputs]; for a capacity per rank, 0 in rows that no choice fills.
+        To add a bias, add the product of `rows.new_ones(*rows.shape[:2], 1)` with the bias as [experts, 1, outputs].
 
-    Memory: of a capacity of ranks the rows and products once more, in the order of experts.
-    Time: a sort of the numbers of rows. A GPU has one kernel in bfloat16, for widths that are multiples of 8; else it
-        multiplies every row by all matrices of its rank.
+    Memory: for a capacity per rank, the rows and products once more, in the order of experts.
+    Time: a sort of the row indices. A GPU uses one kernel in bfloat16, for widths that are multiples of 8; otherwise
+    it multiplies every row by all matrices of its rank.
 
     Raises:
-        FzeroValueError: shapes or dtypes that do not go together.
+        FzeroValueError: if shapes or dtypes do not fit together.
 
     Example:
         >>> import torch, fzero as fz
@@ -152,13 +158,13 @@ def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
 
 
 def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
-    """The results of each token's experts, weighted and added: [tokens, features].
+    """Returns the weighted sum of the results of each token's experts: [tokens, features].
 
     Args:
-        rows: [experts, rows, features], computed from those of `dispatch`; the features may be others.
+        rows: [experts, rows, features], computed from the rows of `dispatch`; the number of features may differ.
         back: what `dispatch` returned.
 
-    Memory: a row for each choice.
+    Memory: one row per choice.
 
     Example:
         >>> import torch, fzero as fz
@@ -172,7 +178,9 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
 
 
 class _RowsAt(torch.autograd.Function):
-    """The rows of `x`, of which each stands for `share` numbers; the gradient reads by the numbers of those."""
+    """Reads rows of `x`, each of which stands for `share` consecutive indices. The gradient reads by the inverse
+    indices.
+    """
 
     generate_vmap_rule = True
 
@@ -195,7 +203,7 @@ class _RowsAt(torch.autograd.Function):
 
 
 class _ExpertMm(torch.autograd.Function):
-    """Rows times the matrices of their experts."""
+    """Multiplies rows by the matrices of their experts."""
 
     generate_vmap_rule = True
 
@@ -217,7 +225,7 @@ class _ExpertMm(torch.autograd.Function):
 
 
 class _ExpertOuter(torch.autograd.Function):
-    """The gradient of the experts' matrices."""
+    """Computes the gradient of the experts' matrices."""
 
     generate_vmap_rule = True
 
@@ -238,7 +246,7 @@ class _ExpertOuter(torch.autograd.Function):
 
 
 def capacity_problems(capacity: Any, ranks: Any) -> list[str]:
-    """The problems of a capacity and a number of ranks."""
+    """Returns the problems of a capacity and a number of ranks."""
     of_rank = isinstance(capacity, tuple) and len(capacity) == 2 and capacity[0] == "rank"
     factor = capacity[1] if of_rank else capacity
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:

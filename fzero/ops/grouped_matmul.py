@@ -1,9 +1,10 @@
-"""Multiplies rows of several experts: each by its own expert's matrix.
+"""Multiplies the rows of several experts, each by its own expert's matrix.
 
-A group of experts has its rows in any order, and a number for each row: that of its expert in the group, -1 for none.
-`EXPERT_MM` multiplies rows by matrices; the gradient of these is `EXPERT_OUTER`. They are operators because sizes are
-known only from the numbers: a CPU multiplies expert by expert, a GPU by one kernel for all (`F.grouped_mm`). It has
-that kernel for bfloat16. In other dtypes it multiplies each row by all matrices of its group: no host waits for a size.
+A group of experts has its rows in any order, and a number for each row: that of its expert in the group, or -1 for
+none. `EXPERT_MM` multiplies rows by matrices; the gradient of the matrices is `EXPERT_OUTER`. They are operators
+because the sizes are known only from the numbers. A CPU multiplies expert by expert; a GPU uses one kernel for all
+experts (`F.grouped_mm`), which exists for bfloat16. In other dtypes a GPU multiplies each row by all matrices of its
+group, so that the host does not have to wait for a size.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 from fzero.ops.registration import define
 
 _MULTIPLE = 8
-"""The number of which the dims of a grouped product in bfloat16 are multiples: 16 bytes are what the hardware loads."""
+"""The dims of a grouped product in bfloat16 must be multiples of this: the hardware loads 16 bytes at once."""
 
 
 def _sorted(expert: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all groups in the order of their experts, those of none last; and the end of each expert's."""
+    """Returns the indices of the rows of all groups in the order of their experts, with rows of no expert last; and
+    the end of each expert's rows.
+    """
     groups = expert.shape[0]
     base = torch.arange(groups, device=expert.device)[:, None] * each
     number, order = torch.sort(torch.where(expert < 0, groups * each, expert + base).flatten(), stable=True)
@@ -55,7 +58,7 @@ def _outer(expert: torch.Tensor, a: torch.Tensor, b: torch.Tensor, each: int) ->
 
 
 def mm_on_gpu(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`EXPERT_MM` in operations that wait for no size."""
+    """Computes `EXPERT_MM` with operations that do not wait for a size."""
     (groups, size, features), each = rows.shape, w.shape[0] // rows.shape[0]
     if not _has_kernel(rows, features, w.shape[2]):
         out, parts = rows.new_zeros(groups, size, w.shape[2]), w.unflatten(0, (groups, each))
@@ -69,14 +72,15 @@ def mm_on_gpu(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torc
 
 
 def outer_on_gpu(expert: torch.Tensor, a: torch.Tensor, b: torch.Tensor, each: int) -> torch.Tensor:
-    """`EXPERT_OUTER` in operations that wait for no size."""
+    """Computes `EXPERT_OUTER` with operations that do not wait for a size."""
     if not _has_kernel(a, a.shape[1], b.shape[2]):
         parts = [torch.bmm(torch.where((expert == i)[:, None], a, 0), b) for i in range(each)]
         return torch.stack(parts, 1).flatten(0, 1)
     order, ends = _sorted(expert, each)
     flat, other = a.mT.reshape(-1, a.shape[1])[order], b.reshape(-1, b.shape[2])[order]
     made = F.grouped_mm(flat.t(), other, offs=ends.int())
-    return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], made, 0)  # a sum of none
+    # zero for an expert without rows
+    return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], made, 0)
 
 
 def _has_kernel(x: torch.Tensor, *sizes: int) -> bool:
@@ -89,16 +93,18 @@ EXPERT_MM: Any = define(
     _mm,
     lambda expert, rows, w: rows.new_empty([*rows.shape[:2], w.shape[2]]),
 )
-"""`rows[g, r] @ w[g * each + expert[g, r]]`, [groups, rows, outputs]; zeros where there is no expert. Of `expert`
-int64[groups, rows], `rows` [groups, rows, features], `w` [groups x each, features, outputs]."""
+"""`rows[g, r] @ w[g * each + expert[g, r]]`, [groups, rows, outputs]; zeros if there is no expert. `expert` is
+int64[groups, rows], `rows` [groups, rows, features], `w` [groups x each, features, outputs].
+"""
 EXPERT_OUTER: Any = define(
     "expert_outer",
     "(Tensor expert, Tensor a, Tensor b, int each) -> Tensor",
     _outer,
     lambda expert, a, b, each: a.new_empty([a.shape[0] * each, a.shape[1], b.shape[2]]),
 )
-"""For each expert the sum of `a[g, :, r]` times `b[g, r]` over its rows, [groups x each, inputs, outputs]. Of `a`
-[groups, inputs, rows] and `b` [groups, rows, outputs]."""
+"""For each expert, the sum of `a[g, :, r]` times `b[g, r]` over its rows, [groups x each, inputs, outputs]. `a` is
+[groups, inputs, rows], and `b` [groups, rows, outputs].
+"""
 
 ON_GPU: dict[Any, Any] = {EXPERT_MM: mm_on_gpu, EXPERT_OUTER: outer_on_gpu}
 """The functions that devices other than a CPU run in place of these operators."""

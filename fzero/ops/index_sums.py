@@ -1,9 +1,10 @@
-"""Sums at indices in the order of the indices, on a CPU: the gradient of reads by index, such as an embedding.
+"""Adds at indices in the order of the indices, on a CPU: the gradient of reads by index, such as an embedding.
 
-PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step
-differ in their last bits. `ADD_AT` takes them one after the other. It is one operator to a compiler, too: its code
-calls it. `scatter_add` needs no help: PyTorch's threads divide what it writes, and Inductor's code calls PyTorch's
-where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
+PyTorch adds such values with several threads in any order, and so does compiled code, so that two runs of one step
+differ in their last bits. `ADD_AT` adds them one after the other. It is one operator for a compiler, too: compiled
+code calls it. `scatter_add` needs no replacement: PyTorch's threads divide the output among them, and Inductor's code
+calls PyTorch's if there are several threads. On a GPU, compiled code adds values in any order, unless deterministic
+algorithms are requested.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ ADD_AT = define(
     _add_at,
     lambda x, indices, values: None,
 )
-"""Adds `values` to `x` at `indices`, as `aten.index_put_(x, indices, values, accumulate=True)`, each element's in the
-order of the indices. In place: a gradient of many rows is written where it is wanted."""
+"""Adds `values` to `x` at `indices`, as `aten.index_put_(x, indices, values, accumulate=True)` does, with the values
+for each element in the order of the indices. It works in place, so that a gradient of many rows is written directly
+to its destination.
+"""
 
 
 def add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> torch.Tensor:
-    """`x` with `values` added at `indices`."""
+    """Returns `x` with `values` added at `indices`."""
     sums = x.clone(memory_format=torch.contiguous_format)
     ADD_AT(sums, indices, values)
     return sums
@@ -79,4 +82,4 @@ IN_ORDER: dict[Any, Any] = {
     aten.index_add.default: _index_add,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
-"""The operators that a CPU runs instead of operations that add up in any order."""
+"""The operators that a CPU runs in place of operations that add in any order."""

@@ -1,4 +1,4 @@
-"""Normalises a float32 tensor with parameters in half precision, which PyTorch's kernels reject.
+"""Normalizes a float32 tensor with parameters in half precision, which PyTorch's kernels do not support.
 
 A layer such as Whisper's `super().forward(x.float())` computes its norm in float32. Its parameters are in bf16 under
 `mixed_precision("bf16")`; they are cast where they are used, so the norm is computed in float32 as under
@@ -23,7 +23,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def with_parameters_cast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a norm. If the input is float32, a weight and a bias in half precision are cast to float32."""
+    """Returns the arguments of a norm. If the input is float32, a weight and a bias in half precision are cast to
+    float32.
+    """
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32:
         return args, kwargs

@@ -1,9 +1,9 @@
-"""Wraps recurrent layers: the operators of oneDNN (LSTMs on a CPU), cuDNN and MIOpen (whole networks on a GPU) for a
-sequence.
+"""Wraps recurrent layers: the operators of oneDNN (an LSTM layer on a CPU), and of cuDNN and MIOpen (a complete
+network on a GPU), for a sequence.
 
-Each returns a workspace that its backward needs, of a size that no schema tells, oneDNN's only where autograd runs. A
-program runs without autograd and keeps values of known sizes, so its backward computes the layers once more, for the
-workspace alone.
+Each of these operators returns a workspace that its backward needs, whose size no schema tells; oneDNN returns one
+only if autograd is enabled. A program runs without autograd and keeps only values of known sizes, so the backward
+computes the layers once more, only to get the workspace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BACKWARD = (
 
 
 def _run(*args: Any) -> tuple[torch.Tensor, ...]:
-    with torch.enable_grad():  # what oneDNN takes for training
+    with torch.enable_grad():  # oneDNN takes this as training
         return aten.mkldnn_rnn_layer.default(*args)
 
 
@@ -54,7 +54,7 @@ layer = define(
     _layer,
     lambda *args: aten.mkldnn_rnn_layer.default(*args)[:3],
 )
-"""`aten.mkldnn_rnn_layer` without its workspace: output, last hidden state, last cell."""
+"""`aten.mkldnn_rnn_layer` without its workspace: output, last hidden state, last cell state."""
 
 layer_backward = define(
     "lstm_layer_backward",
@@ -73,7 +73,7 @@ LSTM: dict[Any, Any] = {
     aten.mkldnn_rnn_layer.default: _forward,
     aten.mkldnn_rnn_layer_backward.default: lambda *args: layer_backward(*args[:-1]),
 }
-"""The operators that a CPU runs instead of layers of LSTMs."""
+"""The operators that a CPU runs in place of LSTM layers."""
 
 
 # --- on GPUs ---
@@ -91,7 +91,7 @@ _NAMES = [word.split()[-1] for word in f"{_NETWORK}, {_SETTINGS}".split(", ")]
 
 
 def _named(op: Any, values: dict[str, Any]) -> Any:
-    """Calls an operator of a library, which draws nothing and is given its weights one by one."""
+    """Calls an operator of a library, without random numbers and with its weights given one by one."""
     values = {"weight_buf": None, "dropout": 0.0, "dropout_state": None, **values}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
@@ -129,7 +129,9 @@ def _fake_backward(
 
 
 network = define("rnn", f"(str library, {_NETWORK}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)", _network, _network)
-"""All layers of an RNN by a library: output, last hidden state, last cell, which is empty where there is none."""
+"""All layers of an RNN, computed by a library: output, last hidden state, and last cell state, which is empty if
+there is none.
+"""
 
 network_backward = define(
     "rnn_backward",
@@ -137,12 +139,13 @@ network_backward = define(
     _network_backward,
     _fake_backward,
 )
-"""Gradients of input, hidden state, cell and weights, those that `mask` asks for."""
+"""The gradients of input, hidden state, cell state and weights that `mask` requests."""
 
 
 def _rules(library: str) -> dict[Any, Callable[..., Any]]:
-    """The rules by which a library's operators are recorded: `rule(do, overwrite, *args)`, as in
-    fzero/trace/guards/overwrites.py."""
+    """Returns the rules by which a library's operators are recorded: `rule(do, overwrite, *args)`, as in
+    fzero/trace/guards/overwrites.py.
+    """
     forward, backward = _LIBRARIES[library]
 
     def values(op: Any, args: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Registers operators of our own: each is one node of a recorded graph, run eagerly by one function and expanded into
-others for a compiler."""
+"""Registers custom operators: each is one node of a recorded graph, runs eagerly as one function, and is expanded
+into other operators for a compiler.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ _BUFFERS: dict[Any, Callable[..., int]] = {}
 
 
 def module_of(operator: str) -> str:
-    """The module that defines an operator of ours, to be imported by a process that is given its name; "" for none."""
+    """Returns the module that defines a custom operator, so that a process that gets its name can import it; "" if it
+    is not one.
+    """
     return _MODULES.get(operator, "")
 
 
 def buffers_of(operator: Any, *args: Any) -> int:
-    """Bytes that an operator of ours, run eagerly on a GPU, takes beside its results."""
+    """Returns the bytes that a custom operator, run eagerly on a GPU, allocates in addition to its results."""
     return _BUFFERS[operator](*args) if operator in _BUFFERS else 0
 
 
@@ -29,13 +32,14 @@ def define(
     fake: Callable[..., Any],
     buffers: Callable[..., int] | None = None,
 ) -> Any:
-    """The operator `fzero::name`, on every device, without gradients; under `vmap` it runs once a row.
+    """Defines the operator `fzero::name`, on every device, without gradients. Under `vmap` it runs once per row.
 
     Args:
-        name, schema: of the operator. For `vmap`, one tensor is its result.
-        eager: what it computes. A function of the module that defines the operator.
-        fake: shapes and dtypes of the results, from those of the arguments.
-        buffers: bytes that `eager` takes beside the results on a GPU, from the arguments; on a CPU they are few.
+        name, schema: name and schema of the operator. For `vmap`, its result must be one tensor.
+        eager: the function that it computes, a function of the module that defines the operator.
+        fake: returns the shapes and dtypes of the results, given those of the arguments.
+        buffers: returns the bytes that `eager` allocates in addition to the results on a GPU, given the arguments; on
+            a CPU they are few.
     """
     _MODULES[f"fzero.{name}"] = eager.__module__
     torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,9 +1,9 @@
 """Numbers the rows that choices of experts fill, and reads rows by such numbers; -1 stands for none.
 
-Tokens choose k experts each. `SLOTS` numbers for each choice the row that it fills, `CHOICES` for each row its choice;
-each has the numbers of the other's elements, flattened. `ROWS_AT` reads rows by such numbers, and its gradient is read
-by those of the other: nothing is added at indices. They are operators so that ranks with parts of the tokens number
-rows apart (fzero/sharding/token_index_strategies.py).
+Each token chooses k experts. `SLOTS` returns for each choice the row that it fills, and `CHOICES` for each row its
+choice; each contains indices of the other's flattened elements. `ROWS_AT` reads rows by such indices, and its
+gradient reads by those of the other, so nothing is added at indices. They are operators so that ranks with shards of
+the tokens can number rows separately (fzero/sharding/token_index_strategies.py).
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ SLOTS: Any = define(
     _slots,
     lambda experts, num_experts, size: experts.new_empty(experts.shape),
 )
-"""The row of each choice among `size` of each expert, int64[tokens, k]."""
+"""The row of each choice, with `size` rows per expert: int64[tokens, k]."""
 CHOICES: Any = define(
     "choices",
     "(Tensor slots, int num_experts, int size) -> Tensor",
     _choices,
     lambda slots, num_experts, size: slots.new_empty([num_experts, size]),
 )
-"""The choice that fills each row, int64[num_experts, size]: token x k + the number of the choice."""
+"""The choice that fills each row: int64[num_experts, size], token x k + the number of the choice."""
 ROWS_AT: Any = define(
     "rows_at",
     "(Tensor x, Tensor index, Tensor back, bool fill) -> Tensor",
     _rows_at,
     lambda x, index, back, fill: x.new_empty([*index.shape, x.shape[1]]),
 )
-"""The rows of `x` with these numbers; for none zeros, or with `fill` any row. `back` has a row for each of `x`: the
-numbers of the elements of `index` that read it."""
+"""The rows of `x` with these indices; for -1, zeros or, with `fill`, any row. `back` has one row for each row of `x`:
+the indices of the elements of `index` that read it.
+"""
 
 WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {SLOTS: _slots, CHOICES: _choices, ROWS_AT: _rows_at}
 """The functions that devices run in place of these operators."""

@@ -1,17 +1,17 @@
 """Multiplies matrices in 8-bit floating point: rounds the operands, and defines the operator.
 
-[Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even. Values of the forward round
-to float8_e4m3fn (3 bits of mantissa, up to 448), gradients to float8_e5m2 (2 bits, up to 57344). The scale brings the
-largest magnitude of the operand (`rows`: of each row of the first, each column of the second) between half the format's
-largest number and that number. As powers of two, scales round nothing: it is the same whether they are multiplied in
-before or after a sum, in which order, and by which kernel. Sums are kept in float32, and rounded once to the dtype of
-the result.
+[Note: fp8] An operand is divided by a scale, which is a power of two, and rounded to nearest even. Values of the
+forward are rounded to float8_e4m3fn (3 bits of mantissa, up to 448), gradients to float8_e5m2 (2 bits, up to 57344).
+The scale moves the largest magnitude of the operand (with `rows`: of each row of the first and each column of the
+second) between half the format's largest number and that number. Because the scales are powers of two, multiplying by
+them rounds nothing: the result does not depend on whether they are applied before or after a sum, in which order, or
+by which kernel. Sums are kept in float32, and rounded once to the dtype of the result.
 
-`scaled_mm` is one node of a recorded graph. A CUDA device runs products of its own; any other does the same arithmetic
-in float32, of operands that went through 8 bits.
+`scaled_mm` is one node of a recorded graph. A CUDA device runs its native products; any other device does the same
+arithmetic in float32, with operands that were rounded to 8 bits.
 
-Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 8-bit numerical formats for deep neural
-    networks, 2022, for powers of two.
+Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 8-bit numerical formats for deep
+neural networks, 2022, for powers of two.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from fzero.ops.registration import define
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""The number of which the dims of a product are multiples: 16 bytes are what the hardware loads."""
+"""The dims of a product must be multiples of this: the hardware loads 16 bytes at once."""
 LEAST = 2.0**-100
-"""The largest magnitude of what is all zeros counts as this."""
-_EXPONENT, _ONE = 0x7F800000, 1 << 23  # of a float32: the bits of its exponent, and 1 there
+"""Lower bound for the largest magnitude of an operand, for operands that are all zeros."""
+_EXPONENT, _ONE = 0x7F800000, 1 << 23  # of a float32: the bits of its exponent, and the value 1 in these bits
 
 
 def amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The largest magnitude, float32[], or along a dim, which stays as 1. A NaN is the largest."""
+    """Returns the largest magnitude, float32[], or along a dim, which is kept with size 1. A NaN is the
+    largest.
+    """
     return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale of what has this largest magnitude: float32, powers of two. See [Note: fp8].
+    """Returns the scale of values with this largest magnitude: float32, powers of two. See [Note: fp8].
 
     Args:
         largest: float32, of any shape.
-        dtype: that the scaled values are rounded to.
+        dtype: the dtype that the scaled values are rounded to.
 
     Example:
         >>> scale_of(torch.tensor([448.0, 449.0, 1.0, 0.0]), E4M3)[:3]
@@ -56,7 +58,7 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x / scale` in an 8-bit dtype. What is not finite stays so, or becomes NaN.
+    """Returns `x / scale` in an 8-bit dtype. Values that are not finite stay so, or become NaN.
 
     Example:
         >>> rounded(torch.tensor([3.0, -17.0]), torch.tensor(2.0), E4M3).float()
@@ -66,14 +68,15 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix rounded by the scale of its largest magnitude, and that scale: float32[], or along `dim`, which stays as
-    1."""
+    """Returns a matrix rounded with the scale of its largest magnitude, and that scale: float32[], or along `dim`,
+    which is kept with size 1.
+    """
     scale = scale_of(amax(x, dim), dtype)
     return rounded(x, scale, dtype), scale
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """The inverses of powers of two; exact on every device, as a division is not."""
+    """Returns the inverses of powers of two. It is exact on every device, which a division is not."""
     return (254 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 
@@ -85,14 +88,14 @@ def multiply(
     Args:
         a: float8[m, k].
         b: float8[k, n].
-        scale_a, scale_b: float32[] both, or float32[m, 1] and float32[1, n].
-        dtype: of the result, float32, bfloat16 or float16.
+        scale_a, scale_b: both float32[], or float32[m, 1] and float32[1, n].
+        dtype: dtype of the result: float32, bfloat16 or float16.
     """
     return multiply_on(a.device)(a, b, scale_a, scale_b, dtype)
 
 
 def multiply_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """`multiply` on a device, whether or not its operands are there."""
+    """Returns `multiply` for a device, whether or not its operands are there."""
     return _native if device.type == "cuda" else _emulated
 
 
@@ -105,9 +108,11 @@ def _emulated(
 def _native(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Tensor cores read both operands along k: the second lies column by column. They sum in less than float32 where
-    that is asked for; only the forward does. Scales by row are the kernel's own for results in bfloat16 and a second
-    operand in e4m3; elsewhere they are multiplied in after it, which is the same."""
+    """Multiplies on tensor cores, which read both operands along k, so the second operand is stored column by column.
+    They may accumulate with less than float32 precision if requested, which only the forward does. The kernel
+    supports scales per row only for results in bfloat16 and a second operand in e4m3; in other cases the scales are
+    multiplied in afterwards, which gives the same.
+    """
     a, b, fast = a.contiguous(), b.t().contiguous().t(), a.dtype == b.dtype == E4M3
     if scale_a.dim() == 0 or (dtype is torch.bfloat16 and b.dtype is E4M3):
         return compat.scaled_mm(a, b, scale_a, scale_b, dtype, fast)

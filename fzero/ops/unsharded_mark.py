@@ -1,5 +1,6 @@
-"""Marks tensors that a function reads as a whole, not element by element: what ranks have shards of is brought together
-for it (fzero/sharding/flat_propagation.py)."""
+"""Marks tensors that a function reads unsharded, not element by element: their shards are gathered for it
+(fzero/sharding/flat_propagation.py).
+"""
 
 from __future__ import annotations
 
@@ -10,4 +11,4 @@ import torch
 from fzero.ops.registration import define
 
 WHOLE: Any = define("whole", "(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
-"""The tensor itself, as a copy."""
+"""Returns the tensor itself, as a copy."""
