@@ -1,7 +1,7 @@
-"""Trains PyTorch models too large for one device: a JAX-style functional sharding framework.
+"""Trains PyTorch models that are too large for one device: a JAX-style functional sharding framework.
 
-Training is written as pure functions over pytrees; transforms rewrite the step; what runs is a short program that you
-can print.
+Training is written as pure functions over pytrees, and transforms rewrite the step. The code that runs is a short
+program that you can print.
 
 A name is imported when it is first used: `import fzero` itself loads neither PyTorch nor anything else.
 """
@@ -163,7 +163,7 @@ __all__ = [
 
 
 _RENAMED = {"once_a_step": "hierarchical"}
-"""Deprecated names, each with the new one."""
+"""Deprecated names, and the new names."""
 
 
 def __getattr__(name: str) -> Any:
@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("fzero._utils.deprecation").warn(f"fz.{name}", f"fz.{new}")
         return __getattr__(new)
     if name not in __all__:
-        if name.startswith("__"):  # asked by Python and its tools
+        if name.startswith("__"):  # queried by Python and its tools
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise importlib.import_module("fzero.errors").no_attribute(__name__, name, __all__)
     if name in _HOME:

@@ -1,4 +1,5 @@
-"""Defines errors, a part of the interface: every failure at once, named by path, with a fix.
+"""Defines the error classes, which are part of the interface: an error lists every failure at once, named by path,
+with a fix.
 
 All errors fzero raises on purpose subclass `FzeroError` and the built-in class a caller would expect.
 `message` lays them out the same way everywhere:
@@ -39,7 +40,7 @@ __all__ = [
 
 
 class FzeroError(Exception):
-    """Base class of every error raised by fzero. It is made of a text, or of the arguments of `message`.
+    """Base class of every error raised by fzero. It is created from a text, or from the arguments of `message`.
 
     Example:
         >>> import fzero as fz
@@ -112,7 +113,7 @@ class TraceError(FzeroValueError):
 
 
 class BudgetError(FzeroValueError):
-    """A step that does not fit the memory it may have.
+    """A step that does not fit into its memory budget.
 
     Example:
         >>> import torch, fzero as fz
@@ -144,8 +145,8 @@ class VerifyError(FzeroValueError):
 
 
 class DivergenceError(FzeroError, RuntimeError):
-    """Ranks that would run different programs or hold different values of the same leaves, or that did not come to
-    compare them.
+    """Ranks that would run different programs or hold different values of the same tensors, or that did not take part
+    in comparing them.
 
     Example:
         >>> issubclass(DivergenceError, RuntimeError)
@@ -154,7 +155,7 @@ class DivergenceError(FzeroError, RuntimeError):
 
 
 class RankLost(DivergenceError):
-    """Another rank has left or died, in the midst of something that the ranks do together: what `fz.run` goes on from.
+    """Another rank has exited or died during a joint operation of the ranks. `fz.run` recovers from this error.
 
     Example:
         >>> issubclass(RankLost, DivergenceError)
@@ -180,7 +181,7 @@ class BusyError(FzeroError, RuntimeError):
 
 
 class TierError(FzeroError, RuntimeError):
-    """A memory that failed while a step ran: a disk that is full, an I/O error. The state is lost, the last checkpoint
+    """A memory tier that failed while a step ran: a full disk, an I/O error. The state is lost; the last checkpoint
     is not.
 
     Example:
@@ -190,7 +191,7 @@ class TierError(FzeroError, RuntimeError):
 
 
 class LossScaleError(FzeroError, RuntimeError):
-    """Gradients that overflow though the loss scale is as low as it may be.
+    """Gradients that overflow although the loss scale is at its minimum.
 
     Example:
         >>> issubclass(LossScaleError, RuntimeError)
@@ -199,7 +200,8 @@ class LossScaleError(FzeroError, RuntimeError):
 
 
 class EquivalenceError(FzeroError, AssertionError):
-    """A transformed step that does not do what the plain step does. `report` says by how much, and where it begins.
+    """A transformed step that computes something else than the plain step. `report` says by how much, and where the
+    difference begins.
 
     Example:
         >>> import torch, fzero as fz
@@ -231,8 +233,8 @@ class CheckpointError(FzeroValueError):
 
 
 class StorageError(CheckpointError):
-    """A checkpoint that the operating system, or an object store, does not let be written or read: a full disk, an I/O
-    error, a directory of another user's, a store out of reach. The one before it is as it was.
+    """A checkpoint that the operating system, or an object store, does not allow to be written or read: a full disk,
+    an I/O error, another user's directory, an unreachable store. The previous checkpoint is unchanged.
 
     Example:
         >>> issubclass(StorageError, CheckpointError)
@@ -241,7 +243,7 @@ class StorageError(CheckpointError):
 
 
 def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None = None) -> str:
-    """The one layout of error texts: `where: what`, a line a problem, and the fix last."""
+    """Formats error texts, all in the same layout: `where: what`, one line per problem, and the fix last."""
     lines = [f"fzero.{where}: {what}", *(f"  {p}" for p in problems)]
     if fix:
         lines.append(f"Fix: {fix}")
@@ -275,14 +277,17 @@ _CALLS = {
     "fz.compile(step, mesh)": "jit pjit pmap",
 }
 _ELSEWHERE = {theirs: ours for given in (_HERE, _CALLS) for ours, names in given.items() for theirs in names.split()}
-"""Names that other libraries have, in small letters, for a transform of fzero, a function of fzero.optim or a call."""
+"""Names in other libraries, in lower case, and the transform of fzero, function of fzero.optim or call that
+corresponds to each.
+"""
 
 
 def no_attribute(owner: Any, name: str, known: Iterable[str] | None = None) -> AttributeError:
-    """The error of a module (by its name) or an object without this attribute: its name here or the call that does the
-    same, similar names, or all names."""
+    """Returns the error for a module (given by name) or an object without this attribute. It suggests the name in
+    fzero or the call that does the same, similar names, or all names.
+    """
     of = f"module {owner!r}" if isinstance(owner, str) else f"{type(owner).__name__!r} object"
-    if name.startswith("_"):  # asked by Python and its tools
+    if name.startswith("_"):  # queried by Python and its tools
         return AttributeError(f"{of} has no attribute {name!r}")
     known = sorted(x for x in (dir(owner) if known is None else known) if not x.startswith("_"))
     small = {x.lower(): x for x in reversed(known)}
@@ -294,22 +299,27 @@ def no_attribute(owner: Any, name: str, known: Iterable[str] | None = None) -> A
 
 
 def attribute_of(owner: Any, name: str) -> Any:
-    """The `__getattr__` of a class whose missing attributes are named; a property that failed fails again."""
+    """Implements `__getattr__` for a class, with suggestions for missing attributes. A property that raised an
+    AttributeError raises it again.
+    """
     if hasattr(type(owner), name):
         return object.__getattribute__(owner, name)
     raise no_attribute(owner, name)
 
 
 def left(where: str, rank: int, size: int) -> RankLost:
-    """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more
-    because another has."""
+    """Returns the error for a collective of torch.distributed that failed: with two ranks because the other rank has
+    exited, with more because some other rank has.
+    """
     gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
     fix = "look at that rank's errors; go on from the last checkpoint"
     return RankLost(where, "a transfer between ranks failed", [f"rank {rank}: {gone}"], fix)
 
 
 def __getattr__(name: str) -> Any:
-    """`OutOfMemory`, when it is asked for: it is PyTorch's error too, and who watches a rank imports no PyTorch."""
+    """Defines `OutOfMemory` on demand: it is PyTorch's error too, and the process that supervises a rank does not
+    import PyTorch.
+    """
     if name != "OutOfMemory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = importlib.import_module("fzero._utils.out_of_memory_error").OutOfMemory

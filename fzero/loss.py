@@ -1,5 +1,6 @@
-"""Averages losses and metrics exactly however the batch was cut: results of a function as sums that ranks and
-micro-batches add up, and the tree that comes of them."""
+"""Averages losses and metrics exactly, however the batch is divided: represents the results of a function as sums
+that add up over ranks and micro-batches, and builds the tree of means from them.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ from fzero.trace.block import block
 
 
 class Weighted(NamedTuple):
-    """A sum and what it is a sum over: `total / count` is the mean, exact however the batch was cut."""
+    """A sum and the number of things it is a sum over: `total / count` is the mean, exact however the batch is
+    divided.
+    """
 
     total: torch.Tensor
     count: torch.Tensor
 
     def __add__(self, other: Any) -> Any:
-        """Refused, as the other operators are: a tuple's `+` would concatenate."""
+        """Raises an error, as the other operators do: the `+` of a tuple would concatenate."""
         raise FzeroTypeError(
             "weighted",
             "a fz.weighted result has no arithmetic",
@@ -44,8 +47,9 @@ class Loss(NamedTuple):
 
 
 def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, Any]:
-    """Checks what a loss function returned and splits it into the loss, the auxiliary values and the tree of new
-    values, None for what it does not return."""
+    """Checks the result of a loss function and splits it into the loss, the auxiliary values and the tree of new
+    values; None for those that it does not return.
+    """
     asked = {"aux": "has_aux=True"} if has_aux else {}
     asked |= {"new": "mutable"} if mutates else {}
     parts = list(result) if isinstance(result, tuple) and not isinstance(result, Weighted) else [result]
@@ -105,7 +109,7 @@ def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, An
 
 
 def _fix_of(result: Any) -> str:
-    """The way out for a loss function that returned no scalar tensor."""
+    """Returns the fix for a loss function that did not return a scalar tensor."""
     if result is None:
         return (
             "return the loss at the end of the loss function; if it comes from the model, as from forward(idx, "
@@ -117,14 +121,13 @@ def _fix_of(result: Any) -> str:
 
 
 def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torch.Tensor]:
-    """The new value of each mutable leaf that a loss function returned, by the position of the first leaf that is the
-    same tensor.
+    """Returns the new value of each mutable leaf that a loss function returned, by the position of the first leaf
+    that is the same tensor.
 
     Args:
-        new: what it returned: a tree like `params`, of which leaves that are not mutable are absent, None, or as they
-            came.
-        params: what it was given.
-        mutable: for each leaf of `params`.
+        new: the result: a tree like `params`, in which leaves that are not mutable are absent, None, or unchanged.
+        params: the parameters that the loss function was given.
+        mutable: for each leaf of `params`, whether it is mutable.
 
     Raises:
         FzeroTypeError: listing the leaves without a new value, or with one of another shape or dtype, and values for
@@ -159,15 +162,16 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
 
 
 def is_empty(loss: torch.Tensor, count: torch.Tensor | None, norm: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Whether the loss of a step is a mean over nothing, so that its update is skipped: bool[]; None if no update is.
+    """Returns whether the loss of a step is a mean over nothing, so that its update is skipped: bool[]; None if
+    updates are never skipped.
 
-    A weighted loss is a mean over nothing if its count is 0. The count of any other loss is not known, but a mean over
-    nothing is NaN, and its gradients are often zeros instead of NaN.
+    A weighted loss is a mean over nothing if its count is 0. The count of any other loss is not known, but a mean
+    over nothing is NaN, and its gradients are often zeros instead of NaN.
 
     Args:
-        loss: the mean over the whole batch.
-        count: the count of the whole batch, if the loss is weighted.
-        norm: the norm of all gradients; None: an update is not skipped because the loss is NaN.
+        loss: the mean over the complete batch.
+        count: the count of the complete batch, if the loss is weighted.
+        norm: the norm of all gradients; None if an update is not skipped for a NaN loss.
     """
     reasons = [] if count is None else [count == 0]
     if norm is not None:
@@ -176,20 +180,22 @@ def is_empty(loss: torch.Tensor, count: torch.Tensor | None, norm: torch.Tensor 
 
 
 def summable(x: torch.Tensor) -> torch.Tensor:
-    """A value in the dtype it is summed in over ranks and micro-batches: float32, or float64."""
+    """Returns a value in the dtype in which it is summed over ranks and micro-batches: float32, or float64."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def both_ends(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches says how large each is, and
-    how small: ~x falls as x grows."""
+    """Returns integers as one vector, int64[2 * numel], whose maximum over ranks and micro-batches gives both the
+    largest and the smallest value of each: ~x decreases as x increases.
+    """
     flat = torch.cat([x.detach().reshape(-1).to(torch.int64) for x in values])
     return torch.cat([flat, ~flat])
 
 
 def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The values that `both_ends` made the vector of, the largest of each, and for each whether all were the same,
-    bool[len(like)]."""
+    """Returns the values that `both_ends` encoded, the largest of each, and for each whether all were the same,
+    bool[len(like)].
+    """
     number = ends.numel() // 2
     same = ends[:number] == ~ends[number:]
     values, agree, start = [], [], 0
@@ -201,8 +207,9 @@ def agreeing(ends: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[list[tor
 
 
 class Means(NamedTuple):
-    """Makes a tree of means of a flat list of sums: for each result whether it is a total and a count, and for each
-    flat value whether it is summed."""
+    """Builds a tree of means from a flat list of sums: knows for each result whether it is a total and a count, and
+    for each flat value whether it is summed.
+    """
 
     structure: tree.TreeSpec
     weighted: tuple[bool, ...]
@@ -226,23 +233,23 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
 
 
 def means(result: Any) -> Any:
-    """The tree with each `Weighted` averaged."""
+    """Returns the tree with each `Weighted` averaged."""
     is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
     return tree.map(lambda x: x.total / x.count if is_pair(x) else x, result, is_leaf=is_pair)
 
 
 @plain_numbers
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
-    """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
-    any size.
+    """Represents a loss that is the mean of `count` things whose sum is `total`, averaged exactly over ranks and
+    micro-batches of any size.
 
-    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not. If the
-    count of a whole batch is 0, the update of the step is skipped: parameters and optimizer state stay as they are, the
-    loss is NaN, and the metric `finite` is False.
+    A mean of means is wrong if ranks hold different counts, for example of tokens that are not padding; this is not.
+    If the count of the complete batch is 0, the update of the step is skipped: parameters and optimizer state stay as
+    they are, the loss is NaN, and the metric `finite` is False.
 
     Args:
         total: 0-dim floating-point tensor, the sum.
-        count: how many were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
+        count: how many things were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
 
     Example:
         >>> import torch
@@ -334,7 +341,7 @@ def chunked_cross_entropy(
         chunks = next((n for n in range(least, 2 * least) if length % n == 0), least)
     options = (softcap, ignore_index, label_smoothing)
     head = (weight,) if bias is None else (weight, bias)
-    if not torch.is_grad_enabled():  # or gradients would be computed that nobody asks for
+    if not torch.is_grad_enabled():  # otherwise gradients would be computed that are not needed
         hidden, *head = (x.detach() for x in (hidden, *head))
     total: Any = _ChunkedSum.apply(hidden, targets, (max(1, min(chunks, rows)), options), *head)
     if reduction == "sum":
@@ -347,8 +354,9 @@ def chunked_cross_entropy(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of the losses of all rows. Its gradient is linear in the gradient of the sum, so the forward computes it
-    chunk by chunk, for a gradient of 1."""
+    """The sum of the losses of all rows. Its gradient is linear in the gradient of the sum, so the forward computes
+    it chunk by chunk, for a gradient of 1.
+    """
 
     @staticmethod
     def forward(
@@ -396,9 +404,10 @@ def _chunk(
     needs: tuple[bool, ...],
     options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """The total with the loss of a chunk; its gradient with respect to `hidden`, if it is needed; and `sums` with those
-    with respect to `head`. It is a block so that a compiled step frees the logits of a chunk before it computes the
-    next."""
+    """Returns the total including the loss of a chunk, the gradient of that loss with respect to `hidden` (if
+    needed), and `sums` including its gradients with respect to `head`. It is a block so that a compiled step frees
+    the logits of a chunk before it computes the next.
+    """
     softcap, ignore_index, label_smoothing = options
     logits = F.linear(hidden, *head).detach().requires_grad_(any(needs))
     with torch.enable_grad():
@@ -417,8 +426,9 @@ def _chunk(
     of_hidden, of_weight, *of_bias = needs
     flat, made = grad.flatten(0, -2), []
     if of_weight:
-        # Each row adds at most its largest element to an element of this product, so in float16 many rows overflow. The
-        # rows are divided by a power of two, which rounds none of them that matters, and the product is multiplied.
+        # Each row adds at most its largest element to an element of this product, so in float16 the sum of many rows
+        # overflows. The rows are divided by a power of two, which changes none of them significantly, and the product
+        # is multiplied by it.
         divisor = 2 ** (targets.numel() // 16).bit_length() if hidden.dtype == torch.float16 else 1
         rows = hidden if divisor == 1 else hidden / divisor
         product = flat.T @ rows.flatten(0, -2)
@@ -433,8 +443,10 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
 
 
 def _divided(x: torch.Tensor, dim: int, chunks: int) -> Sequence[torch.Tensor]:
-    """The rows of each chunk. If `chunks` divides the length of the sequences, a chunk has every `chunks`-th position
-    of each sequence, so that with `sequence_parallel` every rank has some of its positions."""
+    """Returns the rows of each chunk. If `chunks` divides the length of the sequences, a chunk contains every
+    `chunks`-th position of each sequence, so that with `sequence_parallel` every rank has some of its
+    positions.
+    """
     if x.shape[dim] % chunks == 0:
         return x.unflatten(dim, (-1, chunks)).unbind(dim)
     return x.flatten(0, dim).tensor_split(chunks)
@@ -480,7 +492,7 @@ def _check_head(
         elif bias is not None and bias.shape != weight.shape[:1]:
             problems.append(f"bias: {shown(bias)}, not [{weight.shape[0]}]")
         others = [(n, x) for n, x in (("weight", weight), ("bias", bias)) if x is not None and x.dtype != hidden.dtype]
-        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # which would cast them
+        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # autocast would cast them
             problems += [f"{n}: {shown(x)}, not of the dtype of hidden, {shown(hidden)}" for n, x in others]
         if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
             problems.append(f"targets: {shown(targets)}, not int64{list(hidden.shape[:-1])} as the rows of hidden")

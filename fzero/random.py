@@ -1,18 +1,18 @@
 """Draws counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
 
 [Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of
-`n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part is the number of the
-contiguous piece of the global batch that a process or micro-batch serves: with M micro-batches, rank r gives its m-th
-one the part `r * M + m`. Then `dropout(key, x)` with the batch as leading dim drops exactly the elements of one draw
-for the whole batch. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every
-rank; `replicated` sets it to 0, for noise that must be the same everywhere.
+`n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part is the index of the
+contiguous piece of the global batch that a process or micro-batch handles: with M micro-batches, rank r gives its
+m-th one the part `r * M + m`. Then `dropout(key, x)` with the batch as leading dim drops exactly the elements of one
+draw for the complete batch. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree
+on every rank; `replicated` sets it to 0, for noise that must be the same everywhere.
 
-[Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements `start,
-start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another shape and
-start (`sub_range`), so a rewrite can shard a draw without drawing the whole. `fzero::draw_from` is that operator with a
-start known at run time (`from_start`), so one function draws for every rank and every leaf. Deriving a key is one node
-as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a compiler to fuse; run eagerly
-they work in place on blocks that stay in cache.
+[Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
+`start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another
+shape and start (`sub_range`), so a rewrite can shard a draw without drawing all of it. `fzero::draw_from` is that
+operator with a start that is known only at run time (`from_start`), so one subgraph draws for every rank and every
+parameter. Deriving a key is one node as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise
+operations for a compiler to fuse; run eagerly, they work in place on blocks that fit into the cache.
 
 Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC
 2011).
@@ -50,21 +50,22 @@ __all__ = [
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _KINDS = {"bits": torch.int64, "uniform": torch.float32, "normal": torch.float32}
-# The high counter word tells what a counter is for. Draws count below 2**63, so theirs is below 2**31: no derived key
-# ever equals bits that were drawn from its parent.
+# The high counter word says what a counter is for. Draws count below 2**63, so their high word is below 2**31: no
+# derived key ever equals bits that were drawn from its parent.
 _SPLIT, _FOLD = 1 << 31, 3 << 30
 _CPU_BLOCK = 1 << 16  # elements per thread: three int32 buffers of it (768 KiB) stay in a core's L2 cache
 _GPU_BLOCK = 1 << 22  # elements: at most 80 MiB of buffers, enough to hide the launches
 
 
 def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """The key of a seed, with part 0.
+    """Returns the key for a seed, with part 0.
 
     Args:
-        seed: a whole number from 0 to 2**64 - 1.
-        device: where the key lives; draws are made there.
+        seed: an integer from 0 to 2**64 - 1.
+        device: where the key is stored; draws are made there.
 
-    Returns: int64[3], see [Note: keys and parts].
+    Returns:
+        int64[3], see [Note: keys and parts].
 
     Example:
         >>> key(7)
@@ -83,9 +84,10 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
-    """`n` keys, independent of each other and of everything else made from `key`; all keep its part.
+    """Returns `n` keys, independent of each other and of everything else made from `key`; all keep its part.
 
-    Returns: int64[n, 3]; iterate over it or unpack it.
+    Returns:
+        int64[n, 3]; iterate over it or unpack it.
 
     Example:
         >>> first, second = split(key(0))
@@ -100,13 +102,14 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
-    """A key for `data`: a step, a layer's index; the same data gives the same key. Keeps the part.
+    """Returns a key for `data`, such as a step or a layer's index; the same data gives the same key. Keeps the part.
 
     Args:
         key: int64[3].
-        data: a whole number from 0 to 2**62 - 1, or a 0-dim int64 tensor of one (which is not read on the host).
+        data: an integer from 0 to 2**62 - 1, or a 0-dim int64 tensor with one (which is not read on the host).
 
-    Returns: int64[3].
+    Returns:
+        int64[3].
 
     Example:
         >>> fold_in(key(0), 1).tolist() == fold_in(key(0), 1).tolist() != fold_in(key(0), 2).tolist()
@@ -132,14 +135,15 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
 
 
 def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
-    """The same key for another part of the global batch, see [Note: keys and parts].
+    """Returns the same key for another part of the global batch, see [Note: keys and parts].
 
     Args:
         key: int64[3].
-        part: a whole number of at least 0, or a 0-dim integer tensor of one (which is not read on the host). A draw of
+        part: an integer of at least 0, or a 0-dim integer tensor with one (which is not read on the host). A draw of
             n elements needs `(part + 1) * n < 2**63`.
 
-    Returns: int64[3].
+    Returns:
+        int64[3].
 
     Example:
         >>> # two parts of two rows are one draw of four rows
@@ -160,7 +164,7 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
 
 
 def replicated(key: torch.Tensor) -> torch.Tensor:
-    """The key with part 0: what it draws is the same on every rank and in every micro-batch, e.g. noise on
+    """Returns the key with part 0: its draws are the same on every rank and in every micro-batch, e.g. for noise on
     parameters.
 
     Example:
@@ -171,7 +175,7 @@ def replicated(key: torch.Tensor) -> torch.Tensor:
 
 
 def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, where `key` lives.
+    """Draws independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, on the device of `key`.
 
     Example:
         >>> bits(key(0), (3,)).max().item() < 2**32
@@ -188,14 +192,14 @@ def uniform(
     minval: float = 0.0,
     maxval: float = 1.0,
 ) -> torch.Tensor:
-    """Independent numbers, uniform over [minval, maxval).
+    """Draws independent numbers, uniform over [minval, maxval).
 
-    Drawn as a multiple of 2**-24 in float32 (fewer bits for a narrower dtype: 1 is never among them), then scaled in
-    float32 and cast; with bounds other than 0 and 1 the rounding of that may reach `maxval`.
+    They are drawn as multiples of 2**-24 in float32 (fewer bits for a narrower dtype, so that 1 is never among them),
+    then scaled in float32 and cast. With bounds other than 0 and 1, rounding may reach `maxval`.
 
     Args:
         key: int64[3].
-        shape: of the result.
+        shape: shape of the result.
         dtype: any floating dtype.
         minval, maxval: the bounds.
 
@@ -213,7 +217,7 @@ def uniform(
             fix="choose finite bounds with minval < maxval",
         )
     out = _draw("random.uniform", key, shape, "uniform")
-    levels = min(2 / torch.finfo(dtype).eps, 2.0**24)  # of the dtype between 0 and 1, evenly spaced
+    levels = min(2 / torch.finfo(dtype).eps, 2.0**24)  # the number of evenly spaced values of the dtype between 0 and 1
     if levels < 2.0**24:
         out = torch.floor(out * levels) / levels
     if (minval, maxval) != (0.0, 1.0):
@@ -222,19 +226,19 @@ def uniform(
 
 
 def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Independent standard normal numbers.
+    """Draws independent standard normal numbers.
 
-    Box-Muller in float32 on two random words an element, then cast to `dtype`; no number is beyond 6.6 standard
-    deviations. The words are the same everywhere; the numbers are, up to the rounding of `log` and `cos` by a device or
-    compiler.
+    Box-Muller in float32 on two random words per element, then cast to `dtype`; no number is beyond 6.6 standard
+    deviations. The words are the same everywhere; the numbers are the same up to the rounding of `log` and `cos` by a
+    device or compiler.
 
     Args:
         key: int64[3].
-        shape: of the result.
+        shape: shape of the result.
         dtype: any floating dtype.
 
-    Memory: the result in float32, and in `dtype` if that is another; 12 bytes for each of 65,536 elements a thread
-        beside it.
+    Memory: the result in float32, and in `dtype` if that is another; in addition, 12 bytes for each of 65,536
+    elements per thread.
 
     Example:
         >>> normal(key(0), (2, 3)).shape
@@ -245,7 +249,7 @@ def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.f
 
 
 def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.Tensor:
-    """Independent booleans, True with probability `p` (in steps of 2**-24).
+    """Draws independent booleans, True with probability `p` (in steps of 2**-24).
 
     Example:
         >>> round(bernoulli(key(0), (1000,), 0.2).float().mean().item(), 1)
@@ -259,20 +263,20 @@ def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.
 
 
 def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
-    """`x` with each element zeroed with probability `rate` and the others divided by `1 - rate`.
+    """Returns `x` with each element zeroed with probability `rate` and the others divided by `1 - rate`.
 
-    An element is dropped by the key and its place in the global batch ([Note: keys and parts]). So the leading dim of
-    `x` must be the batch, or `key` replicated, if `x` is the same on every rank.
+    Whether an element is dropped depends on the key and on its position in the global batch ([Note: keys and parts]).
+    So the leading dim of `x` must be the batch, or `key` must be replicated if `x` is the same on every rank.
 
     Args:
         key: int64[3], on the device of `x`.
         x: any floating tensor.
         rate: in [0, 1); 0 returns `x` itself.
 
-    Memory: 5 bytes an element, of which 1 (the mask) is kept for the backward.
+    Memory: 5 bytes per element, of which 1 (the mask) is kept for the backward.
 
     Raises:
-        FzeroValueError: a rate outside [0, 1).
+        FzeroValueError: if the rate is outside [0, 1).
 
     Paper: Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
 
@@ -297,17 +301,18 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def sub_range(args: Sequence[Any], lo: int, hi: int) -> tuple[Any, ...]:
-    """Arguments of `DRAW` for elements [lo, hi) of what it draws with `args`, as a flat tensor.
+    """Returns the arguments of `DRAW` for elements [lo, hi) of what it draws with `args`, as a flat tensor.
 
-    `hi` may exceed the number of elements, for padding: what is drawn there is arbitrary.
+    `hi` may exceed the number of elements, for padding: the values there are arbitrary.
     """
     key, _, numel, start, kind = args
     return key, [hi - lo], numel, start + lo, kind
 
 
 def from_start(args: Sequence[Any], start: Any, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Arguments of `DRAW_FROM` for as many elements as `shape` has of what `DRAW` draws with `args`, from element
-    `start` on, a 0-dim int64 tensor."""
+    """Returns the arguments of `DRAW_FROM` for as many elements as `shape` has of what `DRAW` draws with `args`, from
+    element `start` on, a 0-dim int64 tensor.
+    """
     key, _, numel, _, kind = args
     return key, start, list(shape), numel, kind
 
@@ -320,7 +325,7 @@ def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> tor
 
 
 def check_key(where: str, key: Any) -> None:
-    """Raises if a value is not a key."""
+    """Raises an error if a value is not a key."""
     if not isinstance(key, torch.Tensor):
         raise FzeroTypeError(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)")
     if key.dtype != torch.int64 or key.shape != (3,):
@@ -366,7 +371,7 @@ def _check_dtype(where: str, dtype: torch.dtype) -> None:
 
 
 def _threefry(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
-    """Both words of Threefry-2x32 for whole numbers in [0, 2**32): Python's or int64 tensors.
+    """Returns both words of Threefry-2x32 for integers in [0, 2**32): Python integers or int64 tensors.
 
     Nothing exceeds 2**61: compiled to C++, a signed overflow would be undefined.
     """
@@ -381,8 +386,9 @@ def _threefry(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 
 
 def _threefry_(k0: Any, k1: Any, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor) -> None:
-    """`_threefry` in place on int32 tensors, three times as fast: eager int32 additions wrap around. The words are int
-    or int64[]."""
+    """Computes `_threefry` in place on int32 tensors, three times as fast: eager int32 additions wrap around. The
+    words are int or int64[].
+    """
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0.add_(_signed(k0))
     x1.add_(_signed(k1))
@@ -397,7 +403,7 @@ def _threefry_(k0: Any, k1: Any, x0: torch.Tensor, x1: torch.Tensor, spare: torc
 
 
 def _signed(word: Any) -> Any:
-    """The int32 with the bits of a word in [0, 2**32)."""
+    """Returns the int32 with the bits of a word in [0, 2**32)."""
     return word - ((word >> 31) << 32)
 
 
@@ -422,7 +428,7 @@ def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any,
 
 
 def _draw_buffers(key: torch.Tensor, shape: Sequence[int], *rest: Any) -> int:
-    """Bytes of buffers beside a draw on a GPU."""
+    """Returns the bytes of buffers that a draw on a GPU needs in addition to its result."""
     return min(math.prod(shape), _GPU_BLOCK) * (12 if rest[-1] == "bits" else 20)
 
 
@@ -442,7 +448,7 @@ def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: 
 
 
 def _drawn(k0: Any, k1: Any, count: Any, kind: str) -> Any:
-    """The draw of a counter: of tensors, or of elements of them."""
+    """Returns the draw for a counter, given as tensors or as elements of them."""
     x0, x1 = _threefry(k0, k1, count & _MASK, count >> 32)
     if kind == "bits":
         return x0
@@ -519,4 +525,4 @@ RULES = {
     DRAW_FROM: lambda key, start, shape, numel, kind: _draw_rule(key, shape, numel, start, kind),
     DERIVE: _derive_rule,
 }
-"""The operators, as code of an element of a kernel (`compat.ElementRule`)."""
+"""The operators, as code for one element of a kernel (`compat.ElementRule`)."""

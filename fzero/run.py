@@ -1,7 +1,7 @@
-"""Starts the keeper of a rank, `python -m fzero.run script.py`, without PyTorch (elastic/supervisor.py).
+"""Starts the supervisor of a rank, `python -m fzero.run script.py`, without PyTorch (elastic/supervisor.py).
 
 As an import this name is the function `fz.run`: `import fzero.run` binds it in the package, where the module would
-hide it.
+otherwise shadow it.
 """
 
 from __future__ import annotations

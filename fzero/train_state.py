@@ -1,5 +1,6 @@
-"""Defines the state of a step, and what of it lasts; marks the leaves of a state that a step has left in the middle:
-some are updated, others are not, and nobody can tell which."""
+"""Defines the state of a step, and which of its tensors persist. Marks states whose step was interrupted: some of
+their tensors are updated, others are not, and it is not known which.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ from fzero.sharding.layout import leaf_of
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
 MADE_ANEW = frozenset({"compute", "gradients"})
-"""Roles of a state's extras that follow from the rest of it, or are written in each step before they are read: no
-checkpoint has them."""
+"""Roles of a state's extras that can be computed from the rest of the state, or that are written in each step before
+they are read. Checkpoints do not contain them.
+"""
 
 
-_broken = WeakTensorKeyDictionary()  # why, by leaf
+_broken = WeakTensorKeyDictionary()  # the reason, by tensor
 
 
 class State(NamedTuple):
-    """Everything a step carries over. A pytree.
+    """Everything that a step carries over to the next. It is a pytree.
 
     Example:
         >>> import torch, fzero as fz
@@ -33,17 +35,17 @@ class State(NamedTuple):
         (tensor(0), {'w': tensor([1., 1.])})
     """
 
-    step: torch.Tensor  # int64[]: how many steps have been taken
+    step: torch.Tensor  # int64[]: number of steps taken
     params: Any
     opt_state: Any
     key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
-    extras: dict[str, Any]  # what transforms carry
+    extras: dict[str, Any]  # state of the transforms
 
     def __repr__(self) -> str:
         plain = type(self.step) in (torch.Tensor, int) and all(
             isinstance(x, torch.Tensor) for x in tree.leaves(self[1:])
         )
-        # of anything but tensors, such as their shapes, or in a trace: as of any NamedTuple
+        # if it contains anything but tensors, such as their shapes, or in a trace: as for any NamedTuple
         fields = zip(self._fields, self, strict=True)
         return _summary(self) if plain else f"State({', '.join(f'{name}={x!r}' for name, x in fields)})"
 
@@ -78,15 +80,16 @@ def _summary(state: State) -> str:
 
 
 def lasting(state: Any) -> Any:
-    """A state without what is made anew: the copies of masters that a model computes with, and where gradients wait.
-    Anything else as it is."""
+    """Returns a state without the extras that are computed anew: the compute copies of master parameters, and the
+    buffers where gradients wait. Anything else is returned as it is.
+    """
     if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
         return state
     return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
 
 
 def mark_broken(state: Any, error: BaseException) -> None:
-    """Marks a state that a step was writing when it was stopped by an error."""
+    """Marks a state that a step was writing when an error stopped it."""
     why = next(iter(str(error).splitlines()), "")
     text = type(error).__name__ + (f": {why}" if why else "")
     for x in tree.leaves(state):
@@ -95,7 +98,7 @@ def mark_broken(state: Any, error: BaseException) -> None:
 
 
 def check_whole(values: Any, owner: str) -> None:
-    """Raises if a step has left the state that these leaves are of in the middle."""
+    """Raises an error if a step was interrupted while it was writing the state that these tensors belong to."""
     if not len(_broken):
         return
     why = {_broken[x]: None for x in tree.tensors(values) if x in _broken}

@@ -1,7 +1,7 @@
 """Flattens, names and rebuilds pytrees: nested containers of tensors.
 
-Built on optree. Dict keys are sorted, so two dicts with the same items flatten alike in any insertion order; `None` is
-an empty node, not a leaf; plain dataclasses are containers and need no registration. A leaf is named by its path,
+Built on optree. Dict keys are sorted, so two dicts with the same items flatten equally in any insertion order; `None`
+is an empty node, not a leaf; plain dataclasses are containers and need no registration. A leaf is named by its path,
 `params['layers'][3]['qkv']`, in errors and programs, and by its dotted name, `layers.3.qkv`, in checkpoints.
 """
 
@@ -40,11 +40,12 @@ TreeSpec = optree.PyTreeSpec
 
 _NAMESPACE = "fzero"
 _registered: set[type] = set()
-_leaves: set[type] = set()  # types of leaves that are no dataclasses
+_leaves: set[type] = set()  # types of leaves that are not dataclasses
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Leaves in a fixed order, and what is needed to rebuild the tree. Where `is_leaf` holds, a container is a leaf.
+    """Returns the leaves in a fixed order, and the structure that is needed to rebuild the tree. A container for
+    which `is_leaf` returns True is a leaf.
 
     Example:
         >>> import torch
@@ -61,7 +62,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Tree:
-    """The tree of this structure with these leaves, in the order of `leaves`.
+    """Returns the tree with this structure and these leaves, in the order of `leaves`.
 
     Example:
         >>> import torch
@@ -74,7 +75,7 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves of a tree, in a fixed order.
+    """Returns the leaves of a tree, in a fixed order.
 
     Example:
         >>> leaves({"w": 1, "b": (2, 3)})
@@ -85,12 +86,12 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
-    """The leaves of a tree that are tensors."""
+    """Returns the leaves of a tree that are tensors."""
     return [x for x in leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def structure(tree: Tree) -> TreeSpec:
-    """The structure of a tree: equal for trees that differ in their leaves alone.
+    """Returns the structure of a tree. It is equal for trees that differ only in their leaves.
 
     Example:
         >>> structure({"w": 1, "b": (2, 3)}) == structure({"w": 4, "b": (5, 6)})
@@ -101,8 +102,8 @@ def structure(tree: Tree) -> TreeSpec:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """`fn` over the leaves of one tree, or over several trees of the same structure. Where `is_leaf` holds, a container
-    is a leaf.
+    """Applies `fn` to the leaves of one tree, or of several trees with the same structure. A container for which
+    `is_leaf` returns True is a leaf.
 
     Example:
         >>> map(lambda x, y: x + y, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
@@ -113,8 +114,8 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
-    """`fn(path, leaf, *other_leaves)` over the leaves of one tree, or of several of the same structure; `path` is as in
-    `paths`.
+    """Applies `fn(path, leaf, *other_leaves)` to the leaves of one tree, or of several with the same structure;
+    `path` is as in `paths`.
 
     Example:
         >>> map_with_path(lambda path, x: f"{path} = {x}", {"layers": [1, 2]}, root="params")
@@ -127,11 +128,11 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "
 
 
 def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
-    """The leaves of trees of one structure. Not `leaves(r)`: as many leaves under other names are not the same
-    structure.
+    """Returns the leaves of trees with one structure. `leaves(r)` would not check that: as many leaves under other
+    names are not the same structure.
 
     Raises:
-        FzeroValueError: a tree of another structure.
+        FzeroValueError: if a tree has another structure.
     """
     try:
         return [spec.flatten_up_to(r) for r in rest]
@@ -145,7 +146,7 @@ def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
 
 
 def paths(tree: Tree, root: str = "") -> list[str]:
-    """The path of every leaf as Python would write it: `root['layers'][3].weight`.
+    """Returns the path of every leaf as Python would write it: `root['layers'][3].weight`.
 
     Example:
         >>> paths({"layers": [1, 2], "out": 3}, "params")
@@ -155,7 +156,7 @@ def paths(tree: Tree, root: str = "") -> list[str]:
 
 
 def names(tree: Tree) -> list[str]:
-    """The dotted name of every leaf: `layers.3.qkv`.
+    """Returns the dotted name of every leaf: `layers.3.qkv`.
 
     Example:
         >>> names({"layers": [1, 2], "out": 3})
@@ -165,17 +166,17 @@ def names(tree: Tree) -> list[str]:
 
 
 def with_paths(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a tree, each behind its path."""
+    """Returns the leaves of a tree, each with its path."""
     return list(zip(paths(tree, root), leaves(tree), strict=True))
 
 
 def with_names(tree: Tree) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each behind its dotted name."""
+    """Returns the leaves of a tree, each with its dotted name."""
     return list(zip(names(tree), leaves(tree), strict=True))
 
 
 def dotted(path: str) -> str:
-    """The dotted name in a path, without its root.
+    """Returns the dotted name in a path, without its root.
 
     Example:
         >>> dotted("params['layers'][3].weight"), dotted("params['h.0.out']")
@@ -188,7 +189,7 @@ _ENTRY = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|\.(\w+)")
 
 
 def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree:
-    """The tree with `None` in the place of every leaf for which `keep(path, leaf)` is false.
+    """Returns the tree with `None` in place of every leaf for which `keep(path, leaf)` is false.
 
     Example:
         >>> select(lambda path, x: "out" not in path, {"layers": [1, 2], "out": 3})
@@ -198,7 +199,7 @@ def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree
 
 
 def describe(leaf: Any) -> str:
-    """`float32[3, 4]` for a tensor, the type's name for anything else.
+    """Returns `float32[3, 4]` for a tensor, and the type's name for anything else.
 
     Example:
         >>> import torch
@@ -211,12 +212,12 @@ def describe(leaf: Any) -> str:
 
 
 def form(shape: Iterable[int], dtype: torch.dtype) -> str:
-    """A shape and a dtype, as `describe` writes those of a tensor."""
+    """Returns a shape and a dtype in the notation of `describe`."""
     return f"{dtype_name(dtype)}[{', '.join(str(n) for n in shape)}]"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, which is an attribute of torch.
+    """Returns `float32`, the name of the dtype as an attribute of torch.
 
     Example:
         >>> import torch
@@ -232,7 +233,7 @@ def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:
 
 
 def unnamed(tree: Tree, root: str = "") -> list[str]:
-    """The paths of leaves under keys that cannot be written down: of dictionaries, others than texts and numbers.
+    """Returns the paths of leaves whose keys have no textual form: dictionary keys other than strings and numbers.
 
     Example:
         >>> unnamed({"w": 1, (0, 1): 2})
@@ -247,27 +248,28 @@ def unnamed(tree: Tree, root: str = "") -> list[str]:
 
 
 class Contents:
-    """The contents of a tree's containers, by identity, to tell whether anything was put in place of another since. To
-    ask takes 20 ns an item of a dictionary, a tenth of what flattening the tree would. A tree is not changed by what is
-    written into its tensors."""
+    """The contents of a tree's containers, by identity, to detect whether anything has been replaced since. A check
+    takes 20 ns per item of a dictionary, a tenth of what flattening the tree would take. Writing into a tree's
+    tensors does not change it.
+    """
 
     def __init__(self, *trees: Tree):
-        # dictionaries and lists, each with the values that it held, by their keys
+        # dictionaries and lists by their keys, each with the values that it held
         self._rows: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-        # live, of what else can be changed: keys and values of other dictionaries
+        # live views of other mutable containers: keys and values of other kinds of dictionaries
         self._views: list[Iterable[Any]] = []
-        # containers that can be seen through optree alone, and what they held
+        # containers that can only be inspected through optree, and what they held
         self._others: list[tuple[Any, list[Any]]] = []
         for node in trees:
             flatten(node)  # registers dataclasses
             self._look(node)
-        end = object()  # a container that has become shorter or longer moves it
+        end = object()  # a container that became shorter or longer moves this object
         self._views.append((end,))
         self._held = [x for view in self._views for x in view]
         self._compared = [(_comparison(keys), rows) for keys, rows in self._rows.items()]
 
     def same(self) -> bool:
-        """Whether every container still holds the same objects, under the same keys, in the same order."""
+        """Returns whether every container still holds the same objects, under the same keys, in the same order."""
         for same, rows in self._compared:
             if not same(rows):
                 return False
@@ -299,8 +301,10 @@ class Contents:
 
 @functools.lru_cache(maxsize=64)
 def _comparison(keys: tuple[Any, ...]) -> Callable[[Any], bool]:
-    """Whether each of some dictionaries or lists has these keys alone, and under them the objects behind it in its row.
-    Written out, for a look at an item through an iterator takes three times as long."""
+    """Returns a function that checks whether each of some dictionaries or lists has exactly these keys, and under
+    them the objects that follow it in its row. The code is generated, because access to an item through an iterator
+    takes three times as long.
+    """
     key, held = ([f"{name}{i}" for i in range(len(keys))] for name in "kx")
     changed = " or ".join(
         [f"len(items) != {len(keys)}", *(f"items[{k}] is not {x}" for k, x in zip(key, held, strict=True))]
@@ -331,7 +335,7 @@ def _key(entry: Any) -> str:
 
 
 def _register(flat: Iterable[Any]) -> bool:
-    """Makes containers of the dataclasses found among the leaves; True if there was a new one."""
+    """Registers the dataclasses found among the leaves as containers. Returns True if there was a new one."""
     met: set[Any] = {type(x) for x in flat} - _leaves
     if not met:
         return False
@@ -351,13 +355,14 @@ def _register(flat: Iterable[Any]) -> bool:
 
 
 def register(cls: type, parts: Callable[[Any], tuple[tuple[Any, ...], Any]], whole: Callable[[Any, Any], Any]) -> None:
-    """Makes a class a container: `parts(x)` are its children and what else it is; `whole(rest, children)` makes it
-    again."""
+    """Registers a class as a container. `parts(x)` returns its children and everything else that defines it;
+    `whole(rest, children)` rebuilds it.
+    """
     optree.register_pytree_node(cls, lambda x: (*parts(x), None), whole, namespace=_NAMESPACE)  # type: ignore[arg-type]
 
 
 def listed(node: Any) -> Any:
-    """Nested dicts with a list in place of each whose keys are 0, 1, 2, ..., as they are in dotted names."""
+    """Returns nested dicts with a list in place of each dict whose keys are 0, 1, 2, ..., as in dotted names."""
     if not isinstance(node, dict):
         return node
     inner = {key: listed(value) for key, value in node.items()}

@@ -1,5 +1,6 @@
-"""Wraps private PyTorch names, and is the only file that touches them. Each is tested against every supported release
-(tests/compat/test_private_torch_names.py)."""
+"""Wraps private PyTorch names; no other file uses them. Each is tested against every supported release
+(tests/compat/test_private_torch_names.py).
+"""
 
 from __future__ import annotations
 
@@ -56,20 +57,21 @@ __all__ = [
 SHAPE_DEPENDENT: type[Exception] = DynamicOutputShapeException
 """Raised by a fake tensor when the shape of a result depends on its values."""
 DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, SHAPE_DEPENDENT)
-"""Raised by a fake tensor when Python asks for its value, or a shape does."""
+"""Raised by a fake tensor when Python code or a shape depends on its value."""
 
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Leaves every dispatch mode for the body: work aside, in the middle of a trace."""
+    """Leaves every dispatch mode for the body, to do other work in the middle of a trace."""
     with _disable_current_modes():
         yield
 
 
 @contextmanager
 def truncated_normal(fn: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """`torch.nn.init.trunc_normal_` inside is `fn(tensor, mean, std, a, b)`: PyTorch's draws until all elements are
-    within the bounds, which no trace can know."""
+    """Replaces `torch.nn.init.trunc_normal_` inside by `fn(tensor, mean, std, a, b)`. PyTorch's function draws until
+    all elements are within the bounds, which a trace cannot know.
+    """
     before = torch.nn.init._no_grad_trunc_normal_
     torch.nn.init._no_grad_trunc_normal_ = lambda x, mean, std, a, b, generator=None: fn(x, mean, std, a, b)
     try:
@@ -80,17 +82,23 @@ def truncated_normal(fn: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 @functools.cache
 def raising() -> frozenset[CodeType]:
-    """The code of PyTorch's own functions that raise unless all elements of a tensor hold."""
+    """Returns the code of PyTorch's own functions that raise an error unless a condition holds for all elements of a
+    tensor.
+    """
     return frozenset({torch._check_tensor_all_with.__code__})
 
 
 def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[], str]) -> None:
-    """Raises unless all elements of a tensor hold; in a trace it is a condition under which the function raises."""
+    """Raises an error unless all elements of a tensor are True. In a trace, this is a condition under which the
+    function raises.
+    """
     torch._check_tensor_all_with(error, holds, said)
 
 
 class _UncheckedDistributions:
-    """The traces that run now, in any thread, and the default of the argument checks of distributions before them."""
+    """The number of traces that are running, in any thread, and the default for the argument checks of distributions
+    before them.
+    """
 
     lock = threading.Lock()
     traces = 0
@@ -99,8 +107,9 @@ class _UncheckedDistributions:
 
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Inside, `torch.distributions` does not check arguments, unless `validate_args=True` asks for it. The default is
-    one for all threads: the first of several traces changes it, and the last one restores it."""
+    """Disables the argument checks of `torch.distributions` inside, unless `validate_args=True` requests them. The
+    default applies to all threads: the first of several traces changes it, and the last one restores it.
+    """
     of, distribution = _UncheckedDistributions, torch.distributions.Distribution
     with of.lock:
         if of.traces == 0:
@@ -141,10 +150,10 @@ def module_conversions(
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Calls of `torch.utils.checkpoint` inside are calls of their functions, nothing of which is recomputed."""
+    """Makes calls of `torch.utils.checkpoint` inside plain calls of their functions, without recomputation."""
 
     class Plain:
-        """With `use_reentrant=True`: what gets no tensor that requires a gradient has none."""
+        """With `use_reentrant=True`: the result has no gradient if no argument tensor requires one."""
 
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -170,17 +179,17 @@ def no_function_modes() -> Any:
 
 
 def function_modes() -> list[Any]:
-    """The `TorchFunctionMode`s around the caller, the innermost last."""
+    """Returns the active `TorchFunctionMode`s, the innermost last."""
     return _get_current_function_mode_stack() if _len_torch_function_stack() else []
 
 
 def dispatch_modes() -> list[Any]:
-    """The `TorchDispatchMode`s around the caller, the innermost last."""
+    """Returns the active `TorchDispatchMode`s, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
 
 def module_hooks() -> tuple[Any, ...]:
-    """Those that are registered for every module at once."""
+    """Returns the hooks that are registered for every module at once."""
     of = torch.nn.modules.module
     hooks = (
         of._global_forward_pre_hooks,
@@ -192,8 +201,9 @@ def module_hooks() -> tuple[Any, ...]:
 
 
 def default_device() -> str:
-    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one. Where that raises, as
-    there is no such device, the name as it was set."""
+    """Returns the name of `torch.get_default_device()`, in a tenth of its time if none has been set. If that function
+    would raise, because the device does not exist, returns the name as it was set.
+    """
     modes = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
     context = modes[-1] if modes else getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     if context is None:
@@ -203,35 +213,38 @@ def default_device() -> str:
 
 
 def default_tensor_device() -> str:
-    """The type of device that `torch.set_default_tensor_type` has chosen."""
+    """Returns the type of device that `torch.set_default_tensor_type` has chosen."""
     return torch._C._get_default_device()  # type: ignore[attr-defined]
 
 
 def einsum_paths() -> tuple[Any, Any]:
-    """`torch.backends.opt_einsum.enabled` and `.strategy`, read without the exception that torch's lazy module raises
-    on each access."""
+    """Returns `torch.backends.opt_einsum.enabled` and `.strategy`, without the exception that torch's lazy module
+    raises internally on each access.
+    """
     of: Any = torch.backends.opt_einsum
     return vars(of).get("enabled", of.m.enabled), vars(of).get("strategy", of.m.strategy)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost `saved_tensors_hooks` around the caller."""
+    """Returns the innermost active `saved_tensors_hooks`, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
 
 
 def trace_device(device_type: str) -> str:
-    """The type of device on which fake tensors of a mesh are recorded: without one of the mesh's own here, the
-    operators of a CPU stand for its. A build of torch without CUDA aborts the process when its autograd meets a CUDA
-    tensor."""
+    """Returns the type of device on which the fake tensors of a mesh are recorded. If this machine has no device of
+    the mesh's type, the operators of a CPU take their place. A build of torch without CUDA aborts the process when
+    its autograd meets a CUDA tensor.
+    """
     return device_type if device_type == "cpu" or torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the
-    exception says it."""
+    """Suppresses the log entry, with a traceback of torch itself, that a fake tensor makes when an operation fails.
+    The exception says the same.
+    """
     log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True  # a new level would empty the caches of all loggers
+    before, log.disabled = log.disabled, True  # changing the level would empty the caches of all loggers
     try:
         yield
     finally:
@@ -239,8 +252,10 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def fake_metadata(x: torch.Tensor) -> tuple[Any, ...] | None:
-    """Shape, dtype, device and strides of a fake tensor; None for one that is more than that: it has a known value, is
-    read through a sign, or is one of PyTorch's tensors of zeros without memory."""
+    """Returns shape, dtype, device and strides of a fake tensor; None for a tensor that these do not describe
+    completely: one with a known value, one with the conjugate or negative bit, or one of PyTorch's zero tensors
+    without memory.
+    """
     if (
         type(x) is not FakeTensor
         or x.constant is not None
@@ -260,8 +275,9 @@ def new_fake(
     device: torch.device | str,
     stride: Sequence[int] | None = None,
 ) -> FakeTensor:
-    """A fake tensor of these facts, contiguous without `stride`. It is made past every mode, in 12 us: `torch.empty`
-    under the mode takes 65."""
+    """Makes a fake tensor with this metadata, contiguous unless `stride` is given. It bypasses every mode and takes
+    12 us; `torch.empty` under the mode takes 65.
+    """
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         meta = (
             torch.empty(shape, dtype=dtype, device="meta")
@@ -272,8 +288,10 @@ def new_fake(
 
 
 def with_memory(x: torch.Tensor) -> torch.Tensor:
-    """A fake tensor like this one as programs have it. Forward-mode derivatives that are 0 are PyTorch's tensors of
-    zeros without memory, which other operations do not take on fake tensors; a program has plain zeros."""
+    """Returns an equivalent fake tensor that a program can contain. Forward-mode derivatives that are 0 are PyTorch's
+    zero tensors without memory, which other operations do not accept on fake tensors; a program has plain
+    zeros.
+    """
     if not x._is_zerotensor():
         return x
     return new_fake(x.fake_mode, x.shape, x.dtype, x.device, x.stride())  # type: ignore[attr-defined]
@@ -282,7 +300,7 @@ def with_memory(x: torch.Tensor) -> torch.Tensor:
 def new_view(
     mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> FakeTensor:
-    """A fake view of a fake tensor that begins `offset` elements behind it, made past every mode."""
+    """Makes a fake view of a fake tensor that begins `offset` elements after it. It bypasses every mode."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         meta = torch.empty(0, dtype=base.dtype, device="meta")
         meta.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)  # type: ignore[call-overload]
@@ -290,18 +308,20 @@ def new_view(
 
 
 def attributes(x: torch.Tensor) -> list[str]:
-    """The attributes that someone has set on a tensor."""
+    """Returns the attributes that someone has set on a tensor."""
     return [name for name in x.__dict__ if name not in _of_fakes()] if x.__dict__ else []
 
 
 def gradient_hooks(x: torch.Tensor) -> int:
-    """The number of a tensor's hooks that run when a gradient was added to its own."""
+    """Returns the number of a tensor's hooks that run after a gradient was accumulated in it."""
     return len(x._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _of_fakes() -> frozenset[str]:
-    """The attributes that every fake tensor has. Asked when they are needed: a FakeTensorMode imports Dynamo."""
+    """Returns the attributes that every fake tensor has. This is done on demand, because a FakeTensorMode imports
+    Dynamo.
+    """
     return frozenset(new_fake(FakeTensorMode(), (), torch.float32, "cpu").__dict__)
 
 
@@ -311,8 +331,9 @@ def functorch_active() -> bool:
 
 
 def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of `fn(*inputs)`, with operations that return new values in place of those that overwrite, and all
-    others as they are (`torch.func.functionalize` takes some apart). `inputs` keep their values."""
+    """Returns the results of `fn(*inputs)`, with in-place operations replaced by operations that return new values,
+    and all others unchanged (`torch.func.functionalize` decomposes some). `inputs` keep their values.
+    """
     torch._enable_functionalization(reapply_views=True)  # type: ignore[attr-defined]
     try:
         outputs = fn(*(torch._to_functional_tensor(x) for x in inputs))
@@ -324,30 +345,33 @@ def functionalized(fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[t
 
 
 def next_autograd_node() -> int:
-    """The sequence number that the next autograd node of this thread gets. A node is made right before what it
-    differentiates runs."""
+    """Returns the sequence number that the next autograd node of this thread gets. A node is made directly before the
+    operation that it differentiates runs.
+    """
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def backward_of() -> int | None:
-    """The sequence number of the autograd node whose backward runs now on this thread, if one does."""
+    """Returns the sequence number of the autograd node whose backward is running on this thread, or None."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     return None if node is None else node._sequence_nr()
 
 
 def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) -> set[str]:
-    """Names of the forward values that the min-cut partitioner would save for the backward of a joint graph.
+    """Returns the names of the forward values that the min-cut partitioner would save for the backward of a joint
+    graph.
 
-    The joint graph's inputs are `primals_i` and `tangents_i`, its outputs the forward's `num_outputs` followed by the
-    gradients. Nodes in `recompute` are never saved. No two operations of it are equal (`trace.merge_equal`).
+    The joint graph's inputs are `primals_i` and `tangents_i`, and its outputs the forward's `num_outputs` followed by
+    the gradients. Nodes in `recompute` are never saved. No two of its operations may be equal (`trace.merge_equal`).
     """
-    # a second and 45 MB, which not every step needs
+    # importing these takes a second and 45 MB, and not every step needs them
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     for node in recompute:
         node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
-    # equal operations are one in what was recorded; to look for them PyTorch imports all of Inductor, 1.3 s
+    # equal operations are already merged in the recorded graph; to search for them, PyTorch imports all of Inductor,
+    # which takes 1.3 s
     with config.patch(cse=False):
         forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_outputs)
     returned = forward.graph.output_node().args[0]
@@ -356,7 +380,7 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
 
 
 def min_cut_settings() -> bytes:
-    """A digest of the settings that `min_cut` goes by."""
+    """Returns a digest of the settings that `min_cut` depends on."""
     from torch._functorch import config
 
     return config.get_hash()  # type: ignore[attr-defined]
@@ -368,27 +392,30 @@ def forward_ad_active() -> bool:
 
 
 def fx_tracing() -> bool:
-    """Whether torch.fx traces a function around the caller: what it is given are proxies, and what it computes now may
-    be thrown away."""
+    """Returns whether torch.fx is tracing a function around the caller: then its arguments are proxies, and the
+    results may be thrown away.
+    """
     return fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[attr-defined]
 
 
 def attention_order() -> tuple[int, ...]:
-    """The order in which attention tries its kernels."""
+    """Returns the order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
 
 
 def settle_attention(device: torch.device) -> None:
-    """Has PyTorch decide on the order in which it prefers attention's kernels on a GPU. It does so at the first
-    attention, and a step that is traced before that is traced in another setting than the next call finds."""
+    """Makes PyTorch decide in which order it prefers attention's kernels on a GPU. It decides at the first attention,
+    so a step that is traced before would be traced with another setting than the next call finds.
+    """
     x = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
     torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is
-    the process's."""
+    """Makes CPU operations that add in any order, with several threads, add sequentially inside. The setting applies
+    to the whole process.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = fills_uninitialized_memory()
     fill_uninitialized_memory(False)
@@ -401,7 +428,7 @@ def in_order() -> Iterator[None]:
 
 
 def fills_uninitialized_memory() -> bool:
-    """Whether, with deterministic algorithms, PyTorch fills memory that nobody has written yet."""
+    """Returns whether PyTorch fills memory that has not been written yet, with deterministic algorithms."""
     return torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
@@ -410,7 +437,7 @@ def fill_uninitialized_memory(fill: bool) -> None:
 
 
 def _deterministic() -> dict[str, bool]:
-    """Inductor's setting that goes with deterministic algorithms: nothing is chosen by its measured time."""
+    """Returns Inductor's setting for deterministic algorithms: nothing is chosen by measured time."""
     import torch._inductor.config as config
 
     return {"deterministic": config.deterministic or torch.are_deterministic_algorithms_enabled()}
@@ -423,27 +450,29 @@ def inductor_compile(
     cores: int | None = None,
     literals: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function
-    takes 59.
+    """Compiles a graph of ATen operations to an Inductor artifact without guards. A call takes about 11 us, and one
+    of a `torch.compile`d function 59.
 
-    It can be saved with `artifact_bytes`; loading compiles C++ again, but no Triton kernels (they are in the artifact).
+    It can be saved with `artifact_bytes`; loading compiles C++ again, but no Triton kernels (they are in the
+    artifact).
 
     Args:
-        graph: the operations. It has no tensors as attributes: a saved artifact would ask for them as inputs.
-        inputs: shape, strides and dtype of each.
-        device: that all of them are on.
-        cores: how many processes may compile kernels. Inductor alone starts one a core on every rank of a host.
-        literals: inputs behind those, wherever they are.
+        graph: the operations. It must not have tensors as attributes: a saved artifact would require them as inputs.
+        inputs: shape, strides and dtype of each input.
+        device: the device that all inputs are on.
+        cores: how many processes may compile kernels. Inductor by default starts one per core, on every rank of a
+            host.
+        literals: further inputs after those, on any device.
 
-    Memory: none of the inputs', from 2.13 on, where Inductor takes fakes; before, theirs. Triton may run a kernel to
-        tune it, on tensors of the sizes that it is for.
+    Memory: none for the inputs from 2.13 on, where Inductor accepts fake tensors; before, that of the inputs. Triton
+    may run a kernel to tune it, on tensors of the actual sizes.
     """
     import torch._inductor.config as config
     from torch._inductor import standalone_compile
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     threads = {} if cores is None or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ else {"compile_threads": cores}
-    # without a benchmark of itself in the code, which holds what this process was called with behind --only
+    # without a benchmark of itself in the code, which would contain the command line of this process after --only
     with config.patch({**_deterministic(), **threads, "benchmark_harness": False}):
         if "fake_mode" not in inspect.signature(standalone_compile).parameters:
             real: list[Any] = [
@@ -457,42 +486,44 @@ def inductor_compile(
 
 
 def inductor_cache_folder() -> str:
-    """The folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else of the user's name below
-    the directory for temporary files."""
+    """Returns the folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else one with the
+    user's name below the directory for temporary files.
+    """
     if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return given  # asked first: the import below makes this folder, or fails half-way if it cannot
+        return given  # checked first: the import below creates this folder, or fails half-way if it cannot
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
 
 
 def artifact_bytes(artifact: Any) -> bytes:
-    """An Inductor artifact as bytes."""
+    """Returns an Inductor artifact as bytes."""
     with tempfile.TemporaryDirectory() as folder:
         artifact.save(path=f"{folder}/artifact", format="binary")
         return Path(folder, "artifact").read_bytes()
 
 
 class NotMovedError(Exception):
-    """An Inductor artifact of one GPU could not be made one of another."""
+    """An Inductor artifact for one GPU could not be converted to another."""
 
 
 def load_artifact(data: bytes, device: torch.device) -> Callable[..., Any]:
-    """The artifact that `artifact_bytes` saved, in this or another process of the same release.
+    """Loads the artifact that `artifact_bytes` saved, in this or another process with the same release.
 
     Args:
-        device: that it runs on here. If it was compiled for another GPU, it is made one of this: Inductor writes the
-            index into its code and into the launchers of kernels. No kernel is compiled again.
+        device: the device that it runs on here. If it was compiled for another GPU, it is converted to this one:
+            Inductor writes the device index into its code and into the launchers of kernels. No kernel is compiled
+            again.
 
     Raises:
-        NotMovedError: that failed.
+        NotMovedError: if the conversion failed.
     """
     import torch._inductor.config as config
     from torch._inductor import CompiledArtifact
 
     moved, copies = (data, list[str]()) if device.type == "cpu" else _moved(data, device)
     try:
-        # nothing is compiled, and Inductor would start processes that compile
+        # nothing is compiled here, and Inductor would start compile processes
         with tempfile.TemporaryDirectory() as folder, config.patch(compile_threads=1):
             Path(folder, "artifact").write_bytes(moved)
             return CompiledArtifact.load(path=f"{folder}/artifact", format="binary")
@@ -506,8 +537,9 @@ def load_artifact(data: bytes, device: torch.device) -> Callable[..., Any]:
 
 
 def _moved(data: bytes, device: torch.device) -> tuple[bytes, list[str]]:
-    """An artifact for a GPU made from one for another, and the folders in which Inductor's cache keeps it when it is
-    loaded: those of names that no other process uses."""
+    """Converts an artifact for one GPU to another. Returns it with the folders in which Inductor's cache keeps it
+    when it is loaded, which have names that no other process uses.
+    """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor.codecache import FxGraphCache, code_hash
     from torch.compiler._cache import CacheArtifactFactory
@@ -538,7 +570,9 @@ def _moved(data: bytes, device: torch.device) -> tuple[bytes, list[str]]:
 
 
 def _artifact_parts(data: bytes) -> tuple[bytes, dict[str, list[Any]]]:
-    """The parts of an artifact's bytes: the release that made it, and the entries of Inductor's caches, by kind."""
+    """Returns the parts of an artifact's bytes: the release that made it, and the entries of Inductor's caches, by
+    kind.
+    """
     from torch._inductor.standalone_compile import CacheCompiledArtifact
     from torch.compiler._cache import CacheArtifactManager
     from torch.utils._appending_byte_serializer import BytesReader
@@ -552,7 +586,7 @@ def _artifact_parts(data: bytes) -> tuple[bytes, dict[str, list[Any]]]:
 
 
 def _artifact_joined(version: bytes, name: str, parts: dict[str, list[Any]]) -> bytes:
-    """The bytes that `_artifact_parts` reads. `name`: of the entry that is loaded."""
+    """Returns the bytes that `_artifact_parts` reads. `name`: the entry that is loaded."""
     from torch._inductor.standalone_compile import CacheCompiledArtifact
     from torch.compiler._cache import _serialize_single_cache
     from torch.utils._appending_byte_serializer import AppendingByteSerializer, BytesWriter
@@ -568,7 +602,7 @@ def _artifact_joined(version: bytes, name: str, parts: dict[str, list[Any]]) -> 
 
 
 class _Moving(pickle.Unpickler):
-    """Reads objects of any GPU as objects of `device`: no other GPU is touched."""
+    """Unpickles objects of any GPU as objects of `device`, without touching another GPU."""
 
     def __init__(self, data: bytes, device: torch.device):
         super().__init__(io.BytesIO(data))
@@ -597,10 +631,10 @@ _UNKNOWN = re.compile(r"torch\.cuda\.(?!_DeviceGuard\(\d|set_device\(\d|synchron
 
 
 def on_device(source: str, before: int, after: int) -> str:
-    """Inductor's code for one GPU as its code for another, by their indices.
+    """Converts Inductor's code for one GPU to another, by their indices.
 
     Raises:
-        ValueError: it names a third GPU, or calls what may name one in a way that is not known here.
+        ValueError: if the code names a third GPU, or calls something unknown that may name one.
     """
     strange = {f"cuda:{n}" for _, n in _INDEX.findall(source) if int(n) != before} | {*_UNKNOWN.findall(source)}
     if strange:
@@ -609,7 +643,9 @@ def on_device(source: str, before: int, after: int) -> str:
 
 
 def _kernel_keys(source: str) -> list[str]:
-    """The keys under which Inductor keeps the compiled Triton kernels of its code, in the order of the code."""
+    """Returns the keys under which Inductor keeps the compiled Triton kernels of its code, in the order of the
+    code.
+    """
     from torch._inductor.async_compile import CompiledTritonKernels
 
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -618,10 +654,10 @@ def _kernel_keys(source: str) -> list[str]:
 
 
 def _moved_kernels(bundle: Any, keys: Mapping[str, str], index: int) -> Any:
-    """The Triton kernels of an artifact, and their launchers, for the GPU of an index.
+    """Converts the Triton kernels of an artifact, and their launchers, to the GPU with an index.
 
-    A kernel that was tuned has two launchers, of all that was tried and then of the fastest; binaries may be of the
-    fastest alone, and what has none would be compiled again.
+    A kernel that was tuned has two launchers: one with all configurations that were tried, and one with the fastest.
+    There may be a binary only for the fastest; a configuration without one would be compiled again.
     """
     from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 
@@ -643,13 +679,13 @@ def _moved_kernels(bundle: Any, keys: Mapping[str, str], index: int) -> Any:
 
 @dataclass(frozen=True)
 class ArtifactCode:
-    """Inductor's Python for a function, beneath the layers of an artifact.
+    """Inductor's Python code for a subgraph, beneath the layers of an artifact.
 
     Attributes:
         text: the module.
-        names: that it refers to, with kernels.
-        writes: numbers of the inputs that it overwrites.
-        aligned: numbers of the inputs that a layer copies if they do not begin at a multiple of `ALIGNMENT` bytes.
+        names: the names that it refers to, including kernels.
+        writes: indices of the inputs that it overwrites.
+        aligned: indices of the inputs that a layer copies if they do not begin at a multiple of `ALIGNMENT` bytes.
     """
 
     text: str
@@ -659,19 +695,21 @@ class ArtifactCode:
 
 
 ALIGNMENT = 16
-"""In bytes: Inductor's kernels read so many at once."""
+"""In bytes: Inductor's kernels read this many at once."""
 
 
 def watched(artifact: Any, args: Sequence[torch.Tensor]) -> tuple[Any, ArtifactCode | None]:
-    """The results of an Inductor artifact, and its code where nothing else does any work: the code was given these very
-    tensors, and its results are the artifact's. All that layers around it do besides is in `ArtifactCode`."""
+    """Runs an Inductor artifact. Returns its results, and its code if nothing else does any work: if the code was
+    given exactly these tensors, and its results are those of the artifact. Everything else that layers around the
+    code do is described by `ArtifactCode`.
+    """
     from torch._inductor.output_code import CompiledFxGraph
 
     seen: list[tuple[Any, list[Any], Any]] = []
     before = CompiledFxGraph.__call__
 
     def noting(graph: Any, inputs: Sequence[Any]) -> Any:
-        given = list(inputs)  # which the code empties
+        given = list(inputs)  # copied, because the code empties the list
         seen.append((graph, given, results := before(graph, inputs)))
         return results
 
@@ -699,21 +737,25 @@ def watched(artifact: Any, args: Sequence[torch.Tensor]) -> tuple[Any, ArtifactC
 
 
 def launcher_of(kernel: Any) -> Callable[..., None] | None:
-    """The function that launches a Triton kernel of Inductor's, once it has run: with the kernel's arguments, and
-    `stream=`."""
+    """Returns the function that launches a Triton kernel of Inductor, once the kernel has run. It takes the kernel's
+    arguments and `stream=`.
+    """
     return getattr(kernel, "_cached_launcher", None)
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Whether other tensors have these dtypes, devices, shapes and strides: 2 us for 22 of them."""
+    """Returns a function that checks whether other tensors have the same dtypes, devices, shapes and strides: it
+    takes 2 us for 22 tensors.
+    """
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def surroundings() -> dict[str, Any]:
-    """Names for code that asks for its surroundings: whether they are `profiled()` or cast (`autocast()`), and the
-    index of the current GPU (`gpu()`)."""
+    """Returns functions by which code can query its environment: whether it is being `profiled()` or cast
+    (`autocast()`), and the index of the current GPU (`gpu()`).
+    """
     profiler: Any = torch.autograd.profiler
     return {
         "profiled": lambda: profiler._is_profiler_enabled,
@@ -725,7 +767,8 @@ def surroundings() -> dict[str, Any]:
 @dataclass(frozen=True)
 class InductorOutput:
     """Inductor's output for a graph before any C++ is compiled: a Python module as text, and which of the graph's
-    inputs it writes."""
+    inputs it writes.
+    """
 
     text: str
     num_inputs: int
@@ -734,8 +777,9 @@ class InductorOutput:
 
 @dataclass(frozen=True)
 class Element:
-    """A number in the code of one element of Inductor's kernels, with Python's operators and some of a tensor's
-    methods: int64, and float32 from `float` on."""
+    """The value of one element in the code of an Inductor kernel, with Python's operators and some of a tensor's
+    methods: int64, or float32 after `float`.
+    """
 
     value: Any
     dtype: torch.dtype = torch.int64
@@ -791,7 +835,7 @@ def _ops() -> Any:
 
 @dataclass(frozen=True)
 class Elements:
-    """A tensor that a kernel reads: its shape, and as a function of indices an `Element`."""
+    """A tensor that a kernel reads: its shape, and a function from indices to an `Element`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -808,22 +852,24 @@ class Elements:
 
 
 def position(index: Any) -> Element:
-    """An index of the running element, or what Python's arithmetic makes of several."""
+    """Returns an index of the current element, or an arithmetic expression of several, as an `Element`."""
     import sympy
 
     return Element(_ops().index_expr(sympy.sympify(index), torch.int64))
 
 
 ElementRule = Callable[..., tuple[Sequence[int], torch.dtype, Callable[[Sequence[Any]], Element]]]
-"""An operator for Inductor's kernels: from its arguments, tensors as `Elements`, to the shape and dtype of its result
-and a function from the indices of an element to the `Element`."""
+"""Implements an operator in Inductor's kernels: maps its arguments, with tensors as `Elements`, to the shape and
+dtype of its result and a function from the indices of an element to the `Element`.
+"""
 
 
 @contextmanager
 def _known(rules: Mapping[Any, ElementRule]) -> Iterator[None]:
-    """Inductor writes operators out by rules of ours, for the body. Each operation within a rule is written once: of a
-    graph of operations Inductor writes each once for every path that leads to it, which for the rounds of a cipher
-    takes seconds."""
+    """Makes Inductor lower operators by these rules, for the body. Each operation within a rule is written once. For
+    a graph of operations, Inductor writes each operation once for every path that leads to it, which takes seconds
+    for the rounds of a cipher.
+    """
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings
 
@@ -852,14 +898,15 @@ def inductor_lower(
     trust_cpu: bool,
     rules: Mapping[Any, ElementRule] = {},
 ) -> InductorOutput:
-    """Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as text.
+    """Returns Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as
+    text.
 
     Args:
         graph: the operations.
-        example_inputs: tensors of the shapes, strides and dtypes it will see.
-        trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe
-            for each set, 8 s in all.
-        rules: for operators that Inductor does not know.
+        example_inputs: tensors with the shapes, strides and dtypes it will get.
+        trust_cpu: assume the vector instructions that the CPU reports. Otherwise Inductor compiles and runs a probe
+            for each instruction set, which takes 8 s in total.
+        rules: rules for operators that Inductor does not know.
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
@@ -892,8 +939,9 @@ def inductor_lower(
 
 
 def inductor_cpp_command(trust_cpu: bool) -> list[str]:
-    """The command with which Inductor compiles `kernels.cpp` to `kernels.so`: flags for this CPU and its arithmetic,
-    the paths of torch's headers."""
+    """Returns the command with which Inductor compiles `kernels.cpp` to `kernels.so`: flags for this CPU and its
+    arithmetic, and the paths of torch's headers.
+    """
     import torch._inductor.config as config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -905,7 +953,7 @@ def inductor_cpp_command(trust_cpu: bool) -> list[str]:
 
 
 def inductor_settings() -> bytes:
-    """Inductor's settings as they are in this process, for `use_inductor_settings` in another."""
+    """Returns Inductor's settings in this process, for `use_inductor_settings` in another."""
     import torch._inductor.config as config
 
     return config.save_config()
@@ -918,14 +966,16 @@ def use_inductor_settings(settings: bytes) -> None:
 
 
 def inductor_settings_text() -> str:
-    """The settings of Inductor that decide what it generates, the same in every process."""
+    """Returns the settings of Inductor that determine what it generates, the same text in every process."""
     import torch._inductor.config as config
 
     return repr(sorted(config.save_config_portable().items()))
 
 
 def inductor_names() -> dict[str, Any]:
-    """The names that Inductor's generated Python for the CPU refers to. None of it needs Inductor itself, or Dynamo."""
+    """Returns the names that Inductor's generated Python for the CPU refers to. None of them needs Inductor itself,
+    or Dynamo.
+    """
     guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
     return {
         "torch": torch,
@@ -935,7 +985,7 @@ def inductor_names() -> dict[str, Any]:
         "device": torch.device,
         "aten": torch.ops.aten,
         "inductor_ops": torch.ops.inductor,
-        "extern_kernels": torch,  # matrix products with out=: see `is_extern`
+        "extern_kernels": torch,  # matrix products with out=, see `is_extern`
         "assert_size_stride": guards.assert_size_stride,
         "assert_alignment": guards.assert_alignment,
         "empty_strided": torch.empty_strided,
@@ -953,25 +1003,28 @@ def is_extern(name: str) -> bool:
 
 
 def data_pointer_function() -> int:
-    """Address of `void* f(PyObject* tensor)`: a tensor's data pointer, for compiled kernels."""
+    """Returns the address of `void* f(PyObject* tensor)`, which returns a tensor's data pointer, for compiled
+    kernels.
+    """
     return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The identity of the memory that a tensor lies in."""
+    """Returns an identifier of the memory that a tensor lies in."""
     return tensor.untyped_storage()._cdata
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 run at full speed on the device, or crawl (../docs/design.md, bf16 on a
-    CPU)."""
+    """Returns whether matrix products in bfloat16 run at full speed on the device, rather than very slowly
+    (../docs/design.md, bf16 on a CPU).
+    """
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.backends.mkldnn.enabled)
     return True
 
 
 def native_fp16(device: torch.device) -> bool:
-    """Whether matrix products in float16 run at full speed on the device; as `native_bf16`."""
+    """Returns whether matrix products in float16 run at full speed on the device, as `native_bf16` does."""
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported() and torch.backends.mkldnn.enabled)
     return True
@@ -980,22 +1033,25 @@ def native_fp16(device: torch.device) -> bool:
 def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool
 ) -> torch.Tensor:
-    """`(a * scale_a) @ (b * scale_b)` in `dtype`, of 8-bit matrices on tensor cores. `fast`: with sums of fewer bits.
+    """Computes `(a * scale_a) @ (b * scale_b)` in `dtype`, for 8-bit matrices on tensor cores. `fast`: with
+    accumulation in fewer bits.
 
-    On CUDA `a` lies row by row, `b` column by column; dims are multiples of 16; scales are float32[], or float32[m, 1]
-    and float32[1, n]; not both are e5m2.
+    On CUDA, `a` is row-major and `b` column-major; dims are multiples of 16; scales are float32[], or float32[m, 1]
+    and float32[1, n]; at most one of the two is e5m2.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def default_store() -> dist.Store:
-    """The key-value store that the processes met at: messages without a collective."""
+    """Returns the key-value store through which the processes met, for messages without a collective."""
     return dist.distributed_c10d._get_default_store()
 
 
 def nccl_ahead(timeout: datetime.timedelta, copies: bool = False) -> Any:
-    """Options of a process group whose kernels the GPU starts before those of others. PyTorch warns where they have
-    another timeout than the group. `copies`: copy engines move what lies in symmetric memory, and no kernels do."""
+    """Returns options for a process group whose kernels the GPU starts before those of other streams. PyTorch warns
+    if the options have another timeout than the group. `copies`: copy engines, instead of kernels, move data in
+    symmetric memory.
+    """
     nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]
     options = nccl.Options()
     options.is_high_priority_stream, options._timeout = True, timeout
@@ -1005,12 +1061,14 @@ def nccl_ahead(timeout: datetime.timedelta, copies: bool = False) -> Any:
 
 
 def connect(group: Any, device: torch.device) -> None:
-    """Makes the NCCL communicator of a group now, and not with its first collective. All its ranks call it together."""
+    """Creates the NCCL communicator of a group now, rather than with its first collective. All its ranks must call
+    it.
+    """
     group._get_backend(device).eager_connect_single_device(device)
 
 
 def lacks_symmetric_memory() -> str | None:
-    """Why this build has no symmetric memory of NCCL, or None."""
+    """Returns why this build does not support NCCL's symmetric memory, or None if it does."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None or not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or "symm" not in str(nccl.register_mem_pool.__doc__):
         return f"torch {torch.__version__} does not register memory with NCCL"
@@ -1023,8 +1081,10 @@ def lacks_symmetric_memory() -> str | None:
 def symmetric_memory(
     nbytes: int, device: torch.device, groups: Sequence[Any]
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Zeros in memory of NCCL's, registered with each of these groups, and what ends that. It is to be ended before the
-    groups are: an allocator would ask communicators that are gone. All ranks call it together, with as many bytes."""
+    """Returns zeros in memory allocated by NCCL and registered with each of these groups, and a function that ends
+    the registration. Call that function before the groups are destroyed: otherwise the allocator would use
+    communicators that no longer exist. All ranks must call this function, with the same number of bytes.
+    """
     backends = [group._get_backend(device) for group in groups]
     pool = torch.cuda.MemPool(backends[0].mem_allocator)
     with torch.cuda.use_mem_pool(pool):
@@ -1040,11 +1100,12 @@ def symmetric_memory(
 
 
 def abort_groups() -> None:
-    """Ends what waits in the NCCL groups of this process, and every later call of them is an error. The communicators
-    are aborted together: one after the other each could wait for the next."""
+    """Ends all waiting in the NCCL groups of this process; every later call of them is an error. The communicators
+    are aborted together: one after another, each could wait for the next.
+    """
     device, found = torch.device("cuda"), list[Any]()
     for group in [*dist.distributed_c10d._world.pg_names]:
-        with contextlib.suppress(RuntimeError):  # a group of the host's alone, which somebody made besides
+        with contextlib.suppress(RuntimeError):  # a group on the host only, which someone has created in addition
             found.append(group._get_backend(device))
     if not found:
         return
@@ -1055,13 +1116,14 @@ def abort_groups() -> None:
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
-    """Starts a gather of flat shards. Returns the work to wait for. 2.13 renamed the function."""
+    """Starts a gather of flat shards and returns the work to wait for. 2.13 renamed the function."""
     return _ALL_GATHER(_plain(whole), _plain(shard), group=group, async_op=True)
 
 
 def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> Any:
-    """Starts a reduction that leaves each rank its flat shard. Returns the work to wait for. 2.13 renamed the
-    function."""
+    """Starts a reduction that leaves each rank its flat shard, and returns the work to wait for. 2.13 renamed the
+    function.
+    """
     return _REDUCE_SCATTER(shard, whole, op=op, group=group, async_op=True)
 
 
@@ -1070,12 +1132,12 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather_together(wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> list[Any]:
-    """Starts gathers of flat shards as one collective, one launch of NCCL's. Returns what to wait for.
+    """Starts gathers of flat shards as one collective, in one launch of NCCL. Returns what to wait for.
 
-    No coalesced call of these functions has tensors of different dtypes: NCCL refuses to reduce them, and of gathers
-    and reduce_scatters PyTorch documents nothing. Gathers of several dtypes move as bytes, so they are one call still.
-    The process group's own method: the public way, `all_gather` for each, takes as many launches and about 20 us of CPU
-    more for each. 2.13 renamed the method.
+    No coalesced call of these functions has tensors of different dtypes: NCCL refuses to reduce them, and PyTorch
+    documents nothing for gathers and reduce-scatters. Gathers of several dtypes move bytes, so they are still one
+    call. This uses the process group's own method: the public way, `all_gather` for each, needs as many launches as
+    tensors and about 20 us more CPU time for each. 2.13 renamed the method.
     """
     start = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     if start is None:
@@ -1089,7 +1151,9 @@ def all_gather_together(wholes: Sequence[torch.Tensor], shards: Sequence[torch.T
 def reduce_scatter_together(
     shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], op: Any, group: Any
 ) -> list[Any]:
-    """Starts reductions that leave each rank its flat shards, as `all_gather_together` does: one for each dtype."""
+    """Starts reductions that leave each rank its flat shards, as `all_gather_together` does, in one call per
+    dtype.
+    """
     start = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     if start is None:
         return [reduce_scatter(shard, whole, op, group) for shard, whole in zip(shards, wholes, strict=True)]
@@ -1099,7 +1163,7 @@ def reduce_scatter_together(
 
 
 def all_reduce_together(flats: Sequence[torch.Tensor], op: Any, group: Any) -> list[Any]:
-    """Starts reductions in place, as `all_gather_together` does: one for each dtype."""
+    """Starts in-place reductions, as `all_gather_together` does, in one call per dtype."""
     start, works = _method(group, "allreduce_coalesced"), list[Any]()
     for (alike,) in _by_dtype(flats):
         if start is None or len(alike) == 1:
@@ -1112,30 +1176,36 @@ def all_reduce_together(flats: Sequence[torch.Tensor], op: Any, group: Any) -> l
 
 
 def _by_dtype(*lists: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
-    """Lists of tensors split by the dtypes of the first's, in the order in which these come: all ranks', alike."""
+    """Yields the lists of tensors split by the dtypes of the first list's tensors, in order of first occurrence,
+    which is the same on all ranks.
+    """
     for dtype in dict.fromkeys(x.dtype for x in lists[0]):
         yield [[x for x, first in zip(some, lists[0], strict=True) if first.dtype == dtype] for some in lists]
 
 
 def _method(group: Any, *names: str) -> Callable[..., Any] | None:
-    """The first of a process group's methods that it has."""
+    """Returns the first of these methods that a process group has."""
     return next((found for name in names if (found := getattr(group, name, None)) is not None), None)
 
 
 def _asynchronous(options: Any) -> Any:
-    """Options of a collective that runs beside the current stream, where they say so: releases differ."""
+    """Makes a collective with these options run concurrently with the current stream, if the options have such a
+    field, which depends on the release.
+    """
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
     return options
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that moves as it is, in a dtype that every backend knows: gloo knows no float8."""
+    """Returns a tensor in a dtype that every backend can move unchanged: gloo does not know float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each tensor over another: on CUDA one launch for each pair of dtypes, of tensors that lie alike."""
+    """Copies each tensor over another: on CUDA, in one launch for each pair of dtypes, for tensors with the same
+    layout.
+    """
     if len(targets) == 1 or _COPY is None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
@@ -1150,7 +1220,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`copy_all` for targets of one dtype and sources of one dtype: nothing is grouped."""
+    """Does what `copy_all` does, for targets of one dtype and sources of one dtype: nothing has to be grouped."""
     if len(targets) == 1 or _COPY is None:
         copy_all(targets, sources)
     else:
@@ -1158,7 +1228,7 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 
 
 def add_all(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Adds each tensor to another in place, as `copy_all` copies."""
+    """Adds each tensor to another in place, batched as in `copy_all`."""
     if len(totals) == 1 or _ADD is None:
         for total, part in zip(totals, parts, strict=True):
             total.add_(part)
@@ -1167,7 +1237,7 @@ def add_all(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> No
 
 
 def zero_all(tensors: Sequence[torch.Tensor]) -> None:
-    """Fills tensors with zeros, as `copy_all` copies."""
+    """Fills tensors with zeros, batched as in `copy_all`."""
     if len(tensors) == 1 or _ZERO is None:
         for x in tensors:
             x.zero_()
@@ -1181,8 +1251,9 @@ _ZERO = getattr(torch, "_foreach_zero_", None)
 
 
 class Graph(fx.Graph):
-    """A graph whose calls are made in half the time: PyTorch looks for symbolic numbers among the arguments that a node
-    is made with, and a program has none."""
+    """A graph in which calls are created in half the time: PyTorch searches the arguments of a new node for symbolic
+    numbers, and a program has none.
+    """
 
     def create_node(
         self, op: str, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, type_expr: Any = None
@@ -1205,5 +1276,5 @@ def is_function_operator(func: Any) -> bool:
 
 
 def is_operator(op: Any) -> bool:
-    """Whether the target of a graph's node is an operator, and not a Python function."""
+    """Returns whether the target of a graph's node is an operator rather than a Python function."""
     return isinstance(op, torch._ops.OpOverload)

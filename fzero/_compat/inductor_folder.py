@@ -1,5 +1,6 @@
-"""Chooses the folders of Inductor's files and of compilers' temporary files. This comes before any trace: a trace
-imports Dynamo, and the import makes Inductor's folder."""
+"""Chooses the folders for Inductor's files and for compilers' temporary files. This must happen before any trace,
+because a trace imports Dynamo, and that import creates Inductor's folder.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ logger = logging.getLogger("fzero")
 
 
 def guard_inductor() -> None:
-    """Has Inductor keep its files in a folder that can be written to, and that no other user can change: they are run.
+    """Makes Inductor keep its files in a writable folder that no other user can change, because these files are
+    executed.
 
-    Inductor's default is a folder of the directory for temporary files, whose name anybody can foresee. A folder that
-    is read-only, or that another user owns or can write to, is replaced by one beside the cache's: this sets
-    TORCHINDUCTOR_CACHE_DIR, and TMPDIR likewise, for this process. A line in the log says so.
+    Inductor's default is a folder with a predictable name in the directory for temporary files. A folder that is
+    read-only, or that another user owns or can write to, is replaced by one next to fzero's cache: this sets
+    TORCHINDUCTOR_CACHE_DIR, and likewise TMPDIR, for this process, and logs it.
 
     Raises:
-        FzeroValueError: the folder beside the cache's will not do either.
+        FzeroValueError: if the folder next to the cache cannot be used either.
     """
     where = os.environ.get("FZERO_CACHE") or ""
     folder = Path(where if where not in ("", "off") else "~/.cache/fzero").expanduser() / "inductor"
@@ -48,14 +50,14 @@ def guard_inductor() -> None:
 
 
 def _guard_temporary(folder: Path) -> None:
-    """Sets TMPDIR to the directory that Python takes for temporary files: compilers take TMPDIR even if it cannot be
-    written to.
+    """Sets TMPDIR to the directory that Python uses for temporary files: compilers use TMPDIR even if it is not
+    writable.
 
     Args:
-        folder: taken if no directory for temporary files can be written to.
+        folder: used if no directory for temporary files is writable.
 
     Raises:
-        FzeroValueError: `folder` cannot be written to either.
+        FzeroValueError: if `folder` is not writable either.
     """
     asked = os.environ.get("TMPDIR")
     try:

@@ -1,5 +1,7 @@
-"""Finds out who else could change what lies at a path, where each directory and each link on the way there counts, and
-whether a folder can be written to. Imports no PyTorch: the process that watches a rank stays small."""
+"""Finds out who else could change the file at a path, considering each directory and each link on the way, and
+whether a folder is writable. It does not import PyTorch, so that the process that supervises a rank stays
+small.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-_LINKS = 40  # followed on the way, as many as Linux follows
+_LINKS = 40  # links that are followed on the way, as many as Linux follows
 
 
 def exposed(path: str | os.PathLike[str], others: int = 0o022) -> str | None:
-    """Why another user could change or replace what lies at a path; None if nobody could but this user and root.
+    """Returns why another user could change or replace what lies at a path; None if only this user and root could.
 
-    Everything on the way must belong to one of these two, and a directory on the way that others may write to must be
-    sticky, as /tmp is. The group that has a user's name and no further members is no other.
+    Everything on the way must belong to one of these two, and a directory on the way that others can write to must be
+    sticky, as /tmp is. A group that has a user's name and no other members does not count as others.
 
     Args:
-        others: permissions of the group and of others that the path itself must not give.
+        others: permissions of the group and of others that the path itself must not have.
 
     Example:
         >>> exposed("/usr/bin/env")
@@ -48,8 +50,9 @@ def exposed(path: str | os.PathLike[str], others: int = 0o022) -> str | None:
 
 
 def not_writable(folder: str | os.PathLike[str]) -> str | None:
-    """Why no file can be written in a folder; None if one can. It writes one: permissions say nothing of a read-only
-    disk, or of root."""
+    """Returns why no file can be written in a folder; None if one can. It writes a file, because permissions say
+    nothing about a read-only disk, or about root.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
@@ -59,8 +62,9 @@ def not_writable(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _way(path: str) -> Iterator[tuple[str | None, bool]]:
-    """The places that a path leads through, from the root on, and whether one is its end; None of a link
-    that leads in a circle."""
+    """Yields the locations that a path leads through, from the root on, and whether each is its end; None for a link
+    that leads in a circle.
+    """
     at, todo, links = "/", [part for part in path.split("/") if part], 0
     yield at, not todo
     while todo:
@@ -84,7 +88,7 @@ def _way(path: str) -> Iterator[tuple[str | None, bool]]:
 
 
 def _is_own(group: int) -> bool:
-    """Whether a group is of this user alone, as many systems make one for each."""
+    """Returns whether a group contains only this user, as many systems create one for each user."""
     try:
         found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,7 +1,7 @@
-"""Prints progress of what takes long: over itself on a terminal, elsewhere a plain line seldom, and none of what is
-soon done.
+"""Prints the progress of long operations: on a terminal, lines that overwrite each other; elsewhere, an occasional
+plain line. Operations that finish soon print nothing.
 
-With `FZERO_PROGRESS=off` in the environment there is none.
+`FZERO_PROGRESS=off` in the environment turns progress off.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import TextIO
 from fzero._utils.units import size
 
 FIRST, OFTEN, SELDOM = (1.0, 2.0), 0.2, 15.0
-"""Seconds: until the first line on a terminal and elsewhere, and between lines there and there."""
+"""Seconds until the first line (on a terminal, and elsewhere), and seconds between lines on a terminal and
+elsewhere.
+"""
 
 
 class Progress:
-    """Lines on a stream. On a terminal each line is drawn over the one before and cut to the width of the terminal,
-    because a line that wraps cannot be drawn over.
+    """Progress lines on a stream. On a terminal each line is drawn over the previous one and cut to the width of the
+    terminal, because a line that wraps cannot be overwritten.
 
     Args:
-        what: that is done, at the beginning of each line.
+        what: what is being done; each line begins with it.
         stream: by default stderr.
-        clock: seconds, of any beginning.
+        clock: returns seconds since any fixed time.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
@@ -40,12 +42,13 @@ class Progress:
         self._off = os.environ.get("FZERO_PROGRESS") == "off"
 
     def __call__(self, text: str, about: float = 0.0) -> None:
-        """Shows how far it is, if that is due; of about so many seconds."""
+        """Shows the progress if a line is due. `about`: the estimated total in seconds."""
         elapsed = self._clock() - self._begin
         due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST[not self._terminal]
         if elapsed >= due and not self._off:
             self._shown = elapsed
-            total = f" of about {about:.0f} s" if round(about) > round(elapsed) else ""  # never one that has passed
+            # never an estimate that has already passed
+            total = f" of about {about:.0f} s" if round(about) > round(elapsed) else ""
             line = f"{self._what}: {elapsed:.0f} s{total}, {text}"
             if self._terminal:
                 self._draw(line)
@@ -54,14 +57,14 @@ class Progress:
                 self._stream.flush()
 
     def close(self) -> None:
-        """Takes the line off a terminal."""
+        """Removes the line from a terminal."""
         if self._terminal and self._width:
             self._draw("")
             self._stream.write("\r")
             self._stream.flush()
 
     def _draw(self, line: str) -> None:
-        """Draws a line over the one before."""
+        """Draws a line over the previous one."""
         from rich.cells import cell_len, set_cell_size
 
         room = max(1, _columns(self._stream) - 1)  # some terminals wrap once the last column is written
@@ -77,14 +80,14 @@ class Progress:
 def shown(
     what: str, text: Callable[[], str], stream: TextIO | None = None, about: Callable[[], float] | None = None
 ) -> Iterator[None]:
-    """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is
-    being shown, that one says instead what this is and how far.
+    """Shows how long an operation has been running, and the progress that `text` returns, until it is done. If
+    another operation is already being shown, that one's lines show the progress of this one instead.
 
     Args:
-        what: that is done.
-        text: called in a thread beside it.
+        what: what is being done.
+        text: called in a separate thread.
         stream: as for `Progress`.
-        about: the seconds that it is likely to take in all.
+        about: returns the estimated total in seconds.
     """
     _INNERMOST.append((what, text))
     try:
@@ -113,12 +116,12 @@ def shown(
 
 @contextmanager
 def moving(what: str, doing: str, rank: int) -> Iterator[None]:
-    """Shows on the first rank how many bytes `moved` has been told of since it began.
+    """Shows on the first rank how many bytes `moved` has counted since the context began.
 
     Args:
-        what: that is done.
-        doing: what becomes of the bytes: "made", "read".
-        rank: of this process.
+        what: what is being done.
+        doing: what happens to the bytes: "made", "read".
+        rank: rank of this process.
     """
     before = _MOVED[0]
 
@@ -137,7 +140,9 @@ def moved(nbytes: int) -> None:
 
 @contextmanager
 def within(what: str, text: str) -> Iterator[None]:
-    """Says, where something longer is being shown, what a part of it is; alone it shows nothing."""
+    """Shows what a part of a longer operation is doing, if such an operation is being shown; otherwise shows
+    nothing.
+    """
     if not _INNERMOST:
         yield
         return
@@ -146,16 +151,16 @@ def within(what: str, text: str) -> Iterator[None]:
 
 
 def _columns(stream: TextIO) -> int:
-    """The width of the terminal of a stream, which may be resized at any time."""
+    """Returns the width of a stream's terminal, which may be resized at any time."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # a stream without a file, as in an editor's terminal
+    except (OSError, ValueError, AttributeError):  # a stream without a file, such as an editor's terminal
         columns = 0
-    return columns or shutil.get_terminal_size().columns  # 0: a pseudo terminal that was never given a size
+    return columns or shutil.get_terminal_size().columns  # 0: a pseudo terminal whose size was never set
 
 
 _MOVED = [0]
 """Bytes of states that this process has made and read."""
 
 _INNERMOST: list[tuple[str, Callable[[], str]]] = []
-"""The progress being shown, and what is going on within it: two lines on one terminal would write over each other."""
+"""The progress being shown, and the operations inside it: two lines on one terminal would overwrite each other."""

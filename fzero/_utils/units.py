@@ -1,6 +1,6 @@
-"""Parses and prints amounts of memory, rates and spans of time.
+"""Parses and prints amounts of memory, rates and durations.
 
-Sizes are printed in KiB, MiB and GiB (2^10, 2^20, 2^30 bytes), rates in GB/s (10^9). Both kinds of units are read.
+Sizes are printed in KiB, MiB and GiB (2^10, 2^20, 2^30 bytes), rates in GB/s (10^9). Both kinds of units are parsed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _UNITS = {
 
 
 def parse_bytes(size: Any) -> int:
-    """A number of bytes from a number or text.
+    """Returns the number of bytes that a number or text stands for.
 
     Example:
         >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes(4096)
         (80000000000, 1610612736, 4096)
 
     Raises:
-        FzeroValueError: what is neither.
+        FzeroValueError: if the value is neither.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -40,11 +40,11 @@ def parse_bytes(size: Any) -> int:
 
 
 def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | None, int | None]:
-    """The bytes of three budgets, None where there is none. Nothing runs in no memory; a host or a disk may have none
-    to spare.
+    """Returns the bytes of three budgets, None for those that are not given. A memory budget of 0 is an error; a host
+    or a disk may have none to spare.
 
     Raises:
-        FzeroValueError: what is not an amount, or a memory budget of 0.
+        FzeroValueError: if a value is not an amount, or the memory budget is 0.
     """
     found: list[int | None] = []
     problems: list[str] = []
@@ -69,7 +69,7 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
 
 
 def as_argument(nbytes: int) -> str:
-    """Bytes as an argument of a command, never more than they are, in the unit in which they are printed.
+    """Returns bytes as an argument of a command, rounded down, in the unit in which they are printed.
 
     Example:
         >>> as_argument(80 * 10**9), as_argument(24 << 30), as_argument(893000), size(80 * 10**9)
@@ -82,8 +82,8 @@ def as_argument(nbytes: int) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes as text, in units of 2^10 as the tools of devices print memory: bytes exactly, else to a tenth, from GiB on
-    to a hundredth.
+    """Returns bytes as text, in units of 2^10, as device tools print memory: bytes exactly, larger units to a tenth,
+    and to a hundredth from GiB on.
 
     Example:
         >>> size(1000), size(43360), size((1 << 20) - 10), size(3 << 29), size(3 << 40)
@@ -98,7 +98,7 @@ def size(nbytes: float) -> str:
 
 
 def exact_size(nbytes: int) -> str:
-    """The same, with every byte.
+    """Returns the same text as `size`, with the exact number of bytes.
 
     Example:
         >>> exact_size(1000), exact_size(43360)
@@ -108,7 +108,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def rate(bandwidth: float) -> str:
-    """Bytes a second as text, in units of 10^3, as datasheets state them.
+    """Returns bytes per second as text, in units of 10^3, as datasheets state them.
 
     Example:
         >>> rate(5.12e10), rate(1e9 / 8)
@@ -122,7 +122,7 @@ def rate(bandwidth: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text, to four digits: from 2 minutes on in minutes, from 2 hours on in hours.
+    """Returns seconds as text, to four digits: in minutes from 2 minutes on, in hours from 2 hours on.
 
     Example:
         >>> duration(5e-6), duration(0.01234), duration(0.99999), duration(90.0), duration(150.0), duration(18000.0)
@@ -136,5 +136,5 @@ def duration(seconds: float) -> str:
 
 
 def _rounded(x: float) -> float:
-    """To four digits."""
+    """Rounds to four digits."""
     return float(f"{x:.4g}")
