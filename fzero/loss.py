@@ -42,6 +42,8 @@ class Weighted(NamedTuple):
 
 
 class Loss(NamedTuple):
+    """The checked loss of a step: its total and, if it is a `weighted` loss, its count."""
+
     total: torch.Tensor
     count: torch.Tensor | None
 
@@ -217,6 +219,9 @@ class Means(NamedTuple):
 
 
 def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
+    """Returns the tensors of a result as a flat list, with totals and counts separate, and the `Means` that rebuilds
+    the tree.
+    """
     is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
     leaves, structure = tree.flatten(result, is_leaf=is_pair)
     flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]

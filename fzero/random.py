@@ -408,6 +408,9 @@ def _signed(word: Any) -> Any:
 
 
 def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any, kind: str) -> torch.Tensor:
+    """Draws eagerly, in place on blocks: on a CPU blocks that fit into the cache, on a GPU blocks that hide the
+    launches.
+    """
     cpu = key.device.type == "cpu"
     k0, k1, part = key.tolist() if cpu else key.unbind()  # on an accelerator neither the key nor a start is read back
     start = int(start) if cpu else start

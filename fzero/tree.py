@@ -281,6 +281,7 @@ class Contents:
         )
 
     def _look(self, node: Tree) -> None:
+        """Records the contents of a container, and of the containers inside it."""
         if optree.tree_is_leaf(node, namespace=_NAMESPACE):
             return
         attributes = type(node) in _registered and hasattr(node, "__dict__")

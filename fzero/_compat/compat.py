@@ -433,6 +433,7 @@ def fills_uninitialized_memory() -> bool:
 
 
 def fill_uninitialized_memory(fill: bool) -> None:
+    """Sets whether PyTorch fills uninitialized memory, with deterministic algorithms."""
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
@@ -960,6 +961,7 @@ def inductor_settings() -> bytes:
 
 
 def use_inductor_settings(settings: bytes) -> None:
+    """Sets Inductor's settings to those that `inductor_settings` returned in another process."""
     import torch._inductor.config as config
 
     config.load_config(settings)

@@ -20,6 +20,7 @@ REMOVED_IN = "0.4"
 
 
 def message(old: str, new: str) -> str:
+    """Returns the text of a deprecation warning."""
     return f"{old} is deprecated and will be removed in {REMOVED_IN}: use {new}"
 
 

@@ -113,6 +113,9 @@ def host_bytes(nbytes: int, device: torch.device, owner: str = "offload") -> tor
 
 
 def _allocated(nbytes: int, device: torch.device, huge: bool, owner: str = "offload") -> memoryview:
+    """Returns zero-initialized host memory from the system, in huge pages if asked for and available, and page-locked
+    on CUDA.
+    """
     try:
         mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

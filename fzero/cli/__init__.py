@@ -54,6 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
+    """Parses and runs a command line, and prints errors. Returns the exit code."""
     from fzero.cli.flag_parsing import parse
     from fzero.cli.target import UsageError, UserError
 

@@ -25,6 +25,9 @@ _PICTURES = (".png", ".svg")
 
 
 def bytes_of(size: str | None) -> int | None:
+    """Returns the bytes of a size given as text. A small number without a unit is an error, because it is probably
+    meant in GB.
+    """
     if size is None or not size.isdecimal():
         return None if size is None else parse_bytes(size)
     if 0 < int(size) < 1 << 20:

@@ -314,6 +314,7 @@ def _class(config: Any, path: Path) -> tuple[str, str]:
 
 
 def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
+    """Raises an error that lists flags which are invalid, or which contradict the configuration or the mesh."""
     least = ("batch", "accumulate", "tensor")
     problems = [f"--{n} {getattr(of, n)}: must be at least 1" for n in least if getattr(of, n) < 1]
     if of.tensor != (size := axes.get("model", 1)):

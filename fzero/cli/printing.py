@@ -63,6 +63,7 @@ def print_answer(found: Answer) -> None:
 
 
 def print_program(text: str) -> None:
+    """Prints the text of a program, highlighted on a terminal."""
     console = Console()
     if console.is_terminal:
         syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # the terminal's own colors

@@ -147,6 +147,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _by_name(name: str) -> ModuleType:
+    """Imports a module by its dotted name. If there is none, the error lists modules with similar names."""
     _first_on_path(Path.cwd())
     try:
         return importlib.import_module(name)
@@ -166,6 +167,7 @@ def _by_name(name: str) -> ModuleType:
 
 
 def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    """Returns a function of a module that can be called without arguments, or raises an error with similar names."""
     own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
     if not hasattr(module, name):
         near = _near(name, own) or [n for n in own if not _needed(getattr(module, n))]

@@ -140,6 +140,7 @@ def _produce(
     ready: queue.Queue[tuple[str, Any]],
     stopped: threading.Event,
 ) -> None:
+    """The body of the thread: puts batches, and then the end or an exception, into the queue."""
     try:
         cuda = device is not None and device.type == "cuda"
         if cuda:

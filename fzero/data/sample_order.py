@@ -112,8 +112,8 @@ class Steps:
         raise NotImplementedError
 
     def order(self, first: int, count: int) -> list[int]:
-        """Returns the numbers of samples `first` to `first + count - 1` of the run, see [Note: which sample
-        when].
+        """Returns the numbers of samples `first` to `first + count - 1` of the run, see
+        [Note: which sample when].
         """
         out: list[int] = []
         while count:

@@ -187,6 +187,7 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
 
 
 def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
+    """Maps a flat binary file of tokens into memory, after checking its dtype and size."""
     if dtype is None:
         raise FzeroTypeError(
             "data.TokenDataset",

@@ -54,6 +54,8 @@ class _Guard:
 
 
 class _PoolChecker:
+    """Simulates the execution of a program on the bytes of its arena, and collects the violations."""
+
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}
@@ -67,6 +69,7 @@ class _PoolChecker:
         self.same: dict[str, str] = {}  # copies that move nothing and views, with their sources
 
     def lines(self, lines: Sequence[Line]) -> None:
+        """Executes ops: checks what each reads, then records what it writes."""
         for line in lines:
             row = OPS[line.op]
             for name in map(self._origin, line.args):
@@ -103,6 +106,7 @@ class _PoolChecker:
                 self.lines(line.body)
 
     def _start(self, line: Line, row: Start) -> None:
+        """Begins a transfer: it writes its own buffers now, and guards what it reads or fills until its wait."""
         spans = [self._span(p) for p in line.into if p is not None]
         num = len(line.args)
         for k, span in enumerate(spans):
@@ -120,6 +124,9 @@ class _PoolChecker:
                 guard.after.add(line.out[0].name)
 
     def _wait(self, line: Line) -> None:
+        """Ends a transfer: its results now own their bytes. Its guard is dropped here if no other rank reads the
+        buffers; otherwise a later transfer over the same axis, or a wait of all ranks (`together`), drops it.
+        """
         name = line.args[0]
         guard = self.guards.get(name)
         if guard is None or guard.waited:

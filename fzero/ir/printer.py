@@ -213,6 +213,9 @@ _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 
 def _header(program: Program) -> list[str]:
+    """Returns the header of a printed program: the state between steps by memory tier and role, the bytes that each
+    transform sends per step, the remarks of passes, and the sizes of the arenas.
+    """
     values = program.values_by_name
     cost: dict[str, list[int]] = {}  # by transform spec, or else by the pass that placed an op
     kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}

@@ -42,6 +42,8 @@ def meeting(programs: tuple[Program, ...]) -> tuple[Program, ...]:
 
 
 class _Meeting:
+    """The sends and receives of all stages, by direction, and the order of the starts and waits of each stage."""
+
     def __init__(self, programs: Sequence[Program]):
         self.programs = programs
         # by the sending and the receiving stage, in order

@@ -56,6 +56,10 @@ def refuse(program: Program, problems: Iterable[str], what: str = "the program")
 
 
 class _Checker:
+    """Walks through the ops of a program in order, keeps track of what exists, is in flight or has been written, and
+    collects the violations.
+    """
+
     def __init__(self, program: Program):
         self.program = program
         self.problems: list[str] = []
@@ -74,6 +78,9 @@ class _Checker:
         self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that are possible on the mesh
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
+        """Checks ops in order: what each reads, its own rule, then the values that it makes and the tensors that it
+        writes. Values made inside a loop are unknown after it, except accumulations.
+        """
         self.known = dict(known)
         waiting_outside = set(self.started)
         for line in lines:
@@ -128,6 +135,9 @@ class _Checker:
         return None
 
     def outputs(self) -> None:
+        """Checks the results of a complete program: its outputs, its gradients, and that exactly the tensors that the
+        step assigns are written.
+        """
         for name in self.program.outputs:
             value = self.known.get(name)
             at_rest = value.placement if value else WHOLE
@@ -193,6 +203,9 @@ class _Checker:
         return self.aliases.get(name, name)
 
     def _check(self, line: Line) -> None:
+        """Checks one op: its form, the axes and placements of its results, the tiers of its values, and the rule of
+        its class.
+        """
         problems = misformed(line)
         if (owner := OWNERS.get(line.op)) and owner not in {t.name for t in self.program.transforms}:
             problems.append(f"{line.op} is an op of {owner}, which is no transform of this step")

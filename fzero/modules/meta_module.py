@@ -406,6 +406,7 @@ def _shown(pair: Any) -> str:
 
 
 def _undo(m: nn.Module, key: str, old: Any) -> None:
+    """Restores an attribute of a module, and the contents of its container, to what they were."""
     if key.startswith("_buffers["):
         m._buffers[key[len("_buffers['") : -2]] = None
     elif old is None:

@@ -198,6 +198,9 @@ class Original:
         )
 
     def _value(self, found: dict[str, _Fact], path: str, own: str, x: Any, seen: set[int], depth: int) -> None:
+        """Adds the facts about an attribute, and recursively about the items of its containers and the attributes of
+        its objects.
+        """
         kind = type(x)
         if kind in PLAIN_TYPES or isinstance(x, enum.Enum):
             found[path] = _Fact(exact(x) if kind in PLAIN_TYPES else (kind, x.name), repr(x))

@@ -22,8 +22,8 @@ BLOCK = 256  # elements, see [Note: blocks]
 
 
 def granule(shape: Sequence[int]) -> int:
-    """Returns the number that the size of a shard of a tensor of this shape is a multiple of, see [Note:
-    blocks].
+    """Returns the number that the size of a shard of a tensor of this shape is a multiple of, see
+    [Note: blocks].
     """
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 

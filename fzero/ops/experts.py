@@ -132,8 +132,8 @@ def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
         To add a bias, add the product of `rows.new_ones(*rows.shape[:2], 1)` with the bias as [experts, 1, outputs].
 
     Memory: for a capacity per rank, the rows and products once more, in the order of experts.
-    Time: a sort of the row indices. A GPU uses one kernel in bfloat16, for widths that are multiples of 8; otherwise
-    it multiplies every row by all matrices of its rank.
+    Time: a sort of the rows by their experts. A GPU uses one kernel in bfloat16, for widths that are multiples of 8;
+        otherwise it multiplies every row by all matrices of its rank.
 
     Raises:
         FzeroValueError: if shapes or dtypes do not fit together.
@@ -265,6 +265,7 @@ def _check(
     ranks: int | None,
     overflow: str,
 ) -> None:
+    """Raises an error that lists the invalid arguments of `dispatch`."""
     given = {"x": x, "experts": experts, "weights": weights}
     problems = [f"{name}: a tensor, got {describe(t)}" for name, t in given.items() if not isinstance(t, torch.Tensor)]
     if not problems and experts.dtype != torch.int64:

@@ -44,6 +44,8 @@ class ScaleByAmsgradState(NamedTuple):
 
 
 class QuantizedAdamState(NamedTuple):
+    """The state of `adam` with `state_dtype="int8"`: moments as 8-bit codes, with a scale for each block."""
+
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, int8 codes; float32 numbers for parameters with fewer than 4096 elements
     nu: Tree  # like mu, uint8 codes
@@ -160,6 +162,7 @@ def _adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
+    """Makes Adam and its variants: with decoupled weight decay, AMSGrad, and moments quantized to 8 bits."""
     betas, flags = {"b2": b2} if callable(b1) else {"b1": b1, "b2": b2}, {"amsgrad": amsgrad, "maximize": maximize}
     check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas=betas, flags=flags)
     check_mask(where, mask)

@@ -48,6 +48,10 @@ class MuonState(NamedTuple):
 
 
 class QuantizedMuonState(NamedTuple):
+    """The state of `muon` with `state_dtype="int8"`: the mean of gradients as 8-bit codes, with a scale for each
+    block.
+    """
+
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, int8 codes; float32 numbers for parameters with fewer than 4096 elements
     mu_scale: Tree  # float32[num_blocks, 1] for each parameter with codes, None for the others

@@ -25,8 +25,8 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
     neighbor is infinity.
 
     Args:
-        key: int64[3]. The random numbers depend on it and on the element's position in `x`, see [Note: keys and
-            parts] (fzero/random.py).
+        key: int64[3]. The random numbers depend on it and on the element's position in `x`, see
+            [Note: keys and parts] (fzero/random.py).
         x: float32.
         start, numel: draw as for the elements from `start` on of a tensor of `numel` elements.
 

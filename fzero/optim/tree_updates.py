@@ -81,6 +81,7 @@ def under(path: str, prefix: str) -> bool:
 
 
 def check_floating(where: str, params: Tree) -> None:
+    """Raises an error that names leaves which are not floating-point tensors."""
     flat = tree.leaves(params)
     bad = [i for i, x in enumerate(flat) if not (isinstance(x, torch.Tensor) and x.dtype.is_floating_point)]
     if bad:
@@ -92,6 +93,7 @@ def check_floating(where: str, params: Tree) -> None:
 
 
 def need_params(where: str, grads: Tree, params: Tree) -> None:
+    """Raises an error if an update that reads params was called without them."""
     if params is None and tree.leaves(grads):
         raise FzeroValueError(where, "update was called without params", fix="call update(grads, opt_state, params)")
 
@@ -102,6 +104,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the dtype of arithmetic."""
     return x.to(compute_dtype(x))
 
 
@@ -184,6 +187,7 @@ def check(
 
 
 def reject(where: str, problems: Iterable[str], fix: str = "change the values above") -> None:
+    """Raises an error that lists the problems, if there are any."""
     problems = list(problems)
     if problems:
         raise FzeroValueError(where, "invalid arguments", problems, fix)

@@ -54,8 +54,8 @@ class Cost:
         attention: the part of `flops` that is fused attention, by dtype and "forward" or "backward".
         product_bytes: bytes that products read and write.
         bytes: bytes that all kernels read and write.
-        transcendentals: for each kernel that computes transcendental functions, its bytes and the number of elements
-            it computes them of.
+        transcendentals: for each kernel that computes transcendental functions, its bytes and the number of elementwise
+            evaluations of such functions.
         num_kernels: number of products and fused kernels.
         num_calls: number of calls from Python.
     """
@@ -102,6 +102,7 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
 
 def _cost(function: Function, backend: str) -> Cost:
+    """Computes the cost of a subgraph, from its graph and its predicted kernels."""
     found = kernels(given_to(backend, function.graph, function.into), backend)
     flops: dict[torch.dtype, float] = defaultdict(float)
     attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)

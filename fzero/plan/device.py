@@ -59,9 +59,9 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """The resources that the ranks of a host share. `what`: what the host is called; its disk and the memory at its
-    `sockets` are shared, and the threads of a rank run on one socket. `ranks`: the number of ranks that the device's
-    rates of both are for. See [Note: the host's share].
+    """The resources that the ranks of a host share, which `what` describes: its disk, and the memory at its `sockets`
+    (the threads of a rank run on one socket). `ranks`: the number of ranks that the device's rates of both are for.
+    See [Note: the host's share].
     """
 
     what: str
@@ -71,8 +71,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a mesh and its links. Rates are per rank, measured or listed with all ranks of the host busy,
-    except for the resources that `host` divides.
+    """One device of a mesh and its links. Rates are per rank while all ranks of the host are busy, except for the
+    resources that `host` divides.
 
     Attributes:
         flops: attainable FLOP/s of large matrix products, by dtype name (`"float32"`, `"bfloat16"`, …).

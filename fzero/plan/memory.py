@@ -106,6 +106,10 @@ def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
+    """Memory that one or several names refer to: its size, its role, and whether it lies in the arena and on the
+    host.
+    """
+
     nbytes: int
     role: str
     pooled: bool = False

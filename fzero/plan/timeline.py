@@ -118,6 +118,8 @@ class _Rendezvous:
 
 
 class _Simulation:
+    """The queues of one rank while its program is simulated op by op."""
+
     def __init__(
         self,
         program: Program,
@@ -172,6 +174,9 @@ class _Simulation:
             number += self.size[number]
 
     def _line(self, line: Line, number: int, turn: int) -> None:
+        """Simulates one op: a transfer between stages, another transfer, a wait, a subgraph on the host, or an op on
+        the device.
+        """
         seconds, queue = self.seconds[number], self.line_channel[number]
         if line.fn and line.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
@@ -211,6 +216,9 @@ class _Simulation:
         self.meeting.start(key, max(self.clock, self.thread), seconds)
 
     def _wait(self, handle: str, number: int, turn: int, host: bool) -> None:
+        """Ends a transfer. The wait blocks the host's thread or only compute, and the time that compute is idle
+        counts as exposed. On a device that is not asynchronous, the transfer itself takes place here.
+        """
         queue, done = self.moving.pop(handle)
         if self.meeting is not None and (key := self.meets.pop(handle, None)) is not None:
             self.found.waited[number] = queue

@@ -311,6 +311,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def norm(x: torch.Tensor) -> float:
+    """Returns the Euclidean norm, computed in float64."""
     return x.detach().to(torch.float64).norm().item()
 
 

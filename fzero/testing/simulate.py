@@ -248,6 +248,9 @@ class Simulation:
 def _one_step(
     lowered: Lowered, simulation: Simulation, whole: State, parts: Sequence[Any]
 ) -> tuple[State, dict[str, Any]]:
+    """Interprets one step and assembles the next state from the shards of all ranks. Raises an error if ranks
+    disagree.
+    """
     leaves = leaves_of(whole, {})
     table = {name: leaf for program in lowered.programs for name, leaf in program.leaves.items()}
     ran = simulation.run(simulation.shards(leaves), parts)

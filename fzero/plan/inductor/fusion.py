@@ -96,7 +96,7 @@ class Kernel:
         allocated: buffers that the operation itself allocates, rather than the compiler.
         vanishing: bytes of values that never leave this kernel. The compiler counts them when it chooses an order,
             although they are not allocated in the end.
-        transcendentals: number of elements that it computes transcendental functions of; see trace/flops.py.
+        transcendentals: number of elementwise evaluations of transcendental functions; see trace/flops.py.
         inside: bytes that it allocates while it runs, on a GPU.
     """
 
@@ -163,6 +163,8 @@ class _Read:
 
 
 class _Analysis:
+    """Decides which values of a graph are written to memory, and groups these into kernels."""
+
     def __init__(self, graph: Recorded, backend: str):
         self.graph, self.eager = graph, backend == "eager"
         self.on_cpu, self.on_gpu = backend == "inductor", backend == "triton"
@@ -326,6 +328,9 @@ class _Analysis:
         return list(groups.values())
 
     def _kernel(self, group: list[fx.Node]) -> Kernel:
+        """Returns the kernel that computes a group of written values: what it reads and writes, and what it may
+        overwrite.
+        """
         inside = set(group)
         reads: dict[fx.Node, int] = {}
         written: dict[fx.Node, int] = {}

@@ -75,10 +75,12 @@ def nbytes(value: object) -> int:
 
 
 def numel(node: fx.Node) -> int:
+    """Returns the number of elements of a node's tensor; 0 if its value is not a tensor."""
     value = node.meta.get("val")
     return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
 
 
 def contiguous(node: fx.Node) -> bool:
+    """Returns whether a node's value is a contiguous tensor."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_contiguous()

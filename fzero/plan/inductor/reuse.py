@@ -22,6 +22,9 @@ Lives = dict[fx.Node, tuple[int, int]]
 
 
 def lives(found: Kernels, order: Sequence[int]) -> Lives:
+    """Returns the live ranges of the buffers that a subgraph makes, for kernels in this order. Outputs live to the
+    end.
+    """
     out: Lives = {}
     for step, i in enumerate(order):
         for buffer in (*found.kernels[i].writes, *found.kernels[i].reads):
