@@ -164,8 +164,8 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
 
 
 def replicated(key: torch.Tensor) -> torch.Tensor:
-    """Returns the key with part 0: its draws are the same on every rank and in every micro-batch, e.g. for noise on
-    parameters.
+    """Returns the key with part 0: its draws, such as noise on parameters, are the same on every rank and in every
+    micro-batch.
 
     Example:
         >>> torch.equal(normal(replicated(with_part(key(0), 3)), (2,)), normal(key(0), (2,)))

@@ -104,7 +104,9 @@ def warmup_stable_decay(
     peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0
 ) -> Schedule:
     """Goes up in a straight line, stays at `peak` for most of the run, and goes down in a straight line over the last
-    `decay_steps` (Hu et al. 2024, arXiv:2404.06395).
+    `decay_steps`.
+
+    Paper: Hu et al. 2024, arXiv:2404.06395.
 
     Args:
         peak: value from step `warmup_steps` to step `total_steps - decay_steps`.
