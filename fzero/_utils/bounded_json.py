@@ -61,6 +61,7 @@ def parsed(
     except ValueError as error:
         at = _DIGITS.search(text)
         raise Malformed(f"a number of more than 4,300 digits at character {at.start()}" if at else str(error)) from None
+    # Level by level rather than recursively, because Python's recursion is what has to be protected.
     level, depth = [found], 0
     while level := [x for x in level if isinstance(x, (dict, list))]:
         if (depth := depth + 1) > DEPTH:

@@ -182,6 +182,7 @@ class Steps:
             )
         step = position = cursor["next"]
         for first, stop in self.skip:
+            # Skipped ranges before the position were not steps of the run.
             step -= max(0, min(position, stop) - first)
         return step
 

@@ -141,6 +141,7 @@ class Lines:
         places, outputs = joint.graph.inputs, joint.graph.outputs
         outputs = outputs[joint.num_outputs :] if backward else outputs[: joint.num_outputs]  # type: ignore[index]
         results: dict[Any, fx.Node] = {g.args[1]: g for g in node.users}
+        # A vjp computes only the gradients that something reads.
         used = tuple(sorted(results)) if backward else tuple(range(joint.num_outputs))
         key = (joint, backward, used)
         if key not in self._cut:

@@ -43,6 +43,8 @@ class Uses:
             for name in line.args:
                 self.reads[name] += 1
                 for root in self.views.roots(name):
+                    # A value from outside a loop is read again in every iteration, so it lives to the end of the
+                    # loop.
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
             row = OPS[line.op]
@@ -63,6 +65,7 @@ class Uses:
             wait: (axes, self.lines[wait][1]) for _, wait, axes in self.starts
         }
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
+        # the last wait of each loop and axis: later entries replace earlier ones
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
         # for each loop and axis: the starts, and the first wait of any transfer that starts there or later
         self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
@@ -71,6 +74,7 @@ class Uses:
             starts.append(start)
             waits.append(wait)
         for _, waits in self.arrivals.values():
+            # a suffix minimum: the first arrival of any transfer that starts here or later
             waits[:] = reversed(list(accumulate(reversed(waits), min)))
 
     def last(self, name: str) -> int:

@@ -110,6 +110,8 @@ class _PoolChecker:
         spans = [self._span(p) for p in line.into if p is not None]
         num = len(line.args)
         for k, span in enumerate(spans):
+            # The start copies an argument of a reduction into its buffer, unless it lies there already. Other
+            # transfers fill their buffers themselves.
             mine = self.places.get(self._origin(line.args[k])) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if row.reads_until_wait or not in_place:
@@ -119,6 +121,7 @@ class _PoolChecker:
         if row.reads_until_wait:
             spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
+        # [Note: release]: when this transfer has arrived, every rank has finished the reads of earlier ones.
         for guard in self.guards.values() if row.meets else ():
             if guard.waited and guard.line.axes == line.axes:
                 guard.after.add(line.out[0].name)

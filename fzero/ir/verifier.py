@@ -92,6 +92,7 @@ class _Checker:
                 outside, turns, self.turns = dict(self.known), self.turns, line.count
                 self.lines(line.body, self.known)
                 self.turns = turns
+                # Values of the body are not known after the loop, except accumulations.
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in line.body if _row(x).outlives for v in x.out)
             for value in line.out:
@@ -101,6 +102,7 @@ class _Checker:
                 # causes no further violations.
                 possible = not self._impossible(value)
                 self.known[value.name] = value if possible else replace(value, placement=WHOLE)
+            # A rollback puts old values back, which may then be read again.
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue

@@ -115,6 +115,7 @@ class Functional(SelfChecked):
         self._names, self._structure = tree.names(self.params), tree.structure(self.params)
         path_of = dict(zip(self._names, tree.paths(self.params, "params"), strict=True))
         self.blocks = find_layers(self._still) if blocks is None else chosen(self._still, blocks)
+        # Training and evaluation mode run on separate copies; `_eval` makes the other one.
         still = copy.deepcopy(self._still)
         training = still if module.training else still.train()
         self._extra = mutable

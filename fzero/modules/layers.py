@@ -153,6 +153,7 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
+        # A layer inside another block runs as plain code.
         if call.inside:
             with self._itself():
                 return self.module.forward(*args, **kwargs)
@@ -160,6 +161,7 @@ class Layer:
             return self._tried(lambda: self._rehearsed(call, args, kwargs))
         given = {name: slot.get() for name, slot in self._tensors}
         captures, dims = hook_capture.wanted(), call.layers.pop(0) if call.layers else ()
+        # A layer that draws nothing needs no key.
         key = call.draws.next() if dims else None
         made = self._tried(lambda: self._block(given, key, dims, args, kwargs, captures))
         (out, captured), new = made.whole()
@@ -221,6 +223,7 @@ def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[s
 
     def run(p: Any, key: Any, dims: Dims, args: Any, kwargs: Any, captures: Any) -> Any:
         def once() -> Returned:
+            # A block must not write its arguments, so buffers that the forward overwrites are copied.
             given = {name: x.clone() if name in overwritten else x for name, x in p.items()}
             call = LayerCall(Draws(key, dims), [], inside=True)
             with (

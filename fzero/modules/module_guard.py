@@ -103,6 +103,7 @@ class Original:
         (now, look), was = self._facts(), self._known
         pairs = [(path, was.get(path, _ABSENT), now.get(path, _ABSENT)) for path in {**was, **now}]
         changed = {path: _said(path, a.shown, b.shown) for path, a, b in pairs if a.key != b.key}
+        # If an object was replaced, changes inside it are not listed as well.
         outer = lambda path: any(path[:i] in changed for i, x in enumerate(path) if x in ".[")  # noqa: E731
         found = [line for path, line in changed.items() if not outer(path)]
         if not (found := found + self._other_modes()):

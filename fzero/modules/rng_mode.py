@@ -186,6 +186,7 @@ class Draws(_Seeded):
             return kind(random.replicated(key), list(shape), *args)
         outer, rows, inner = drawn.split
         rest = shape[:at] + shape[at + 1 :]
+        # The batch dimension comes first in the draw, so that a sample's numbers depend only on its global index.
         if outer == 1:
             return kind(key, [rows * inner, *rest], *args).movedim(0, at)
         return kind(key, [rows, outer, inner, *rest], *args).movedim((1, 0, 2), (at, at + 1, at + 2)).reshape(shape)

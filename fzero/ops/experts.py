@@ -101,6 +101,7 @@ def dispatch(
     (tokens, k), of_rank = experts.shape, isinstance(capacity, tuple)
     factor, groups = (capacity[1], ranks or 1) if isinstance(capacity, tuple) else (capacity, num_experts)
     each = num_experts // groups
+    # A token chooses each expert at most once, so a group of experts never needs more rows than the first term.
     size = min(tokens * min(k, each), max(1, math.ceil(factor * tokens * k / groups)))
     group = experts.div(each, rounding_mode="floor") if of_rank else experts
     place = SLOTS(group, groups, size)

@@ -67,6 +67,7 @@ def mm_on_gpu(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torc
         return out
     order, ends = _sorted(expert, each)
     made = F.grouped_mm(rows.reshape(-1, features)[order], w, offs=ends.int())
+    # the inverse permutation, which returns the rows to their order
     back = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return torch.where(expert[..., None] < 0, 0, made[back].view(groups, size, -1))
 

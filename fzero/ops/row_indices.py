@@ -20,6 +20,7 @@ def _slots(experts: torch.Tensor, num_experts: int, size: int) -> torch.Tensor:
     (tokens, k), device = experts.shape, experts.device
     chosen, order = torch.sort(experts.t().flatten(), stable=True)  # first choices before second ones
     first = torch.searchsorted(chosen, torch.arange(num_experts, device=device))
+    # the position of each choice among those of its expert
     at = torch.arange(tokens * k, device=device) - first[chosen]
     slots = torch.zeros_like(order).scatter(0, order, torch.where(at < size, chosen * size + at, -1))
     return slots.view(k, tokens).t().contiguous()

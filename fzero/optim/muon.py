@@ -212,6 +212,7 @@ def _orthogonal(u: torch.Tensor, num: int, steps: int, eps: float) -> torch.Tens
     x = u if num == 1 and u.dim() == 2 else u.reshape(num, -1, u.shape[-1])
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]
+    # The Gram matrix of the wide form is the smaller one.
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):

@@ -211,6 +211,7 @@ class _Memory:
             made: dict[int, _Storage] = {}
             for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs(line.fn), strict=True)):
                 place = line.into[k] if line.into else None
+                # a view of an argument, without a buffer, is no new storage
                 if argument is not None and place is None:
                     yield value.name, self.names[line.args[argument]]
                 else:

@@ -211,6 +211,7 @@ class Step:
             Untouched("train_step", params=state.params, batch=batch),
         ):
             values = [leaves[i].detach().requires_grad_() for i in trained]
+            # Tied leaves share one tensor, so that its gradient is the sum over all its uses.
             at = dict(zip(trained, values, strict=True))
             params = tree.unflatten(structure, [at.get(t, leaves[t]) for t in first])
             paths = tree.paths(state.params, "params")
@@ -232,6 +233,7 @@ class Step:
         ):
             new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
         watched = norm if isinstance(self.optimizer, SkipsNonfinite) else None
+        # A mean over nothing has no meaningful gradient: parameters and optimizer state stay as they are.
         if (empty := is_empty(value, parts.count, watched)) is not None:
             keep = functools.partial(torch.where, empty)
             new_params = tree.map(keep, optimized, new_params)

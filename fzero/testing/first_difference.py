@@ -124,6 +124,7 @@ def first_line(
     empty: set[str] = set()  # memory that nothing has written yet
     for entry in ran:
         line = entry.line
+        # Second account of the note: it read another value than was made.
         for name, x in entry.read.items():
             if name not in empty and x.shape == told.values[name].shape:
                 differs(
@@ -140,6 +141,7 @@ def first_line(
             empty.update(v.name for v in line.out)
             continue
         empty.difference_update(line.writes)
+        # First account: its result differs from what the program says.
         for name, x in entry.made.items():
             want = told.values[name].reshape(x.shape)
             differs(
@@ -150,6 +152,7 @@ def first_line(
                 _rounding(x, want, mesh, loose),
                 f"makes {name}, which is not what the program says",
             )
+        # Third account: the program says something else than the step means.
         for name in (v.name for v in line.out if v.name in told.values) if line.op not in STARTS else ():
             _compare(entry, name, told, meanings, differs)
         for name in line.writes:

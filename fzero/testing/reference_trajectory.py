@@ -48,12 +48,15 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
 def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
     """Returns the trajectory of the plain step, and the tolerances of its tensors: see [Note: tolerance]."""
     grads: list[list[torch.Tensor]] = []
+    # The trajectory itself; its gradients are recorded in `grads`.
     exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
     seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
+    # Runs with perturbed parameters. Their gradients, recorded in `seen`, determine the noise.
     others = [
         _states(moved(plain, size, number, grads_of), first, batch, steps) for number, grads_of in enumerate(seen)
     ]
     amount = noise(grads, seen)
+    # Runs in which every gradient is moved by its noise, up in one and down in the other.
     others += [
         _states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps)
         for way in WAYS
@@ -68,6 +71,7 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
                 continue
             metric = path.startswith("metrics")
             come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))
+            # One rounding per step, and one more if the transformed step stores a coarser dtype.
             num_stored = 0 if metric else t + (unit(size.store) > unit(x.dtype))
             stored = math.sqrt(num_stored) * max(unit(x.dtype), unit(size.store)) * norm(x)
             most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA * (size.with_codes * come + stored)

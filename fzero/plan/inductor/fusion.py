@@ -230,7 +230,9 @@ class _Analysis:
         for node in self.made:
             maker, kind = maker_of(node), packet(maker_of(node))
             arguments = {self.buffer[a] for a in maker.all_input_nodes}
+            # the buffers that the value reads if everything that is not written is recomputed for it
             num_reads[node] = sum(1 if a in written or a in self.inputs else num_reads.get(a, 1) for a in arguments)
+            # a reduction has fewer elements than an operand
             shrinks = any(numel(a) > numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS | _FILLS
             reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
             twice = len(readers[node]) > 1
