@@ -466,7 +466,7 @@ def inductor_compile(
         literals: further inputs after those, on any device.
 
     Memory: none for the inputs from 2.13 on, where Inductor accepts fake tensors; before, that of the inputs. Triton
-    may run a kernel to tune it, on tensors of the actual sizes.
+        may run a kernel to tune it, on tensors of the actual sizes.
     """
     import torch._inductor.config as config
     from torch._inductor import standalone_compile

@@ -70,8 +70,8 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         mesh: the mesh whose device they are copied to and from.
 
     Memory: the tensors' bytes in full pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes no memory
-    before it is written. On CUDA all pages are locked at once: huge pages if the system has them, of which there are
-    512 times fewer, and on the NUMA node of the device if the system names it.
+        before it is written. On CUDA all pages are locked at once: huge pages if the system has them, of which there
+        are 512 times fewer, and on the NUMA node of the device if the system names it.
 
     Raises:
         TierError: if this much memory cannot be allocated, or not locked.

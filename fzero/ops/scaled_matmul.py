@@ -11,7 +11,7 @@ by which kernel. Sums are kept in float32, and rounded once to the dtype of the 
 arithmetic in float32, with operands that were rounded to 8 bits.
 
 Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 8-bit numerical formats for deep
-neural networks, 2022, for powers of two.
+    neural networks, 2022, for powers of two.
 """
 
 from __future__ import annotations

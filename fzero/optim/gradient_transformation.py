@@ -145,7 +145,7 @@ def global_norm(updates: Tree) -> torch.Tensor:
     0 without tensors.
 
     Communication: on shards, one all-reduce of 4 bytes, however many tensors there are: partial sums are added before
-    the root is taken.
+        the root is taken.
 
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": {"c": torch.tensor([4.0])}})

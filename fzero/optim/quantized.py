@@ -11,7 +11,7 @@ moments: +0.1 % with these codes; +0.5 % with even steps of the mean of gradient
 squares. Even steps of both moments diverge, because second moments become 0.
 
 Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; the steps in
-the paper are those of a "dynamic tree".
+    the paper are those of a "dynamic tree".
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
         bfloat16, with the shape of `x`.
 
     Memory: 8 bytes per element for random words, and 12 for bits, if run eagerly; compiled, it is part of the kernel
-    that computes `x`.
+        that computes `x`.
 
     Raises:
         FzeroTypeError: if `x` is not float32.

@@ -25,8 +25,8 @@ def unsharded(fn: Callable[..., Any]) -> Callable[..., Any]:
         fn: a pure function of trees of tensors. Other arguments are passed on.
 
     Communication: for a parameter that is sharded over N ranks, and whose tensors and results have `nbytes`: N equal
-    calls are assigned to the N ranks in round-robin order, one each, for `nbytes * (N - 1) / N**2` bytes per
-    parameter and rank. A call that is equal to no other runs on every rank, for (N - 1) / N of the gathered bytes.
+        calls are assigned to the N ranks in round-robin order, one each, for `nbytes * (N - 1) / N**2` bytes per
+        parameter and rank. A call that is equal to no other runs on every rank, for (N - 1) / N of the gathered bytes.
 
     Memory: for round-robin ownership, one parameter's tensors and results on each rank.
 

@@ -65,7 +65,7 @@ def check_equivalent(
 
     Communication: the batch and, after each step, the state are gathered on every rank.
     Memory: seven complete states, as many gradients per step, and the plain step's activations of the complete batch
-    on every rank: for models, or reduced versions of models, that fit.
+        on every rank: for models, or reduced versions of models, that fit.
 
     Raises:
         EquivalenceError: if a tensor differs by more than its tolerance; `error.report` is the report.
