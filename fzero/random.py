@@ -238,7 +238,7 @@ def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.f
         dtype: any floating dtype.
 
     Memory: the result in float32, and in `dtype` if that is another; in addition, 12 bytes for each of 65,536
-    elements per thread.
+        elements per thread.
 
     Example:
         >>> normal(key(0), (2, 3)).shape

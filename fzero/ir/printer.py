@@ -64,8 +64,8 @@ def source(program: Program) -> str:
 
 
 def show(program: Program, *, fold: bool = True) -> str:
-    """The program as a user reads it: a header with the cost of each transform, then the lines; `fold=False` for every
-    line that runs.
+    """Returns a program as text for a user: a header with the cost of each transform, then the ops. With `fold=False`,
+    repeated layers are not folded, and every op that runs is listed.
 
     Example:
         >>> import torch, fzero as fz

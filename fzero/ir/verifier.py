@@ -46,10 +46,10 @@ def verify(program: Program) -> Program:
 
 
 def refuse(program: Program, problems: Iterable[str], what: str = "the program") -> None:
-    """Raises if there are any violations.
+    """Raises an error if there are any violations.
 
     Raises:
-        VerifyError: with all of them.
+        VerifyError: listing all of them.
     """
     if listed := dict.fromkeys(problems):
         raise VerifyError("verify", f"{what} of {program.name} breaks its rules", listed, BUG)

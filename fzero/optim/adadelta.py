@@ -38,8 +38,8 @@ def adadelta(
 ) -> GradientTransformation:
     """Adadelta, equal to `torch.optim.Adadelta`: `updates = -lr * grads * sqrt(deltas + eps) / sqrt(nu + eps)`.
 
-    `nu` is the running mean of squared gradients, this one included; `deltas` is that of the squared updates before
-    this one, without the learning rate.
+    `nu` is the running mean of squared gradients, including the current one; `deltas` is that of the squared
+    previous updates, without the learning rate.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.

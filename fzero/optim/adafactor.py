@@ -61,23 +61,24 @@ def adafactor(
     """Adafactor, equal to `torch.optim.Adafactor`.
 
     `updates = -alpha * u / max(1, rms(u) / clip) - lr * weight_decay * params`, with `u = grads / sqrt(nu)` and
-    `alpha = max(eps2, rms(params)) * min(lr, 1 / sqrt(t))`. Means move by `t**beta2_decay` of the way in update number
-    t = 1, 2, ...; `nu = rows x columns / mean(rows)` of the last two dims of a leaf that has them.
+    `alpha = max(eps2, rms(params)) * min(lr, 1 / sqrt(t))`. In update number t = 1, 2, ... the running means move
+    towards the new value by the fraction `t**beta2_decay`. For a parameter with at least two dims,
+    `nu = rows x columns / mean(rows)` over the last two of them.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
         beta2_decay: at most 0.
-        eps1: the least root of `nu`, and the least mean of rows that is divided by; None: the machine epsilon of a
-            leaf's dtype.
-        eps2: the least scale of a leaf, at least 0.
-        clip: the largest root mean square of `u`, at least 1; torch's `d`.
+        eps1: lower bound for the root of `nu`, and for the mean of rows that is divided by; None: the machine epsilon
+            of the parameter's dtype.
+        eps2: lower bound for the scale of a parameter, at least 0.
+        clip: upper bound for the root mean square of `u`, at least 1; torch's `d`.
         weight_decay: at least 0, multiplied by the learning rate.
         maximize: ascend instead of descend.
 
-    Communication: on shards the gradients of matrices are gathered, as of `optim.unsharded`; two all_reduces of 4
-        bytes per leaf, before coalescing.
+    Communication: on shards, the gradients of matrices are gathered, as for `optim.unsharded`; in addition, two
+        all-reduces of 4 bytes per parameter, before coalescing.
 
-    Memory: `4 (m + n)` bytes of a matrix [m, n], on every rank; 4 bytes per element of a vector (8 for float64).
+    Memory: `4 (m + n)` bytes for a matrix [m, n], on every rank; 4 bytes per element for a vector (8 for float64).
 
     Raises:
         FzeroValueError: if a number is out of range, or if update is called without params.

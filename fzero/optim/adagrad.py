@@ -39,14 +39,14 @@ def adagrad(
 ) -> GradientTransformation:
     """Adagrad, equal to `torch.optim.Adagrad`: `updates = -lr * grads / (sqrt(sums) + eps)`.
 
-    `sums` are the sums of squared gradients so far, that of this update included.
+    `sums` are the sums of squared gradients so far, including those of this update.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
-        lr_decay: the learning rate is divided by `1 + lr_decay * count`, with the number of updates before this one;
-            at least 0.
+        lr_decay: the learning rate is divided by `1 + lr_decay * count`, where `count` is the number of previous
+            updates; at least 0.
         weight_decay: L2 regularization, `weight_decay * params` added to the gradients; at least 0.
-        initial_accumulator_value: the first value of the sums, at least 0.
+        initial_accumulator_value: the initial value of the sums, at least 0.
         eps: greater than 0.
         maximize: ascend instead of descend.
 

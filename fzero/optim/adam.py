@@ -68,17 +68,17 @@ def adamw(
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     `updates = -lr * (mu / (1 - b1**t)) / (sqrt(nu) / sqrt(1 - b2**t) + eps) - lr * weight_decay * params` in update
-    number t = 1, 2, ... There is one t for all parameters; torch counts the updates of each (docs/optimizers.md).
+    number t = 1, 2, ... All parameters share one t; torch counts the updates of each parameter (docs/optimizers.md).
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
         b1: decay of the mean of gradients, at least 0 and less than 1; or a schedule of it, as in a one-cycle policy.
         b2: decay of the mean of squared gradients, at least 0 and less than 1.
-        eps: greater than 0, for a gradient may be 0 (in the padding of a shard it always is).
+        eps: greater than 0, because a gradient may be 0 (in the padding of a shard it always is).
         weight_decay: at least 0. Multiplied by the learning rate, as in torch.
         mask: which parameters decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
-        state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with
-            fewer than 4096 elements (fzero/optim/quantized.py).
+        state_dtype: "fp32", or "int8": both means are stored with 8 bits per element and 4 bytes per block of 256,
+            except those of parameters with fewer than 4096 elements (fzero/optim/quantized.py).
         amsgrad: divide by the root of the largest `nu` so far (Reddi et al. 2018, arXiv:1904.09237).
         maximize: ascend instead of descend.
 
@@ -121,7 +121,7 @@ def adam(
 ) -> GradientTransformation:
     """`adamw` without weight decay, equal to `torch.optim.Adam`, with one count for all parameters as in `adamw`.
 
-    For torch's L2 regularisation: `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`:
+    For torch's L2 regularization: `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`:
     `chain(scale(-1), add_decayed_weights(l2), adam(lr))`.
 
     Example:

@@ -43,7 +43,7 @@ def asgd(
 
     After update number t = 1, 2, ... `eta = lr / (1 + lambd * lr * t)**alpha`. The averages, `state[-1].averages`, are
     the parameters of this update until t exceeds `t0 + 1`, and the mean of all parameters since then. Evaluate with
-    the averages; training goes on from the parameters.
+    the averages; training continues from the parameters.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update. As in torch, the value of an

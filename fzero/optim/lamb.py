@@ -56,10 +56,10 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """`updates = -lr * (norm(params) / norm(r)) * r` for each leaf, with `r = mu_hat / (sqrt(nu_hat) + eps) +
+    """`updates = -lr * (norm(params) / norm(r)) * r` for each parameter, with `r = mu_hat / (sqrt(nu_hat) + eps) +
     weight_decay * params`.
 
-    The ratio is 1 where either norm is 0; it is not clipped otherwise.
+    The ratio is 1 if either norm is 0; otherwise it is not clipped.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
@@ -69,7 +69,7 @@ def lamb(
         weight_decay: at least 0.
         mask: which parameters decay, as in `masked`; None: all.
 
-    Communication: on shards two all_reduces of 4 bytes per leaf, before coalescing.
+    Communication: on shards, two all-reduces of 4 bytes per parameter, before coalescing.
 
     Memory: 8 bytes per parameter (16 for float64).
 

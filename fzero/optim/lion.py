@@ -35,10 +35,11 @@ def lion(
     grads`.
 
     Args:
-        lr: a number of at least 0, or a schedule, called with 0 in the first update. A third to a tenth of AdamW's.
+        lr: a number of at least 0, or a schedule, called with 0 in the first update. Typically a third to a
+            tenth of AdamW's.
         b1: weight of the momentum in the update, at least 0 and less than 1.
         b2: decay of the momentum, at least 0 and less than 1.
-        weight_decay: at least 0, multiplied by the learning rate. Three to ten times AdamW's.
+        weight_decay: at least 0, multiplied by the learning rate. Typically three to ten times AdamW's.
         mask: which parameters decay, as in `masked`; None: all.
 
     Memory: 4 bytes per parameter (8 for float64), half of Adam's.

@@ -40,11 +40,10 @@ def rprop(
     """Rprop, equal to `torch.optim.Rprop`: `updates = -sizes * sign(grads)`, with a step size for each element.
 
     A step size is multiplied by `etas[1]` if the gradient has the sign that it had before, and by `etas[0]` if its sign
-    has changed; then this element is not updated. It is meant for gradients of the whole data set.
+    has changed; in that case the element is not updated. Rprop is meant for gradients of the complete dataset.
 
     Args:
-        lr: the first step size: a number of at least 0, or a schedule, of which only the value at 0 is used, as in
-            torch.
+        lr: the initial step size: a number of at least 0, or a schedule, whose value at 0 alone is used, as in torch.
         etas: the factors, the first greater than 0 and less than 1, the second greater than 1.
         step_sizes: the smallest and the largest step size, greater than 0.
         maximize: ascend instead of descend.

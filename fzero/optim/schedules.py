@@ -239,8 +239,8 @@ def one_cycle(
         max_lr: value at step `first_steps`.
         first_steps: DeepSpeed's `cycle_first_step_size`, at least 1.
         second_steps: `cycle_second_step_size`, at least 0; None: as many as `first_steps`.
-        first_stairs: `cycle_first_stair_count`: the line up is divided into so many stairs; 0: it is continuous.
-        second_stairs: `cycle_second_stair_count`: the same of the line down; None: as `first_stairs`.
+        first_stairs: `cycle_first_stair_count`: number of stairs of the line up; 0: it is continuous.
+        second_stairs: `cycle_second_stair_count`: the same for the line down; None: as `first_stairs`.
         decay_rate: `decay_lr_rate`, at least 0; 0: no decay.
         decay_steps: `decay_step_size`, at least 0; 0: no decay.
 
@@ -277,7 +277,7 @@ def lr_range_test(min_lr: float = 1e-3, steps: int = 2000, rate: float = 1.0, st
     Args:
         min_lr: value at step 0, DeepSpeed's `lr_range_test_min_lr`.
         steps: `lr_range_test_step_size`, at least 1.
-        rate: `lr_range_test_step_rate`, the increase in each `steps` steps, as a share of `min_lr`.
+        rate: `lr_range_test_step_rate`, the increase in each `steps` steps, as a fraction of `min_lr`.
         staircase: whether the rate rises only every `steps` steps.
 
     Raises:

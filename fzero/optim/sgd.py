@@ -46,7 +46,7 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Gradi
     Args:
         decay: the momentum, at least 0 and less than 1.
         nesterov: look one step ahead.
-        dampening: gradients are multiplied by `1 - dampening` in the sum, except the first; at least 0.
+        dampening: in the sum, gradients except the first are multiplied by `1 - dampening`; at least 0.
 
     Memory: 4 bytes per parameter (8 for float64).
 
@@ -96,8 +96,9 @@ def sgd(
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
         momentum: at least 0 and less than 1; 0 keeps no state.
         nesterov: look one step ahead; needs momentum, and no dampening.
-        weight_decay: L2 regularisation, `weight_decay * params` added to the gradients.
-        dampening: gradients are added to the momentum times `1 - dampening`, except the first; at least 0.
+        weight_decay: L2 regularization, `weight_decay * params` added to the gradients.
+        dampening: gradients, except the first, are multiplied by `1 - dampening` before they are added to the momentum;
+            at least 0.
         maximize: ascend instead of descend.
 
     Memory: 4 bytes per parameter with momentum, none without.

@@ -83,7 +83,7 @@ CLASSES = tuple(_TABLE)
 """The classes of torch.optim that have an equivalent here."""
 
 _NEUTRAL = {"differentiable": False, "ns_coefficients": (3.4445, -4.7750, 2.0315)}
-"""Arguments without an equivalent, with the values that change nothing."""
+"""Arguments without an equivalent, with the values at which they have no effect."""
 
 
 def defaults(cls: type) -> dict[str, Any]:
