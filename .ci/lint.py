@@ -175,18 +175,6 @@ def class_names_are_unique() -> Iterator[str]:
     yield from (f"{name} is defined {times} times" for name, times in names.items() if times > 1)
 
 
-def folder_descriptions() -> dict[str, str]:
-    """What docs/design.md says of each folder: the paragraph that begins with the folder's name in bold, and the list
-    after it; if the paragraph names several folders, the item of the list that begins with the folder's name."""
-    found: dict[str, str] = {}
-    for text in re.split(r"^(?=\*\*`|## )", DESIGN, flags=re.MULTILINE):
-        folders = re.findall(r"`(\w+)/`", (re.match(r"\*\*(.+?)\*\*", text) or [""])[0])
-        for folder in folders:
-            item = re.search(rf"^- `{folder}/`.*$", text, re.MULTILINE)
-            found[folder] = item[0] if len(folders) > 1 and item else text
-    return found
-
-
 def folders_list_their_files() -> Iterator[str]:
     """The docstring of a folder's `__init__.py` names each of its files, so that a reader finds the file to open."""
     for path in TREES:
