@@ -9,6 +9,8 @@ A name is imported when it is first used: `import fzero` itself loads neither Py
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fzero._utils.deprecation import install
+
 if TYPE_CHECKING:
     from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
     from fzero.compiler.auto_mesh import choose_mesh
@@ -98,6 +100,25 @@ _HOME = {
     "weighted": "loss",
 }
 """The module that defines each public name."""
+
+_MOVED = {
+    "fzero.experts": "fzero.ops.experts",
+    "fzero.launcher": "fzero.comm.launcher",
+    "fzero.layout": "fzero.sharding.layout",
+    "fzero.units": "fzero._utils.units",
+    "fzero.plan.devices": "fzero.plan.device_lookup",
+    "fzero.program": "fzero.ir",
+    "fzero.program.attrs": "fzero.ir.attributes",
+    "fzero.program.ir": "fzero.ir.program",
+    "fzero.program.verify": "fzero.ir.verifier",
+    "fzero.program.ops": "fzero.ir.ops",
+    "fzero.program.ops.base": "fzero.ir.ops.op",
+    "fzero.program.ops.control": "fzero.ir.ops.control",
+    "fzero.transforms.base": "fzero.transforms.transform",
+    "fzero.transforms.slots": "fzero.transforms.transform_state",
+}
+"""Modules that the documentation of 0.2 imported, which have moved. Their old names work until 0.4."""
+install(_MOVED)
 
 _MODULES = {"experts": "ops.experts"}
 """Public modules whose path differs from their public name."""

@@ -7,9 +7,12 @@ removed then uses a function of this module.
 from __future__ import annotations
 
 import functools
+import importlib.abc
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, TypeVar
 
 from fzero.errors import FzeroTypeError
@@ -124,3 +127,34 @@ def renamed_flags(args: Sequence[str], renamed: Mapping[str, str], owner: str | 
             print(f"{owner}: {message(flag, new)}", file=sys.stderr, flush=True)
         found.append(f"{new}{equals}{value}")
     return found
+
+
+class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules by the names that they had until 0.2, with a warning: an entry of `sys.meta_path`.
+
+    Only the modules that the documentation of 0.2 imported have an entry. An import by the old name returns the module
+    itself, not a copy.
+
+    Args:
+        moved: for each old name the new one. A package comes before its modules.
+    """
+
+    def __init__(self, moved: Mapping[str, str]):
+        self.moved = moved
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in self.moved else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python makes an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = self.moved[module.__name__]
+        warn(module.__name__, new)  # attributed to the import statement: `warnings` skips frames of the import system
+        sys.modules[module.__name__] = importlib.import_module(new)
+
+
+def install(moved: Mapping[str, str]) -> None:
+    """Makes modules importable by their old names. It comes first, because the old name of a package has the new
+    package's path, where Python would find a second copy of each module."""
+    sys.meta_path.insert(0, MovedModules(moved))

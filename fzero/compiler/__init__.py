@@ -20,9 +20,9 @@ folder imports nothing from `state/` or `runtime/`.
 | `training_spec.py` | data types: what a training step is made of, and what tracing its loss has found |
 | `traced_step.py` | traces a training step, and the extra tensors that open options may need |
 | `base_program.py` | makes the base program from the recorded loss, gradients and optimizer |
-| `backward_seed.py` | scales the start of the backward, so that gradients are those of the global batch's mean |
+| `backward_seed.py` | seeds the backward with loss scale / count: gradients of the global mean, scaled for fp16 |
 | `bitcast_check.py` | rejects casts and compression of parameters whose raw bits the step reads |
-| `update_graph.py` | records what follows the backward: means, gradient norm, optimizer and metrics |
+| `update_graph.py` | records what follows the backward: means, unscaling, gradient norm, optimizer and metrics |
 | `passes.py` | the list of all passes, in order: when each runs, with which options, and why it is needed |
 | `options.py` | lists the options that a step leaves open |
 | `pass_invariants.py` | rules that programs must satisfy before or after certain passes |

@@ -37,7 +37,7 @@ imports nothing from `compiler/`.
 | `offload_analysis.py` | lists the updates, gradients and activations of a program that are off the device |
 | `offload_pass.py` | inserts the copies between device, host and disk |
 | `compute_copies_pass.py` | gives each offloaded master parameter a copy in the compute dtype |
-| `precision.py` | `mixed_precision`: the dtypes of compute, storage and reduction, and the loss scale |
+| `precision.py` | `mixed_precision`: the dtypes of compute, storage and reduction, and whether to scale the loss |
 | `automatic_precision.py` | `mixed_precision("auto")`: promotes blocks that overflow or underflow to float32 |
 | `precision_statistics.py` | computes statistics of each block's gradients and outputs as part of the step |
 | `fp8.py` | `fp8`: selects the parameters whose matrix products are computed in 8 bits |

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +238,28 @@ def test_an_old_import_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert script_of_0_2.once_a_step is fz.hierarchical and script_of_0_2.read_ahead is fz.data.prefetch
     assert {Path(x.filename).name for x in caught} == {"script_of_0_2.py"}
     del sys.modules["script_of_0_2"]
+
+
+def test_modules_are_found_by_the_names_of_0_2(tmp_path: Path) -> None:
+    """In an interpreter that has none of them yet. They are the modules themselves, not copies."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import fzero as fz\n"
+        "from fzero.program.ops import transfer_bytes\n"
+        "from fzero.program.ir import Line\n"
+        "from fzero.launcher import tell\n"
+        "import fzero.transforms.base\n"
+        "import fzero.experts\n"
+        "from fzero.ir import ops, program\n"
+        "assert Line is program.Line and transfer_bytes is ops.transfer_bytes and fz.experts is fzero.experts\n"
+        "assert issubclass(type(fz.shard_params()), fzero.transforms.base.Transform)\n"
+        "assert {name: __import__('importlib').import_module(name).__name__ for name in fz._MOVED} == fz._MOVED\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "FutureWarning" in line]
+    assert (
+        f"{script}:4: FutureWarning: fzero.launcher is deprecated and will be removed in 0.4: use fzero.comm.launcher"
+        in lines
+    )
+    assert all(line.startswith(str(script)) for line in lines[:5]), lines

@@ -9,8 +9,8 @@ user's line. This folder imports nothing else from `trace/`.
 |---|---|
 | `user_frames.py` | finds the line of the user's code that is running |
 | `rejections.py` | rejects a function with an error about the user's code, and explains PyTorch's errors |
-| `unsupported_operations.py` | rejects ops that no program can contain, such as draws from the global generator |
-| `tensor_queries.py` | rejects questions about a tensor's value, memory, history, layout or strides |
+| `unsupported_operations.py` | rejects reads of a value (`.item()`), global random numbers and other ops no program has |
+| `tensor_queries.py` | rejects printing or pickling a tensor, and questions about its memory, history or layout |
 | `known_values.py` | answers questions about values that are known during the trace, such as literals |
 | `raise_conditions.py` | recognizes conditions that only decide whether the function raises |
 | `exact_types.py` | finds code that compares the exact type of a value, which is different in a trace |

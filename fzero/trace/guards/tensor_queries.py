@@ -1,4 +1,4 @@
-"""Rejects questions about a tensor that no trace can answer: questions about its value, memory, history or layout."""
+"""Rejects questions about a tensor that no trace can answer: its text, memory, history or layout."""
 
 from __future__ import annotations
 
