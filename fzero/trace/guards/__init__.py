@@ -9,7 +9,7 @@ user's line. This folder imports nothing else from `trace/`.
 |---|---|
 | `user_frames.py` | finds the line of the user's code that is running |
 | `rejections.py` | rejects a function with an error about the user's code, and explains PyTorch's errors |
-| `unsupported_operations.py` | rejects reads of a value (`.item()`), global random numbers and other ops no program has |
+| `unsupported_operations.py` | rejects reads of a value (`.item()`), global random numbers and ops no program has |
 | `tensor_queries.py` | rejects printing or pickling a tensor, and questions about its memory, history or layout |
 | `known_values.py` | answers questions about values that are known during the trace, such as literals |
 | `raise_conditions.py` | recognizes conditions that only decide whether the function raises |
