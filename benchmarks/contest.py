@@ -72,7 +72,7 @@ def of_rank(make: Callable[[], Step], batches: Sequence[Any]) -> dict[str, Calla
         from fzero.ir.ops import COLLECTIVES, transfer_bytes
 
         program = live["step"].train.program
-        lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "take_start"]
+        lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "recv_start"]
         return sum(times * transfer_bytes(x, program.values_by_name, program.mesh) for x, times in lines)
 
     def bubbles() -> tuple[float, float]:

@@ -42,7 +42,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     def touching(program: Any, functions: Any, on: fz.Mesh, **given: Any) -> Any:
         run = executable(program, functions, on, **given)
         if on is mesh:
-            names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "redo")}
+            names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "rollback")}
             run.namespace.update(
                 {name: copies.touched(name, run.namespace[name]) for name in names if callable(run.namespace.get(name))}
             )
@@ -168,7 +168,7 @@ class LateTransport:
     def __init__(self, mesh: fz.Mesh):
         self._now = ProcessGroups(mesh)
         self.pool, self.begin, self.connect_pairs = self._now.pool, self._now.begin, self._now.connect_pairs
-        self.hand_start, self.take_start = self._now.hand_start, self._now.take_start
+        self.send_start, self.recv_start = self._now.send_start, self._now.recv_start
 
     def all_gather_start(self, shards: Tensors, axis: str, into: Tensors) -> Callable[[], Any]:
         kept = [x.clone() for x in shards]

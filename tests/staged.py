@@ -72,7 +72,7 @@ def killed_at(mesh: fz.Mesh) -> list[int]:
 
         return wrapped
 
-    for name in ("hand_start", "take_start", "reduce_scatter_start"):
+    for name in ("send_start", "recv_start", "reduce_scatter_start"):
         setattr(carrier, name, counted(getattr(carrier, name)))
     return left
 

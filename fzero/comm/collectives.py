@@ -182,7 +182,7 @@ class ProcessGroups:
             fix = "look at the other ranks' errors first"
             raise DivergenceError("run", what, [str(error).strip().splitlines()[0]], fix) from error
 
-    def send_start(
+    def replicate_start(
         self,
         values: Sequence[torch.Tensor],
         axis: str,
@@ -221,16 +221,16 @@ class ProcessGroups:
                         self._pairs[axis, of, to] = made
             self._pairs.setdefault((axis, of, to), None)
 
-    def hand_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
+    def send_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
         """Sends values to the rank at index `to` along an axis."""
         flats = [value.detach().contiguous().view(-1).view(torch.uint8) for value in values]
         if _packs(ends := _ends(flats)):
             packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
             compat.copy_all([packed[end - len(x) : end] for x, end in zip(flats, ends, strict=True)], flats)
             flats = [packed]
-        return self._handed(flats, axis, self._mesh.index(axis), to, ())
+        return self._in_transit(flats, axis, self._mesh.index(axis), to, ())
 
-    def take_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
+    def recv_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
         """Receives values from the rank at index `of` along an axis.
 
         Args:
@@ -241,11 +241,13 @@ class ProcessGroups:
             packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
             parts = [packed[end - x.nbytes : end] for x, end in zip(comes, ends, strict=True)]
             filled = [part.view(x.dtype).view(x.shape) for part, x in zip(parts, comes, strict=True)]
-            return self._handed([packed], axis, of, self._mesh.index(axis), filled)
+            return self._in_transit([packed], axis, of, self._mesh.index(axis), filled)
         filled = [torch.empty_like(x, device=self._mesh.device) for x in comes]
-        return self._handed([x.view(-1).view(torch.uint8) for x in filled], axis, of, self._mesh.index(axis), filled)
+        return self._in_transit(
+            [x.view(-1).view(torch.uint8) for x in filled], axis, of, self._mesh.index(axis), filled
+        )
 
-    def _handed(
+    def _in_transit(
         self, flats: Sequence[torch.Tensor], axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
         """Starts a transfer of bytes from index `of` to index `to` along an axis, and keeps them alive until it is

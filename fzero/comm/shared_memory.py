@@ -96,8 +96,8 @@ class SharedMemory:
             [p.connection for p in peers.values()],
         )
         self._messages = ProcessGroups(mesh)  # for messages between two ranks, such as pipeline stages
-        self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
-        self.take_start = self._messages.take_start
+        self.connect_pairs, self.send_start = self._messages.connect_pairs, self._messages.send_start
+        self.recv_start = self._messages.recv_start
         self._along = {axis: ranks_along(mesh.axes, mesh.rank, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
@@ -195,7 +195,7 @@ class SharedMemory:
     def connect(self, axis: str) -> None:
         """Prepares sends along an axis. Nothing to do: the ranks are connected already."""
 
-    def send_start(
+    def replicate_start(
         self,
         values: Sequence[torch.Tensor],
         axis: str,
@@ -210,7 +210,7 @@ class SharedMemory:
         reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
         # Both are notified: `due` is the number of notifications sent to a rank, which equals the number it has sent.
         self._tell([self._peers[rank] for rank in {reader, source}])
-        return SharedTransfer("send", axis, "", {source: self._peers[source].told}, through, into)
+        return SharedTransfer("replicate", axis, "", {source: self._peers[source].told}, through, into)
 
     def wait(
         self, moving: SharedTransfer | PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
@@ -227,7 +227,7 @@ class SharedMemory:
         elif moving.kind == "exchange":
             for flat, out in zip(moving.flats, moving.filled, strict=True):
                 self._exchange(flat, out, along, index)
-        elif moving.kind == "send":
+        elif moving.kind == "replicate":
             (source,) = moving.due
             for flat, place in zip(moving.flats, moving.filled, strict=True):
                 if flat.nbytes:

@@ -311,12 +311,12 @@ class _Tiers:
         host, disk = any(s.host for s in held), any(s.disk for s in held)
         # copies in host memory need a host budget
         able = (state and disk, state and host and self.budget.host is not None)
-        guesses = (
+        speculations = (
             tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
         )
         return [
-            replace(self.least, host_share=share, grads=waiting, guess=guess, rests=rests)
-            for guess in ((), *guesses)
+            replace(self.least, host_share=share, grads=waiting, speculative=tiers, rests=rests)
+            for tiers in ((), *speculations)
             for share in (ENDS if open_side else ENDS[:1])
             for waiting in (("update",) if self.unified else grads)
         ]
@@ -327,7 +327,7 @@ class _Tiers:
             of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
         on_host = choice.host_share > 0 and self.auto.update_on != "device"
         rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        early = speculate_pass.shares(choice.guess, rests, bool(self.sizes.copies))
+        early = speculate_pass.shares(choice.speculative, rests, bool(self.sizes.copies))
         return self.sizes.least(rests, on_host, choice.grads, self.budget.device, early)
 
     def _expected(self, choice: Choice, bound: Least) -> float:
@@ -412,7 +412,7 @@ def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
     first."""
     kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
     way = replace(choice, rests=())
-    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
+    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, speculative=())
 
 
 def _meaning(rests: Shares) -> frozenset[_Share]:

@@ -96,7 +96,7 @@ class _Placer:
             "reduce": self._reduce,
             "exchange": self._exchange,
             "fetch": self._fetch,
-            "send": self._send,
+            "replicate": self._replicate,
             "leaves": self._leaves,
         }
         for i, line in self._with(*kinds).items():
@@ -344,7 +344,7 @@ class _Placer:
                 self.into[maker] = [source.add(math.prod(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
-    def _send(self, number: int, line: Line) -> None:
+    def _replicate(self, number: int, line: Line) -> None:
         """Makes the allocations of copies that another rank reads from shared memory. They are copies because the state
         is stored outside the shared memory."""
         if not self.mesh.shared_memory:

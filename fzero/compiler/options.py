@@ -26,7 +26,7 @@ class Choice:
         order: the options of the schedule (compiler/overlap.py).
         host_share: the share of the offloaded state, by bytes, that the host updates; `share_because` is the reason.
         grads: which gradients are held in host memory (`waiting_on_host` of transforms/offload_analysis.py).
-        guess: the tiers whose state has speculative updates (transforms/speculate_pass.py).
+        speculative: the tiers whose state has speculative updates (transforms/speculate_pass.py).
         rests: what `offload("auto")` moves off the device, and where (compiler/auto_offload.py).
         stage: the stage of a pipeline whose program it is.
         wire: the formats on each axis for which `compress("auto")` may choose; `wire_because` is the reason.
@@ -39,7 +39,7 @@ class Choice:
     order: Order = field(default_factory=Order)
     host_share: float = 1.0
     grads: str = "update"
-    guess: tuple[str, ...] = ()
+    speculative: tuple[str, ...] = ()
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     wire: Formats = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fzero.ir.attributes import HandAttrs
+from fzero.ir.attributes import SendAttrs
 from fzero.ir.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
 from fzero.ir.program import Line, Program, Value, repeats
 
@@ -551,7 +551,7 @@ def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str,
             continue
         (line,) = next_.values()
         # Values that another stage waits for are sent at once, because a block later may be too late.
-        if line.op in COLLECTIVES and not isinstance(line.attrs, HandAttrs) and [*line.args] == brought:
+        if line.op in COLLECTIVES and not isinstance(line.attrs, SendAttrs) and [*line.args] == brought:
             found[handle] = line
     return found
 

@@ -267,7 +267,7 @@ PASSES = (
         "speculate",
         lambda program, asked, on: speculate_pass.rewrite(program, on),
         wanted=lambda program, asked, on: on,
-        option=lambda made, asked, choice: choice.guess,
+        option=lambda made, asked, choice: choice.speculative,
         starts=speculate_pass.starts,
         decision=speculate_pass.decision,
     ),

@@ -49,10 +49,10 @@ class Repeated(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guessed(Attrs):
-    """`guess`: whether the op is speculative (fzero/transforms/speculate_pass.py)."""
+class Speculative(Attrs):
+    """`speculative`: whether the op is speculative (fzero/transforms/speculate_pass.py)."""
 
-    guess: bool = False
+    speculative: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallAttrs(Repeated, Guessed, Side):
+class CallAttrs(Repeated, Speculative, Side):
     """`of_sums`: whether the call reads sums over all ranks and micro-batches; other calls read this rank's own
     summands. `weights`: whether the call computes gradients of parameters, which no other block waits for.
     """
@@ -134,7 +134,7 @@ class CallAttrs(Repeated, Guessed, Side):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastAttrs(Repeated, Guessed):
+class CastAttrs(Repeated, Speculative):
     """`dtype`: the dtype of the result."""
 
     dtype: torch.dtype
@@ -213,7 +213,7 @@ class AddAttrs(JoinAttrs, Repeated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssignAttrs(Guessed):
+class AssignAttrs(Speculative):
     """`restores`: whether the assignment rolls a speculative update back."""
 
     restores: bool = False
@@ -243,12 +243,12 @@ class ScatterAttrs(ReduceAttrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyAttrs(Repeated, Guessed):
+class CopyAttrs(Repeated, Speculative):
     """Attributes of a copy between memory tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SendAttrs(Over):
+class ReplicateAttrs(Over):
     """`shift`: the distance along the axis to the receiving rank. `every`: the values are sent in one of so many
     steps. `once`: the values are never written by a step and are sent once. `leaves`: the paths of the tensors that
     are sent. `number`: the index of this send.
@@ -261,9 +261,8 @@ class SendAttrs(Over):
     number: int = 0
 
 
-class HandedValue(NamedTuple):
-    """A value that one rank hands another: its shape and dtype, as a rank holds it, and the axes along which each rank
-    has its own."""
+class SentValue(NamedTuple):
+    """A value that one rank sends to another: its shape and dtype on a rank, and the axes along which it varies."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -271,18 +270,18 @@ class HandedValue(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandAttrs(Over):
-    """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
+class SendAttrs(Over):
+    """`peer`: the index of the other rank along the axis. `number`: of the send and its receive, among all messages
     between two ranks in one direction. `values`: of the message, in their order."""
 
     peer: int
     number: int
-    values: tuple[HandedValue, ...]
+    values: tuple[SentValue, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeAttrs(HandAttrs):
-    """Attributes of a take, which are those of its hand."""
+class RecvAttrs(SendAttrs):
+    """Attributes of a receive, which are those of its send."""
 
 
 @dataclass(frozen=True, kw_only=True)

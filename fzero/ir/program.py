@@ -24,8 +24,8 @@ of a few small things that need no trace: `cast`, `buffer` (memory that is writt
 once per micro-batch; an `accumulate` inside it is the sum over its iterations, or the maximum (`op`), and is read
 after it. Without a loop, the ops themselves are repeated (`repeats`), and `add` adds to totals in place: its results
 are new names of its first arguments. Names are assigned once, except for the tensors of the state: their buffers are
-donated, and `writes` lists those that an op overwrites. `zeros` makes a value of zeros. For speculative ops (`guess`)
-see fzero/ir/ops/redo.py.
+donated, and `writes` lists those that an op overwrites. `zeros` makes a value of zeros. For `speculative` ops
+see fzero/ir/ops/rollback.py.
 
 A `cast` to 8 bits also reads a scale, and says `through` which dtype it goes (fzero/ops/scaled_matmul.py).
 
@@ -68,11 +68,11 @@ from fzero.ir.attributes import (
     BlockCall,
     CallAttrs,
     Counted,
-    Guessed,
     Over,
     Repeated,
     Segment,
     Side,
+    Speculative,
     UpdateAttrs,
 )
 from fzero.mesh import AbstractMesh
@@ -293,15 +293,15 @@ class Line(Generic[A]):
         return isinstance(self.attrs, Side) and self.attrs.on == "host"
 
     @property
-    def guess(self) -> bool:
+    def speculative(self) -> bool:
         """Whether it is speculative. In a step that does not speculate it runs in vain, or not at all."""
-        return isinstance(self.attrs, Guessed) and self.attrs.guess
+        return isinstance(self.attrs, Speculative) and self.attrs.speculative
 
     @property
     def callee(self) -> str:
-        """The name that its text calls: its subgraph or its op, through `guess` if it is speculative."""
+        """The name that its text calls: its subgraph or its op, through `speculative` if it is speculative."""
         name = self.fn or self.op
-        return f"guess({name})" if self.guess else name
+        return f"speculative({name})" if self.speculative else name
 
     @property
     def micro(self) -> tuple[int, int] | None:

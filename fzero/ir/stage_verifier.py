@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.errors import VerifyError
-from fzero.ir.attributes import HandAttrs, TakeAttrs
+from fzero.ir.attributes import RecvAttrs, SendAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Line, Placement, Program, Value
 from fzero.ir.verifier import BUG, shown
@@ -47,8 +47,8 @@ class _Meeting:
     def __init__(self, programs: Sequence[Program]):
         self.programs = programs
         # by the sending and the receiving stage, in order
-        self.hands: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
-        self.takes: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
+        self.sends: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
+        self.recvs: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
         self.events = [self._events(stage, program) for stage, program in enumerate(programs)]
 
     def _events(self, stage: int, program: Program) -> list[tuple[Line, tuple[int, int], bool, int, bool]]:
@@ -59,13 +59,13 @@ class _Meeting:
         brought = {line.args[0]: line.out for line in program.lines if OPS[line.op].waits}
         found, under_way = [], {}
         for line in program.lines:
-            if isinstance(said := line.attrs, HandAttrs):
-                hand = not isinstance(said, TakeAttrs)
-                way = (stage, said.peer) if hand else (said.peer, stage)
-                moved: Sequence[Value] = [values[a] for a in line.args] if hand else brought.get(line.out[0].name, ())
-                queue = (self.hands if hand else self.takes)[way]
+            if isinstance(said := line.attrs, SendAttrs):
+                send = not isinstance(said, RecvAttrs)
+                way = (stage, said.peer) if send else (said.peer, stage)
+                moved: Sequence[Value] = [values[a] for a in line.args] if send else brought.get(line.out[0].name, ())
+                queue = (self.sends if send else self.recvs)[way]
                 queue.append(_Moved(line, said.number, tuple((v.held(mesh), v.dtype, v.placement) for v in moved)))
-                under_way[line.out[0].name] = way, hand, len(queue)
+                under_way[line.out[0].name] = way, send, len(queue)
                 found.append((line, *under_way[line.out[0].name], False))
             elif line.args and line.args[0] in under_way and OPS[line.op].waits:
                 found.append((line, *under_way.pop(line.args[0]), True))
@@ -73,18 +73,18 @@ class _Meeting:
 
     def problems(self) -> tuple[list[str], str]:
         """Returns the violations, and a common description of them."""
-        unlike = [x for way in sorted({*self.hands, *self.takes}) for x in self._unlike(way)]
-        return (unlike, "hands and takes do not meet") if unlike else (self._stuck(), "stages wait for each other")
+        unlike = [x for way in sorted({*self.sends, *self.recvs}) for x in self._unlike(way)]
+        return (unlike, "sends and receives do not match") if unlike else (self._stuck(), "stages wait for each other")
 
     def _unlike(self, way: tuple[int, int]) -> list[str]:
         """Returns the first difference between the values that one stage sends and the values that another receives."""
         of, to = way
-        hands, takes = self.hands[way], self.takes[way]
-        for hand, take in zip(hands, takes, strict=False):
-            if hand[1:] != take[1:]:
-                return [f"stage {of} to {to}: {shown(hand.line)}, {hand[1:]}; {shown(take.line)}, {take[1:]}"]
-        if len(hands) != len(takes):
-            rest = max(hands, takes, key=len)[min(len(hands), len(takes))].line
+        sends, recvs = self.sends[way], self.recvs[way]
+        for send, recv in zip(sends, recvs, strict=False):
+            if send[1:] != recv[1:]:
+                return [f"stage {of} to {to}: {shown(send.line)}, {send[1:]}; {shown(recv.line)}, {recv[1:]}"]
+        if len(sends) != len(recvs):
+            rest = max(sends, recvs, key=len)[min(len(sends), len(recvs))].line
             return [f"stage {of} to {to}: {shown(rest)} has no other side"]
         return []
 
@@ -96,18 +96,18 @@ class _Meeting:
             moving = False
             for stage, events in enumerate(self.events):
                 while at[stage] < len(events):
-                    _, way, hand, place, waits = events[at[stage]]
-                    if waits and started[way, not hand] < place:
+                    _, way, send, place, waits = events[at[stage]]
+                    if waits and started[way, not send] < place:
                         break
                     if not waits:
-                        started[way, hand] = place
+                        started[way, send] = place
                     at[stage] += 1
                     moving = True
         left = (
             (stage, events[i]) for stage, (events, i) in enumerate(zip(self.events, at, strict=True)) if i < len(events)
         )
         return [
-            f"stage {stage} waits for {line.args[0]}, {'which stage' if hand else 'from stage'} {way[hand]}"
-            f"{' is to take' if hand else ''}"
-            for stage, (line, way, hand, _, _) in left
+            f"stage {stage} waits for {line.args[0]}, {'which stage' if send else 'from stage'} {way[send]}"
+            f"{' is to receive it' if send else ''}"
+            for stage, (line, way, send, _, _) in left
         ]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fzero._utils.host_memory import padded
 from fzero.ir.aliases import Aliases
-from fzero.ir.attributes import BufferAttrs, SendAttrs
+from fzero.ir.attributes import BufferAttrs, ReplicateAttrs
 from fzero.ir.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
 from fzero.ir.printer import last_reads
 from fzero.ir.program import Function, Line, Place, Program, Value, local_bytes
@@ -88,7 +88,7 @@ def ward_bytes(program: Program) -> int:
     return 2 * sum(
         local_bytes(program.values_by_name[name], program.mesh)
         for line, _ in program.walk()
-        if isinstance(line.attrs, SendAttrs)
+        if isinstance(line.attrs, ReplicateAttrs)
         for name in line.args
     )
 

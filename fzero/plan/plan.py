@@ -361,10 +361,10 @@ def plan(
 
 
 def _stage(program: Program, timeline: Timeline, step_seconds: float, device: Device, backend: str) -> StagePlan:
-    hands = [line for line in program.lines if line.op == "hand_start"]
+    sends = [line for line in program.lines if line.op == "send_start"]
     # after its own work, the stage waits for the others
     waits = step_seconds - timeline.step_seconds
-    waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("hand:", "take:")))
+    waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("send:", "recv:")))
     peak, host, _ = peak_bytes(program, device, backend)
     return StagePlan(
         num_blocks=len({line.block.number for line in program.lines if line.block is not None}),
@@ -373,7 +373,7 @@ def _stage(program: Program, timeline: Timeline, step_seconds: float, device: De
         peak_bytes=peak,
         host_peak_bytes=host,
         persistent_bytes=resting_bytes(program),
-        sent_bytes=sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in hands),
+        sent_bytes=sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in sends),
     )
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fzero.ir.attributes import HandAttrs, TakeAttrs, WaitAttrs
+from fzero.ir.attributes import RecvAttrs, SendAttrs, WaitAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Line, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
@@ -180,8 +180,8 @@ class _Simulation:
         seconds, queue = self.seconds[number], self.line_channel[number]
         if line.fn and line.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
-        if self.meeting is not None and isinstance(said := line.attrs, HandAttrs):
-            way = (said.peer, self.stage) if isinstance(said, TakeAttrs) else (self.stage, said.peer)
+        if self.meeting is not None and isinstance(said := line.attrs, SendAttrs):
+            way = (said.peer, self.stage) if isinstance(said, RecvAttrs) else (self.stage, said.peer)
             self._meet(line.out[0].name, queue or "", (*way, said.number), seconds)
         elif queue is not None:
             self._start(line.out[0].name, queue, seconds, number, turn)

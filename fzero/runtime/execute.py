@@ -13,7 +13,7 @@ import torch
 from fzero._utils.host_memory import host_pool
 from fzero.comm import agreement
 from fzero.comm.transport import transport
-from fzero.ir.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, sends_of
+from fzero.ir.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, replicated_leaves
 from fzero.ir.printer import name_of, source
 from fzero.ir.program import Function, Program
 from fzero.memory.tier_copies import TierCopy, TierTransport
@@ -38,7 +38,7 @@ def executable(
     Args:
         graphs: whether runs are captured and replayed, if the program allows it; None: captured, unless a capture
             fails.
-        pairs: the pairs of stages that send and receive, as `handed` returns them.
+        pairs: the pairs of stages that send and receive, as `message_directions` returns them.
     """
     text = source(program)
     batch_axes = batch_axes_of(program)
@@ -60,7 +60,7 @@ def executable(
         **{name: named for row in OPS.values() for name, named in row.names(running).items()},
         "pool": places,
         "apart": places,
-        "wards": sends_of(program),
+        "wards": replicated_leaves(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
 
@@ -119,7 +119,7 @@ class _Running:
             self._parts[key] = leaf.boxes(self.mesh), leaf.shard_numel(self.mesh)
         return self._parts[key]
 
-    def send(
+    def replicate(
         self,
         values: Sequence[torch.Tensor],
         *,
@@ -135,7 +135,7 @@ class _Running:
         wards = self.mesh.context.wards
         if wards is None or (places := wards.places(into, every, once)) is None:
             return TierCopy(lambda: None, ())
-        moving = self.carrier.send_start(values, axis, shift, places, through)
+        moving = self.carrier.replicate_start(values, axis, shift, places, through)
         return TierCopy(lambda: self.carrier.wait(moving, ()), ())
 
     def wait(

@@ -16,7 +16,7 @@ from fzero.compiler.lowered import Lowered
 from fzero.compiler.program_selection import lower_inputs
 from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
-from fzero.ir.ops import handed
+from fzero.ir.ops import message_directions
 from fzero.mesh import Mesh
 from fzero.plan.plan import Plan
 from fzero.runtime.build.build import build
@@ -105,7 +105,7 @@ def build_executable(
     # the subgraphs of all stages: the ranks divide their compilation among themselves
     used = {line.fn for x in lowered.programs for line, _ in x.walk() if line.op == "call"}
     functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, backend, mesh)
-    how = {"pairs": handed(lowered.programs), "graphs": graphs}
+    how = {"pairs": message_directions(lowered.programs), "graphs": graphs}
     return functools.partial(executable, lowered.program, functions, mesh, **how)
 
 

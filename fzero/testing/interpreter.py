@@ -71,7 +71,7 @@ class Interpreter:
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
-        self._handed: list[Any] = []  # kept until they are received
+        self._sent: list[Any] = []  # kept until they are received
 
     def run(self, line: Line, turn: int = 0) -> None:
         """Runs one op, in the given iteration (`turn`) of the enclosing loop."""
@@ -113,15 +113,15 @@ class Interpreter:
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
 
-    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
-        """Hands values to the rank at another place along an axis, and goes on."""
+    def send(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        """Starts to send values to the rank at another index along an axis."""
         to = ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer]
         for x in values:
             kept = x.contiguous().clone()
-            self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
+            self._sent.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
 
-    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        """The values that the rank at another place along an axis hands over under this number."""
+    def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values that the rank at another index along an axis sends under this number."""
         for x in like:
             dist.recv(x, ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer], self.mesh.group(axis), number)
         return like

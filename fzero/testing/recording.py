@@ -35,7 +35,7 @@ class RanLine:
 @contextmanager
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[RanLine]]:
     """Records each op of a single run of an executable in the body, in the order in which the ops run. Of ops that a
-    `redo` repeats, only the second execution is kept.
+    `rollback` repeats, only the second execution is kept.
     """
     ran: list[RanLine] = []
     again = False

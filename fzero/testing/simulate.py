@@ -126,7 +126,7 @@ class _Board:
         self._messages: dict[Any, Sequence[torch.Tensor]] = {}
         self._along = {(m.rank, axis): ranks_along(m.axes, m.rank, axis) for m in ranks for axis in m.axes}
         self._barriers = {tuple(along): threading.Barrier(len(along)) for along in self._along.values()}
-        self._handed, self._failed = threading.Condition(), False
+        self._sent, self._failed = threading.Condition(), False
 
     def along(self, mesh: Mesh, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns the values of the ranks along an axis, in their order."""
@@ -138,16 +138,16 @@ class _Board:
         barrier.wait()
         return found
 
-    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, values: Sequence[torch.Tensor]) -> None:
-        with self._handed:
+    def send(self, mesh: Mesh, axis: str, peer: int, number: int, values: Sequence[torch.Tensor]) -> None:
+        with self._sent:
             self._messages[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = [x.clone() for x in values]
-            self._handed.notify_all()
+            self._sent.notify_all()
 
-    def take(self, mesh: Mesh, axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        """The values handed to a rank under a number, once they are there."""
+    def recv(self, mesh: Mesh, axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values sent to a rank under a number, once they are there."""
         key = axis, self._along[mesh.rank, axis][peer], mesh.rank, number
-        with self._handed:
-            self._handed.wait_for(lambda: self._failed or key in self._messages)
+        with self._sent:
+            self._sent.wait_for(lambda: self._failed or key in self._messages)
             if self._failed:
                 raise threading.BrokenBarrierError
             return self._messages.pop(key)
@@ -156,9 +156,9 @@ class _Board:
         """Ends all exchanges, because a rank has failed."""
         for barrier in self._barriers.values():
             barrier.abort()
-        with self._handed:
+        with self._sent:
             self._failed = True
-            self._handed.notify_all()
+            self._sent.notify_all()
 
 
 class _Rank(Interpreter):
@@ -177,11 +177,11 @@ class _Rank(Interpreter):
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
 
-    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
-        self._board.hand(self.mesh, axis, peer, number, values)
+    def send(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        self._board.send(self.mesh, axis, peer, number, values)
 
-    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        return self._board.take(self.mesh, axis, peer, number)
+    def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        return self._board.recv(self.mesh, axis, peer, number)
 
     def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
         """Runs ops in order, and the body of a loop as often as the program says."""

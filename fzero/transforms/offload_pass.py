@@ -103,7 +103,7 @@ class _TierRewrite:
         source = line.args[0] if line.args else ""
         if line.body:
             return self._with_body(line)
-        if line.guess and line.op in ("cast", "assign"):  # the old value stays on the tier of its tensor
+        if line.speculative and line.op in ("cast", "assign"):  # the old value stays on the tier of its tensor
             return self._on(self._tier(source), line)
         if (
             line.op == "cast"
@@ -127,8 +127,8 @@ class _TierRewrite:
             }
             before = self._written() if self._stored(line) else []
             lines = self._on(self._side(line), line)
-            guessed = [x.saying(guess=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
-            return [*before, *(guessed if line.guess else lines)]
+            speculated = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
+            return [*before, *(speculated if line.speculative else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
             self.summands.append(line)
             return []
@@ -171,7 +171,7 @@ class _TierRewrite:
         return (
             line.by == "optimizer"
             and line.op == "call"
-            and not line.guess
+            and not line.speculative
             and bool(line.writes or not self.known.isdisjoint(line.args))
         )
 
@@ -389,7 +389,7 @@ class _TierRewrite:
         ):
             copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            # a redo reads the host's copy of a leaf that was updated on a guess
+            # a rollback reads the host's copy of a leaf that was updated speculatively
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
             lines += more

@@ -17,15 +17,15 @@ stages runs on every rank: such values are scalars, for example norms. It must n
 the schedule is interleaved, a rank has several stages, and values that pass between two stages of one rank are not
 sent.
 
-[Note: hands] Sends and receives. A value that other ranks read is sent to each of them, at the end of the action that
-computes it (fzero/transforms/pipeline_schedules.py). All values of one action for one rank are one message. Values of
-the step (computed once per step) that actions read are sent before the first action. Other values of the step, and
-scalars that no action reads, are sent after the last one. Of these, all values of one level are one message for each
-rank: the level of a value is that of the values it is computed from, or one more if these are sent in between. A
-receive starts one action before the first action that reads its values, and no later than the receives of messages that
-the same rank sends later. A send is waited for two actions later, or after its receive has started, whichever is later,
-according to the estimated times of the actions. So in the order of those times, every wait comes after the other side's
-start, and no ranks wait for each other.
+[Note: messages between stages] A value that other ranks read is sent to each of them, at the end of
+the action that computes it (fzero/transforms/pipeline_schedules.py). All values of one action for one rank are one
+message. Values of the step (computed once per step) that actions read are sent before the first action. Other values of
+the step, and scalars that no action reads, are sent after the last one. Of these, all values of one level are one
+message for each rank: the level of a value is that of the values it is computed from, or one more if these are sent in
+between. A receive starts one action before the first action that reads its values, and no later than the receives of
+messages that the same rank sends later. A send is waited for two actions later, or after its receive has started,
+whichever is later, according to the estimated times of the actions. So in the order of those times, every wait comes
+after the other side's start, and no ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from typing import Any, NamedTuple
 
 from fzero.errors import FzeroValueError
 from fzero.ir.aliases import Views
-from fzero.ir.attributes import CallAttrs, HandAttrs, HandedValue, TakeAttrs
+from fzero.ir.attributes import CallAttrs, RecvAttrs, SendAttrs, SentValue
 from fzero.ir.dependencies import dependences
 from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Line, Program, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, hand_ends, table, take_starts, when
+from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, recv_starts, send_ends, table, when
 from fzero.transforms.transform import find
 
 EVERY = -1
@@ -338,19 +338,19 @@ class _Whole:
         for a in self.program.outputs:
             if (rank := self.rank_of(a)) is not None and rank != EVERY:
                 self.crossing[a] |= {*range(self.n)} - {rank}
-        handed: dict[Unit | str, list[str]] = defaultdict(list)
+        sent: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
             if a not in of_units and not self.values[a].shape:  # a scalar that no action waits for
                 unit = None
-            handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
+            sent[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
         self.messages: dict[Unit, list[_Message]] = defaultdict(list)
-        self.messages |= {unit: self._together(of) for unit, of in handed.items() if isinstance(unit, Unit)}
-        level = self._levels({*handed["before"], *handed["behind"]})
+        self.messages |= {unit: self._together(of) for unit, of in sent.items() if isinstance(unit, Unit)}
+        level = self._levels({*sent["before"], *sent["behind"]})
         self.levels: dict[str, list[list[_Message]]] = {}
         for point in ("before", "behind"):
-            numbers = sorted({level[a] for a in handed[point]})
-            self.levels[point] = [self._together([a for a in handed[point] if level[a] == n]) for n in numbers]
+            numbers = sorted({level[a] for a in sent[point]})
+            self.levels[point] = [self._together([a for a in sent[point] if level[a] == n]) for n in numbers]
 
     def _read_by_units(self) -> set[str]:
         """Returns the values that actions read, directly or through ops of the step, such as gathers of a norm's
@@ -371,16 +371,16 @@ class _Whole:
                 found[of, to].append(a)
         return [_Message(tuple(those), *way) for way, those in sorted(found.items())]
 
-    def _levels(self, handed: set[str]) -> dict[str, int]:
-        """Returns the levels of values that are sent once per step: see [Note: hands]."""
+    def _levels(self, sent: set[str]) -> dict[str, int]:
+        """Returns the levels of values that are sent once per step: see [Note: messages between stages]."""
         of_line, found = dict[int, int](), dict[str, int]()
         for i in self.of_step:
-            taken = [a for a in self.lines[i].args if a in handed and self.runs(i) - {self.rank_of(a)}]
+            received = [a for a in self.lines[i].args if a in sent and self.runs(i) - {self.rank_of(a)}]
             of_line[i] = max((of_line[j] for j in self.after[i]), default=0)
             if i not in self.places.divided:
-                of_line[i] = max([of_line[i], *(found.get(a, 0) + 1 for a in taken)])
+                of_line[i] = max([of_line[i], *(found.get(a, 0) + 1 for a in received)])
             found.update((v.name, of_line[i]) for v in self.lines[i].out)
-        return {a: found.get(a, 0) for a in handed}
+        return {a: found.get(a, 0) for a in sent}
 
     def first(self, values: Sequence[str]) -> list[int]:
         """Returns the ops of the step that must run before these values exist, in order."""
@@ -418,7 +418,7 @@ class _Whole:
         for rank in (r for r in reversed(range(self.n)) if r != me):
             messages = [x for unit in self.table[rank] for x in self.messages[unit] if x.to == me]
             needed = [(x, min(self._needed[a].get(me, last) for a in x.values)) for x in messages]
-            found |= take_starts(needed, last)
+            found |= recv_starts(needed, last)
         return found
 
     def _check_order(self) -> None:
@@ -491,18 +491,18 @@ class _Projection:
         """Adds the ops of all actions in schedule order, with sends and receives, and then the remaining ops of the
         step."""
         whole, units = self.whole, self.whole.table[self.me]
-        takes: dict[int, list[_Message]] = defaultdict(list)
+        receives: dict[int, list[_Message]] = defaultdict(list)
         for message, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
-            takes[number].append(message)
+            receives[number].append(message)
         self._pass_on("before", 1)
         for number, unit in enumerate(units):
-            for message in takes[number]:
-                self._take(message)
+            for message in receives[number]:
+                self._recv(message)
             self._finish(number)
             for i in whole.units[unit]:
                 self._emit(i)
             for message in whole.messages[unit]:
-                self._hand(message, self._awaited(message, number))
+                self._send(message, self._awaited(message, number))
         self._finish(len(units))
         self._pass_on("behind", len(units))
         for i in whole.of_step:
@@ -518,48 +518,48 @@ class _Projection:
             own = [message for message in messages if message.of == self.me]
             for message in messages:
                 if message.to == self.me:
-                    self._take(message)
+                    self._recv(message)
             for i in self.whole.first([a for message in own for a in message.values]):
                 if self.me in self.whole.runs(i):
                     self._emit(i)
             for message in own:
-                self._hand(message, before)
+                self._send(message, before)
 
-    def _take(self, message: _Message) -> None:
+    def _recv(self, message: _Message) -> None:
         """Starts to receive values that are sent to this rank."""
         number = self.counts[False, message.of]
         self.counts[False, message.of] += 1
         values = [self.whole.values[a] for a in message.values]
         by = self.whole.spec.name
-        handle = moving(self.names(f"take_{identifier(message.values[0])}"))
-        attrs = TakeAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._handed(message))
-        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=by))
+        handle = moving(self.names(f"recv_{identifier(message.values[0])}"))
+        attrs = RecvAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._sent_values(message))
+        self.out.append(Line("recv_start", (), (handle,), attrs=attrs, by=by))
         leaves = [a for a in message.values if a in self.whole.program.leaves]
-        self.here |= {a: self.names(f"{identifier(a)}_taken") for a in leaves}
+        self.here |= {a: self.names(f"{identifier(a)}_received") for a in leaves}
         made = tuple(replace(v, name=self.here.get(v.name, v.name)) for v in values)
         self.posted.update(message.values)
         self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
 
-    def _hand(self, message: _Message, before: int) -> None:
+    def _send(self, message: _Message, before: int) -> None:
         """Sends values of this rank to one that reads them, and waits for the send before action `before`."""
         for a in message.values:
             self._need(a)
         number = self.counts[True, message.to]
         self.counts[True, message.to] += 1
-        handle = moving(self.names(f"hand_{identifier(message.values[0])}"))
-        attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._handed(message))
-        self.out.append(Line("hand_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
+        handle = moving(self.names(f"send_{identifier(message.values[0])}"))
+        attrs = SendAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._sent_values(message))
+        self.out.append(Line("send_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
         self.waits.append((before, Line("wait", (handle.name,), by=self.whole.spec.name)))
 
-    def _handed(self, message: _Message) -> tuple[HandedValue, ...]:
+    def _sent_values(self, message: _Message) -> tuple[SentValue, ...]:
         values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
-        return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
+        return tuple(SentValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
     def _awaited(self, message: _Message, number: int) -> int:
         """Returns the index of the action before which a rank waits for a message that its action `number` sends."""
         whole = self.whole
         taken_before = whole.table[message.to][whole.posts[message.to][message]]
-        return hand_ends(whole.table[self.me], number, whole.when[taken_before][0], whole.when)
+        return send_ends(whole.table[self.me], number, whole.when[taken_before][0], whole.when)
 
     def _finish(self, unit: int) -> None:
         """Adds the waits that are due before this action."""
@@ -569,7 +569,7 @@ class _Projection:
     def _need(self, a: str) -> None:
         """Makes a value available on this rank, before the op that reads it."""
         if self.whole.rank_of(a) not in (None, EVERY, self.me):
-            assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
+            assert a in self.posted, f"{a} is read on rank {self.me} before it is received"
             if a in self.taken:
                 message, wait = self.taken[a]
                 self.out.append(wait)

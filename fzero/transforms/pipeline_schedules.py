@@ -185,7 +185,7 @@ def when(
     return found
 
 
-def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[Message, int]:
+def recv_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[Message, int]:
     """Returns the index of the action before which a rank starts to receive each message of one other rank.
 
     It is one action before the first one that reads the message, and no later than the receives of messages that are
@@ -199,7 +199,7 @@ def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[M
         The indices in the order of `needed`.
 
     Example:
-        >>> take_starts([("a", 3), ("b", 2)], 4)
+        >>> recv_starts([("a", 3), ("b", 2)], 4)
         {'a': 1, 'b': 1}
     """
     found, number = dict[Message, int](), num_units
@@ -208,7 +208,7 @@ def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[M
     return dict(reversed(found.items()))
 
 
-def hand_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
+def send_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
     """Returns the index of the action before which a rank waits for the send of its action `number`.
 
     It is two actions later, or as many more as begin before the receive starts. The number of actions stands for the

@@ -128,7 +128,7 @@ def redundant(
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> step = fz.redundant(fz.shard_params(step))
         >>> params, x = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
-        >>> fz.lower(step, fz.AbstractMesh(data=2), params, x).plan.channels["send:data"].bytes
+        >>> fz.lower(step, fz.AbstractMesh(data=2), params, x).plan.channels["replicate:data"].bytes
         24576
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.ir.aliases import Views
-from fzero.ir.attributes import SendAttrs
+from fzero.ir.attributes import ReplicateAttrs
 from fzero.ir.program import Line, Program, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.transforms.redundant import Redundant
@@ -41,13 +41,13 @@ def rewrite(program: Program) -> Program:
     for number, ((writer, apart), leaves) in enumerate(groups.items()):
         sent, leaves_at = leaves, 0
         if apart:
-            copied = moving(names(f"send_{number}_to_host"))
+            copied = moving(names(f"replicate_{number}_to_host"))
             copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
             before.setdefault(0, []).append(Line("to_host_start", tuple(leaves), (copied,), by=on_the_way))
             sent, leaves_at = [v.name for v in copies], min(writer, later)
             before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
-        handle = moving(names(f"send_{number}"))
-        attrs = SendAttrs(
+        handle = moving(names(f"replicate_{number}"))
+        attrs = ReplicateAttrs(
             axes=(spec.axis,),
             shift=spec.shift(program.mesh),
             every=spec.every,
@@ -55,7 +55,7 @@ def rewrite(program: Program) -> Program:
             leaves=tuple(leaves),
             number=number,
         )
-        start = Line("send_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
+        start = Line("replicate_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
         before.setdefault(leaves_at, []).append(start)
         before.setdefault(writer, []).append(Line("wait", (handle.name,), by=spec.name))
     lines = [x for i, line in enumerate(program.lines) for x in (*before.get(i, ()), line)]

@@ -7,7 +7,7 @@ speculation, and tensors on disk are written next to their old values. Once the 
 for bit with the assumed ones. If they are equal, the new values are kept; otherwise the old values are restored, and
 the same updates run again with the actual scalars:
 
-    if redo([scale], [guess_scale]):
+    if rollback([scale], [assumed_scale]):
         …
 
 A wrong assumption affects only the time: the step after a wrong one does not speculate, and waits. For a tensor on
@@ -46,11 +46,11 @@ def rewrite(program: Program, tiers: Sequence[str]) -> Program:
         for tensors with speculative updates that are not stored on disk, a copy, made before the update. Tensors on
         disk take twice the bytes, and a wrong assumption reads and writes them twice. No communication.
     """
-    return _Guess(program, tiers).run()
+    return _Speculation(program, tiers).run()
 
 
 def with_old_values(program: Program) -> Program:
-    """Adds copies of the tensors that speculative updates overwrite, and has `redo` restore them.
+    """Adds copies of the tensors that speculative updates overwrite, and has `rollback` restore them.
 
     The updates must have been hoisted already. A tensor on disk needs no copy: its new value is written next to the old
     one. Compute copies of masters need none: no update reads them.
@@ -58,14 +58,14 @@ def with_old_values(program: Program) -> Program:
     names, lines, kept = Names(program.values_by_name), list[Line](), dict[str, str]()
     tier_of = lambda name: program.leaves[name].layout.tier  # noqa: E731
     for line in program.lines:
-        for name in line.writes if line.guess else ():
+        for name in line.writes if line.speculative else ():
             if tier_of(name) != "disk" and program.leaves[name].role != "compute":
                 old = replace(program.values_by_name[name], name=names(f"{identifier(name)}_kept"))
-                attrs = CastAttrs(dtype=old.dtype, guess=True)
+                attrs = CastAttrs(dtype=old.dtype, speculative=True)
                 lines.append(Line("cast", (name,), (old,), attrs=attrs, by="optimizer"))
                 kept[name] = old.name
-        if line.op == "redo":
-            attrs, written = AssignAttrs(restores=True, guess=True), [w for x in line.body for w in x.writes]
+        if line.op == "rollback":
+            attrs, written = AssignAttrs(restores=True, speculative=True), [w for x in line.body for w in x.writes]
             for tier in ("host", "device"):
                 if ws := tuple(w for w in written if w in kept and tier_of(w) == tier):
                     back = Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=ws, by="optimizer")
@@ -80,14 +80,14 @@ def starts(least: Choice, program: Program, budget: Any) -> list[Choice]:
 
     Old values in host memory are possible only with a host budget. The program's update must have been partitioned.
     """
-    counts = [0, *(len(_Guess(program, tiers).updates) for tiers in TIERS)]
+    counts = [0, *(len(_Speculation(program, tiers).updates) for tiers in TIERS)]
     more = [tiers for tiers, before, num in zip(TIERS, counts, counts[1:], strict=False) if before < num]
-    return [replace(least, guess=tiers) for tiers in more if budget.host is not None or "host" not in tiers]
+    return [replace(least, speculative=tiers) for tiers in more if budget.host is not None or "host" not in tiers]
 
 
 def is_possible(program: Program) -> bool:
     """Whether any update can be speculative. The program's update must have been partitioned."""
-    return bool(_Guess(program, TIERS[-1]).updates)
+    return bool(_Speculation(program, TIERS[-1]).updates)
 
 
 def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float]:
@@ -109,10 +109,10 @@ def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float
 
 def decision(choice: Choice) -> tuple[str, str, str] | None:
     why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
-    return ("update", "on a guess", f"{why}if that changes it") if choice.guess else None
+    return ("update", "on a guess", f"{why}if that changes it") if choice.speculative else None
 
 
-class _Guess:
+class _Speculation:
     """The rewrite of one program: finds the updates that can be speculative (`updates`), and makes them so."""
 
     def __init__(self, program: Program, tiers: Sequence[str]):
@@ -120,9 +120,9 @@ class _Guess:
         self.lines = [line for line in program.lines if line.by == "optimizer"]
         self.made = {v.name: line for line in self.lines for v in line.out}
         self.keys = {name for name, leaf in program.leaves.items() if leaf.role == "key"}
-        self.updates = [line for line in self.lines if self._may_be_guessed(line)]
+        self.updates = [line for line in self.lines if self._may_be_speculative(line)]
 
-    def _may_be_guessed(self, line: Line) -> bool:
+    def _may_be_speculative(self, line: Line) -> bool:
         leaves = self.program.leaves
         off = {leaves[w].layout.tier if w in leaves else "" for w in line.writes} - {"device"}
         if not line.fn or not off or not off <= self.tiers:
@@ -155,7 +155,7 @@ class _Guess:
         return self._reduces(line) and not any(a in self.program.leaves or a in self.made for a in line.args)
 
     def run(self) -> Program:
-        """Returns the program in which these updates run on assumed scalars, followed by the `redo`."""
+        """Returns the program in which these updates run on assumed scalars, followed by the `rollback`."""
         if not self.updates:
             return self.program
         names = Names(self.values)
@@ -163,7 +163,7 @@ class _Guess:
         known: dict[str, str] = {}  # scalar -> its assumed value
         new: list[Line] = []
 
-        def guessed(name: str) -> str:
+        def assumed(name: str) -> str:
             """Returns the name of a scalar's assumed value; if it does not depend on gradients, its own name."""
             if name not in self.made or not (reductions := self._reductions(name)):
                 return name
@@ -177,18 +177,18 @@ class _Guess:
                     new.append(Line("zeros", (), (replace(value, name=zeros[key]),), by="optimizer"))
                 return known.setdefault(name, zeros[key])
             line = self.made[name]
-            args = tuple(map(guessed, line.args))
-            out = tuple(replace(v, name=names(f"guess_{v.name}")) for v in line.out)
+            args = tuple(map(assumed, line.args))
+            out = tuple(replace(v, name=names(f"assumed_{v.name}")) for v in line.out)
             known.update((v.name, g.name) for v, g in zip(line.out, out, strict=True))
             new.append(replace(line, args=args, out=out))
             return known[name]
 
         chosen = {id(line) for line in self.updates}
-        first = [replace(x, args=tuple(map(guessed, x.args))).saying(guess=True) for x in self.updates]
-        scalars = dict.fromkeys(a for x in self.updates for a in x.args if guessed(a) != a)
-        redo = Line(
-            "redo",
-            (*scalars, *map(guessed, scalars)),
+        first = [replace(x, args=tuple(map(assumed, x.args))).saying(speculative=True) for x in self.updates]
+        scalars = dict.fromkeys(a for x in self.updates for a in x.args if assumed(a) != a)
+        rollback = Line(
+            "rollback",
+            (*scalars, *map(assumed, scalars)),
             attrs=TurnsAttrs(count=0),
             body=tuple(self.updates),
             by="optimizer",
@@ -196,4 +196,4 @@ class _Guess:
         at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
         rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
         assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"
-        return replace(self.program, lines=(*self.program.lines[:at], *new, *first, redo, *rest))
+        return replace(self.program, lines=(*self.program.lines[:at], *new, *first, rollback, *rest))

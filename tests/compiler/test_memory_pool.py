@@ -198,10 +198,10 @@ def test_donated_state_read_late(stage3: Program) -> None:
 def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     """What would be a deadlock: the rank waits for the others, who wait for it to start."""
     other = {
-        "send_start": lambda: lowered(fz.shard_params(), fz.redundant()),
+        "replicate_start": lambda: lowered(fz.shard_params(), fz.redundant()),
         "all_to_all_start": lambda: program_of("tensor"),
-        "hand_start": lambda: program_of("pipeline"),
-        "take_start": lambda: program_of("pipeline"),
+        "send_start": lambda: program_of("pipeline"),
+        "recv_start": lambda: program_of("pipeline"),
     }
     program = other[op]() if op in other else stage3
     start, wait = transfers(program, op)[0]

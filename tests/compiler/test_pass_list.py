@@ -117,7 +117,7 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: passes.Pass, monkeypatch: 
         with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
             lower(name, skip=("speculate",))
         first_choice = candidates_file.first_choice
-        chosen = lambda *args: replace(first_choice(*args), guess=("disk", "host"))  # noqa: E731
+        chosen = lambda *args: replace(first_choice(*args), speculative=("disk", "host"))  # noqa: E731
         monkeypatch.setattr(candidates_file, "first_choice", chosen)
         assert "speculate" in lower("cpu").stages() and "speculate" not in lower("cpu", skip="speculate").stages()
     else:

@@ -99,8 +99,8 @@ def test_totals_are_added_to_in_place() -> None:
 
 
 def test_lines_with_a_body_do_what_that_does() -> None:
-    redo = Line("redo", ("s", "t"), body=(cast("q", "new"), assign("p", "new")))
-    lines = cast("q", "s"), cast("q", "t"), cast("p", "a"), redo, cast("p", "b")
+    rollback = Line("rollback", ("s", "t"), body=(cast("q", "new"), assign("p", "new")))
+    lines = cast("q", "s"), cast("q", "t"), cast("p", "a"), rollback, cast("p", "b")
     assert graph(*lines)[3:] == [{0, 1, 2}, {0, 1, 2, 3}]
 
 

@@ -235,7 +235,7 @@ def test_the_programs_have_every_op() -> None:
     """Or an op's rule would be broken by nothing here."""
     seen = {line.op for name in PROGRAMS for line, _ in program_of(name).walk()}
     # of programs that are not cut, and of speculative updates: in test_verify.py and test_speculative_updates.py
-    assert {*OPS} - seen == {"update", "redo", "zeros"}
+    assert {*OPS} - seen == {"update", "rollback", "zeros"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -20,7 +20,7 @@ from fzero import optim
 from fzero.comm.collectives import ProcessGroups
 from fzero.compiler import passes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
-from fzero.ir.attributes import HandAttrs
+from fzero.ir.attributes import SendAttrs
 from fzero.ir.program import Line, Program
 from fzero.ir.stage_verifier import meeting
 from fzero.ir.verifier import verify
@@ -345,7 +345,7 @@ def programs(p: int = 2, m: int = 2, **how: Any) -> tuple[Program, ...]:
 def broken(program: Program) -> Iterator[tuple[str, Program]]:
     """A program with a hand, a take or the wait for one dropped, doubled, or put in place of the next of its kind."""
     lines = program.lines
-    moves = [i for i, line in enumerate(lines) if line.op in ("hand_start", "take_start")]
+    moves = [i for i, line in enumerate(lines) if line.op in ("send_start", "recv_start")]
     ends = {line.args[0]: i for i, line in enumerate(lines) if line.op == "wait"}
     put = lambda new: replace(program, lines=tuple(new))  # noqa: E731
     for i in moves:
@@ -356,7 +356,7 @@ def broken(program: Program) -> Iterator[tuple[str, Program]]:
         yield f"{i} doubled", put([*lines[: i + 1], *lines[i:]])
         yield f"{i} renumbered", put([*lines[:i], lines[i].saying(number=lines[i].attrs.number + 1), *lines[i + 1 :]])
         yield f"{i} to another", put([*lines[:i], lines[i].saying(peer=(lines[i].attrs.peer + 1) % 3), *lines[i + 1 :]])
-    for op in ("hand_start", "take_start"):
+    for op in ("send_start", "recv_start"):
         own = [i for i in moves if lines[i].op == op]
         for i, j in itertools.pairwise(own):
             if lines[i].attrs.peer == lines[j].attrs.peer:
@@ -365,7 +365,7 @@ def broken(program: Program) -> Iterator[tuple[str, Program]]:
                 yield f"{i} and {j} swapped", put(new)
 
 
-def test_every_broken_hand_is_found() -> None:
+def test_every_broken_send_or_recv_is_found() -> None:
     made = programs(p=3)
     meeting(made)
     missed, tried = [], 0
@@ -397,15 +397,15 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     """Each stage waits at once for what it hands, and takes what it needs next: with buffers in between it went on."""
 
     def at_once(program: Program) -> Program:
-        starts = {x.out[0].name: x for x in program.lines if x.op in ("hand_start", "take_start")}
+        starts = {x.out[0].name: x for x in program.lines if x.op in ("send_start", "recv_start")}
         ends = {x.args[0]: x for x in program.lines if x.op == "wait"}
         out: list[Line] = []
         for line in program.lines:
-            if line.op == "hand_start":
+            if line.op == "send_start":
                 out += [line, ends[line.out[0].name]]
-            elif line.op == "wait" and starts[line.args[0]].op == "take_start":
+            elif line.op == "wait" and starts[line.args[0]].op == "recv_start":
                 out += [starts[line.args[0]], line]
-            elif line.op not in ("take_start", "wait"):
+            elif line.op not in ("recv_start", "wait"):
                 out.append(line)
         return replace(program, lines=tuple(out))
 
@@ -413,7 +413,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     meeting((at_once(first), last))
     meeting((first, at_once(last)))
     verify(at_once(first)), verify(at_once(last))
-    with pytest.raises(VerifyError, match=r"(?s)stages wait for each other.*stage 0 waits for hand.*stage 1 waits"):
+    with pytest.raises(VerifyError, match=r"(?s)stages wait for each other.*stage 0 waits for send.*stage 1 waits"):
         meeting((at_once(first), at_once(last)))
 
 
@@ -480,14 +480,14 @@ def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
     more = [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "emb": 0})]
     lowered = fz.lower(pipelined(2, *more), AbstractMesh(pipe=2, data=2, model=2), params(), batch())
     for program in lowered.programs:
-        hands = [line for line in program.lines if line.op == "hand_start"]
+        hands = [line for line in program.lines if line.op == "send_start"]
         large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
         assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
 
 
 def of_numbers(program: Program) -> list[Line]:
     """The hands of a stage that have numbers alone, such as norms."""
-    hands = [line for line in program.lines if line.op == "hand_start"]
+    hands = [line for line in program.lines if line.op == "send_start"]
     return [x for x in hands if max(len(program.values_by_name[a].shape) for a in x.args) < 2]
 
 
@@ -520,14 +520,14 @@ def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
         programs = fz.lower(pipelined(4), AbstractMesh(pipe=p), params(), batch()).programs
         for stage, program in enumerate(programs):
             numbers = of_numbers(program)
-            assert [line.says(HandAttrs).peer for line in numbers] == [n for n in range(p) if n != stage]
+            assert [line.says(SendAttrs).peer for line in numbers] == [n for n in range(p) if n != stage]
             to = set[int]()  # whom it has handed something since it last computed
             for line in program.lines:
-                if isinstance(line.attrs, HandAttrs) and line.op == "hand_start":
+                if isinstance(line.attrs, SendAttrs) and line.op == "send_start":
                     assert line.attrs.peer not in to, line
                     to.add(line.attrs.peer)
                 to = set() if line.op == "call" else to
-            units = [line for line in program.lines if line.op == "hand_start" and line not in numbers]
+            units = [line for line in program.lines if line.op == "send_start" and line not in numbers]
             assert p > 2 or len(units) == 4 + (stage == 0)  # a micro-batch's each, and the embedding
             if p == 2 or stage == p - 1:
                 assert max(len(line.args) for line in units) > 1
@@ -550,10 +550,10 @@ def message(sizes: list[int]) -> bool:
     ]
     values = [torch.tensor(True), *values, torch.arange(6.0).view(2, 3).T]
     if mesh.rank == 0:
-        carrier.wait(carrier.hand_start(values, "pipe", 1), ())
+        carrier.wait(carrier.send_start(values, "pipe", 1), ())
         return True
     comes = [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
-    came = carrier.wait(carrier.take_start(comes, "pipe", 0), ())
+    came = carrier.wait(carrier.recv_start(comes, "pipe", 0), ())
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(came, values, strict=True))
 
 
@@ -729,7 +729,7 @@ def test_an_update_of_leaves_of_two_stages_is_refused() -> None:
 
 def test_on_one_rank_along_the_axis_it_is_the_plain_step() -> None:
     program = fz.lower(pipelined(2), AbstractMesh(pipe=1, data=1), params(), batch()).program
-    assert not any(line.op in ("hand_start", "take_start") for line in program.lines)
+    assert not any(line.op in ("send_start", "recv_start") for line in program.lines)
 
 
 @fz.block

@@ -69,7 +69,7 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
     train = fz.compile(step, mesh, backend="eager")
     state, carrier = train.init(init, fz.random.key(0)), transport(mesh)
     spec: Any = step.transforms[-1]
-    sent, send_start = [0], carrier.send_start
+    sent, replicate_start = [0], carrier.replicate_start
     vault = None
     if memory is not None:
         vault = Vault(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
@@ -79,9 +79,9 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
 
         def counted(values: Any, *rest: Any) -> Any:
             sent[0] += sum(x.nbytes for x in values)
-            return send_start(values, *rest)
+            return replicate_start(values, *rest)
 
-        carrier.send_start = counted  # type: ignore[method-assign]
+        carrier.replicate_start = counted  # type: ignore[method-assign]
     for index in range(steps):
         if vault is not None and vault.wards is not None:
             vault.wards.begin(index)
@@ -91,9 +91,9 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
             vault.wards.seal(index + 1)
             vault.keep(state, index + 1)
     if vault is not None:
-        carrier.send_start = send_start  # type: ignore[method-assign]
+        carrier.replicate_start = replicate_start  # type: ignore[method-assign]
         mesh.context.wards = None
-    planned = 0 if vault is None else train.plan.channels[f"send:{spec.axis}"].bytes
+    planned = 0 if vault is None else train.plan.channels[f"replicate:{spec.axis}"].bytes
     return train.gather(state), sent[0], planned
 
 
@@ -206,13 +206,13 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     step = fz.redundant(fz.shard_params(frozen), every=3)
     train, carrier, counts = fz.compile(step, mesh, backend="eager"), transport(mesh), [0] * 10
     state = train.init(init, fz.random.key(0))
-    send_start, turn = carrier.send_start, 0
+    replicate_start, turn = carrier.replicate_start, 0
 
     def counted(*args: Any) -> Any:
         counts[turn] += 1
-        return send_start(*args)
+        return replicate_start(*args)
 
-    carrier.send_start = counted  # type: ignore[method-assign]
+    carrier.replicate_start = counted  # type: ignore[method-assign]
     here = Path(memory) / f"host-{mesh.rank}"
     here.mkdir()
     wards: Any = None
@@ -265,7 +265,7 @@ def test_what_is_sent_is_what_the_ranks_do_not_share() -> None:
     """12P/N bytes under stage 3, 8P/N under stage 1, whose parameters every rank has; every k steps a k-th of it."""
     mesh = fz.AbstractMesh(data=2)
     num = 2 * (16 + 4) + 4
-    sent = lambda *ts: lowered(mesh, *ts).plan.channels["send:data"].bytes  # noqa: E731
+    sent = lambda *ts: lowered(mesh, *ts).plan.channels["replicate:data"].bytes  # noqa: E731
     assert sent(fz.shard_params(), fz.redundant()) == 12 * num // 2
     assert sent(fz.shard_opt_state(), fz.redundant()) == 8 * num // 2
     assert lowered(mesh, fz.shard_opt_state(), fz.redundant(every=3)).plan.peer_replica_bytes == 2 * 8 * num // 2
@@ -274,22 +274,23 @@ def test_what_is_sent_is_what_the_ranks_do_not_share() -> None:
     frozen = fz.train_step(loss_fn, adamw(), trainable=lambda path, x: "scale" in path)
     program = fz.lower(fz.redundant(fz.shard_params(frozen)), mesh, PARAMS, torch.ones(6, 4))
     assert "once=True" in str(program.program)
-    assert program.plan.channels["send:data"].bytes == 12 * 4 // 2
+    assert program.plan.channels["replicate:data"].bytes == 12 * 4 // 2
 
 
 def test_sends_start_first_and_are_waited_for_before_their_own_update() -> None:
     program = lowered(fz.AbstractMesh(data=2), fz.shard_params(), fz.redundant(), optimizer=optim.adamw(0.1)).program
     ops = [line.op for line in program.lines]
-    num = ops.count("send_start")
-    assert num == 3 and ops[:num] == ["send_start"] * num
-    waits = [i for i, line in enumerate(program.lines) if line.op == "wait" and line.args[0].startswith("send")]
+    num = ops.count("replicate_start")
+    assert num == 3 and ops[:num] == ["replicate_start"] * num
+    waits = [i for i, line in enumerate(program.lines) if line.op == "wait" and line.args[0].startswith("replicate")]
     assert all(program.lines[i + 1].writes for i in waits)
     backwards = [i for i, line in enumerate(program.lines) if line.is_backward]
     assert waits[0] < backwards[-1], "the first updates come before the last backward, and the others' sends go on"
     late = list(program.lines)
     for i in waits:  # each behind the update
         late[i], late[i + 1] = late[i + 1], late[i]
-    with pytest.raises(VerifyError, match=r"params\['layers'\]\[1\]\['w'\] is written while send_\d still reads it"):
+    problem = r"params\['layers'\]\[1\]\['w'\] is written while replicate_\d still reads it"
+    with pytest.raises(VerifyError, match=problem):
         verify(replace(program, lines=tuple(late)))
 
 
@@ -301,7 +302,7 @@ def test_a_step_in_one_process_means_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(fz.tree.leaves(plain), fz.tree.leaves(sends), strict=True))
     alone = fz.compile(fz.redundant(step), fz.make_mesh(), backend="eager")
     alone(alone.init(params), batch)
-    assert "send_start" not in str(alone.program)
+    assert "replicate_start" not in str(alone.program)
 
 
 def test_one_rank_along_the_axis_sends_nothing() -> None:

@@ -97,7 +97,7 @@ def waited(*transforms: Any) -> Any:
 
 
 def guesses(program: Any) -> bool:
-    return any(line.op == "redo" for line in program.lines)
+    return any(line.op == "rollback" for line in program.lines)
 
 
 OFFLOADS = {
@@ -149,8 +149,8 @@ def test_on_the_host_with_room_for_copies(
     tmp_path: Path, name: str, unified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redone: list[bool] = []
-    redo = Attempt.redo
-    monkeypatch.setattr(Attempt, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
+    rollback = Attempt.rollback
+    monkeypatch.setattr(Attempt, "rollback", lambda *args: redone.append(rollback(*args)) or redone[-1])
     offloaded = ON_HOST[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
     plain = [fz.accumulate(2)] if name == "vertical" else plain
@@ -176,7 +176,7 @@ def test_a_host_budget_decides() -> None:
     assert not guesses(unsaid.program)
     assert guesses(roomy.program)
     assert 12 * num < roomy.plan.host_peak_bytes - unsaid.plan.host_peak_bytes < 13 * num, (
-        "12 bytes of copies; gradients wait there for a redo, too"
+        "12 bytes of copies; gradients wait there for a rollback, too"
     )
     assert roomy.plan.step_seconds < unsaid.plan.step_seconds
     assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
@@ -294,7 +294,7 @@ def test_profile_has_an_event_for_what_ran(tmp_path: Path) -> None:
         state, events = train.profile(state, batch, steps=1)
         counts[scale] = sum(e.name.startswith("update") for e in events)
         assert {e.queue for e in events} == {"compute", "disk", "to_host", "to_device"}
-    assert counts == {9.0: 3, 0.1: 3}  # as the redo, and on a guess: each update once
+    assert counts == {9.0: 3, 0.1: 3}  # as the rollback, and on a guess: each update once
 
 
 # --- what would break a guess is found ---
@@ -306,30 +306,34 @@ def lowered(path: Path) -> Any:
 
 
 def mutated(program: Any, what: str) -> Any:
-    redo = next(line for line in program.lines if line.op == "redo")
-    at = program.lines.index(redo)
+    rollback = next(line for line in program.lines if line.op == "rollback")
+    at = program.lines.index(rollback)
     match what:
         case "one leaf is not written again":
-            gone = next(line for line in redo.body if line.op == "disk_write_start")
-            body = [x for x in redo.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)]
+            gone = next(line for line in rollback.body if line.op == "disk_write_start")
+            body = [
+                x for x in rollback.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)
+            ]
         case "what is not on disk is not put back":
-            body = [x for x in redo.body if not (x.op == "assign" and x.attrs.restores)]
+            body = [x for x in rollback.body if not (x.op == "assign" and x.attrs.restores)]
         case "nothing is done again":
             return replace(program, lines=(*program.lines[:at], *program.lines[at + 1 :]))
         case "a write is still under way":
             start = next(x for x in reversed(program.lines[:at]) if x.op == "disk_write_start")
             wait = next(x for x in program.lines if x.op == "wait" and x.args[0] == start.out[0].name)
             lines = [x for x in program.lines if x is not wait]
-            return replace(program, lines=(*lines[: lines.index(redo) + 1], wait, *lines[lines.index(redo) + 1 :]))
-    return replace(program, lines=(*program.lines[:at], replace(redo, body=tuple(body)), *program.lines[at + 1 :]))
+            return replace(
+                program, lines=(*lines[: lines.index(rollback) + 1], wait, *lines[lines.index(rollback) + 1 :])
+            )
+    return replace(program, lines=(*program.lines[:at], replace(rollback, body=tuple(body)), *program.lines[at + 1 :]))
 
 
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("one leaf is not written again", "was written on a guess, and is not written again"),
+        ("one leaf is not written again", "was written speculatively, and is not written again"),
         ("what is not on disk is not put back", "has been overwritten"),
-        ("nothing is done again", "was written on a guess"),
+        ("nothing is done again", "was written speculatively"),
         ("a write is still under way", "still under way"),
     ],
 )

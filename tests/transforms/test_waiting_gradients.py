@@ -325,8 +325,8 @@ def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, m
     ):
         found, _, train = test_guess.run(apart, OFFLOADS[name](tmp_path), **options)
         assert same(found, want), name
-        (redo,) = (line for line in train.program.lines if line.op == "redo")
-        again = {a for line in redo.body if line.op == "to_host_start" and not line.writes for a in line.args}
+        (rollback,) = (line for line in train.program.lines if line.op == "rollback")
+        again = {a for line in rollback.body if line.op == "to_host_start" and not line.writes for a in line.args}
         assert len(waiting(train.program)) == 3 and again.isdisjoint(waiting(train.program)), name
         assert len(on_disk(train.program)) == ON_DISK.get(name, 0), name
 

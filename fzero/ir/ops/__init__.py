@@ -11,7 +11,7 @@ rewrite that inserts the op.
 | `dim_shards.py` | layout changes of values sharded along a dim, and stacks for round-robin ownership |
 | `transfers.py` | collectives, sends and receives, copies between memory tiers, and the wait |
 | `control.py` | loops over micro-batches, accumulation, assignment to the state, and the whole optimizer |
-| `redo.py` | `redo`: repeats speculative updates with the actual scalars if they were wrong |
+| `rollback.py` | `rollback`: repeats speculative updates with the actual scalars if they were wrong |
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fzero.errors import FzeroTypeError
-from fzero.ir.attributes import Attrs, HandAttrs, SendAttrs, required
-from fzero.ir.ops import control, dim_shards, redo, transfers, values
+from fzero.ir.attributes import Attrs, ReplicateAttrs, SendAttrs, required
+from fzero.ir.ops import control, dim_shards, rollback, transfers, values
 from fzero.ir.ops.op import ANY, Op, Text, micro_of
-from fzero.ir.ops.redo import Attempt, is_superseded, written_aside
+from fzero.ir.ops.rollback import Attempt, is_superseded, written_aside
 from fzero.ir.ops.transfers import DISK, STARTS, Copy, Start
 from fzero.ir.program import Line, Program, Value
 from fzero.mesh import AbstractMesh
 
 OPS: dict[str, Op[Any]] = {
-    row.name: row for row in (*values.ROWS, *dim_shards.ROWS, *transfers.ROWS, *control.ROWS, *redo.ROWS)
+    row.name: row for row in (*values.ROWS, *dim_shards.ROWS, *transfers.ROWS, *control.ROWS, *rollback.ROWS)
 }
 OWNERS: dict[str, str] = {}
 """The name of the transform that adds an op (see `bring`), by op. Ops of the package itself are not listed."""
@@ -103,21 +103,21 @@ def batch_axes_of(program: Program) -> tuple[str, ...]:
     return next((line.axes for line, _ in program.walk() if line.op == values.PartIndex.name), ())
 
 
-def sends_of(program: Program) -> list[tuple[str, ...]]:
+def replicated_leaves(program: Program) -> list[tuple[str, ...]]:
     """Returns the paths of the tensors that each send of a program sends, in the order of the sends' numbers."""
-    found = [line.attrs for line, _ in program.walk() if isinstance(line.attrs, SendAttrs)]
+    found = [line.attrs for line, _ in program.walk() if isinstance(line.attrs, ReplicateAttrs)]
     return [said.leaves for said in sorted(found, key=lambda said: said.number)]
 
 
-def handed(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
-    """The directions in which stages of a pipeline hand values, by their programs: an axis, the place of the giver, and
-    the place of the taker."""
-    hands = transfers.Hand.name
+def message_directions(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
+    """The directions in which pipeline stages send values, from their programs: an axis, the index of the sender, and
+    the index of the receiver."""
+    send = transfers.Send.name
     return {
         (line.axes[0], stage, line.attrs.peer)
         for stage, program in enumerate(programs)
         for line, _ in program.walk()
-        if line.op == hands and isinstance(line.attrs, HandAttrs)
+        if line.op == send and isinstance(line.attrs, SendAttrs)
     }
 
 
@@ -152,11 +152,11 @@ __all__ = [
     "batch_axes_of",
     "bring",
     "from_to",
-    "handed",
+    "message_directions",
     "is_superseded",
     "micro_of",
     "misformed",
-    "sends_of",
+    "replicated_leaves",
     "stays",
     "transfer_bytes",
     "turns",

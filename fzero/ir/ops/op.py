@@ -34,7 +34,7 @@ _WORDS = {
         "reduce",
         "exchange",
         "fetch",
-        "send",
+        "replicate",
         "leaves",
         "results",
         "",
@@ -91,7 +91,7 @@ class Running(Protocol):
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True
     ) -> Sequence[torch.Tensor]: ...
-    def send(
+    def replicate(
         self,
         values: Sequence[torch.Tensor],
         *,
@@ -119,8 +119,8 @@ class Told(Protocol):
     def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
-    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None: ...
-    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]: ...
+    def send(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None: ...
+    def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]: ...
 
 
 class Standing(Protocol):

@@ -15,12 +15,12 @@ from fzero._utils.units import size
 from fzero.ir.attributes import (
     CopyAttrs,
     GatherAttrs,
-    HandAttrs,
-    HandedValue,
+    RecvAttrs,
     ReduceAttrs,
+    ReplicateAttrs,
     ScatterAttrs,
     SendAttrs,
-    TakeAttrs,
+    SentValue,
     WaitAttrs,
 )
 from fzero.ir.ops.op import Op, Rules, Running, Standing, Start, Text, Told, into, over
@@ -227,21 +227,21 @@ class AllToAll(Collective):
         return [told.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
-class Send(Start[SendAttrs]):
+class Replicate(Start[ReplicateAttrs]):
     """Sends tensors of the state to the rank `shift` further along an axis, which keeps them in host memory
     (fzero/elastic/peer_replicas.py). If no rank keeps them, nothing is sent.
     """
 
-    name = "send_start"
-    attrs = SendAttrs
+    name = "replicate_start"
+    attrs = ReplicateAttrs
     between = "ranks"
-    pool = "send"
+    pool = "replicate"
     direct = True
     meets = False
     hands_out = False
     uncaptured = "sends parts of the state to other hosts"
 
-    def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[ReplicateAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         said, mesh = line.attrs, rules.program.mesh
         if not args or len(said.axes) != 1:
@@ -261,13 +261,13 @@ class Send(Start[SendAttrs]):
             if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):
                 rules.bad(line, f"{v.name} is sent from the {v.tier}")
 
-    def filled(self, line: Line[SendAttrs]) -> Sequence[Place | None]:
+    def filled(self, line: Line[ReplicateAttrs]) -> Sequence[Place | None]:
         return ()
 
-    def channel(self, line: Line[SendAttrs]) -> str:
-        return f"send:{','.join(line.attrs.axes)}"
+    def channel(self, line: Line[ReplicateAttrs]) -> str:
+        return f"replicate:{','.join(line.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, line: Line[ReplicateAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Returns the bytes of this rank's shards, averaged over the steps that send and those that do not. Tensors
         that are sent once count nothing.
         """
@@ -275,7 +275,7 @@ class Send(Start[SendAttrs]):
             return 0
         return sum(local_bytes(values[a], mesh) for a in line.args) // line.attrs.every
 
-    def text(self, line: Line[SendAttrs], program: Program) -> Text:
+    def text(self, line: Line[ReplicateAttrs], program: Program) -> Text:
         said = line.attrs
         whole = self.moved_bytes(line.saying(every=1, once=False), program.values_by_name, program.mesh)
         how = [over(line), f"shift={said.shift}"]
@@ -284,31 +284,32 @@ class Send(Start[SendAttrs]):
         how += [f"into=wards[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
         when = ", once" if said.once else f", every {said.every} steps" if said.every > 1 else ""
         remark = f">>> sends {size(whole)} over {', '.join(said.axes)}{when}"
-        return Text(f"send_start([{', '.join(line.args)}], {', '.join(how)})", remark)
+        return Text(f"replicate_start([{', '.join(line.args)}], {', '.join(how)})", remark)
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        return on.send
+        return on.replicate
 
-    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(
+        self, line: Line[ReplicateAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
         told.started[line.out[0].name] = line, []
         return [args[0].new_empty(0)]
 
 
-class Hand(Start[HandAttrs]):
-    """Values of one stage of a pipeline, as one message, to the rank at another place along its axis, which takes
-    them."""
+class Send(Start[SendAttrs]):
+    """Sends values of one pipeline stage, as one message, to the rank at another index along the axis."""
 
-    name = "hand_start"
-    attrs = HandAttrs
+    name = "send_start"
+    attrs = SendAttrs
     between = "ranks"
     direct = True
     meets = False
     by_message = True
     hands_out = False
     sinks = False
-    uncaptured = "hands values from stage to stage of a pipeline"
+    uncaptured = "sends values from stage to stage of a pipeline"
 
-    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         said, mesh = line.attrs, rules.program.mesh
         if len(said.axes) != 1 or not said.values:
@@ -318,58 +319,58 @@ class Hand(Start[HandAttrs]):
         for v in args:
             if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
                 rules.bad(line, f"{v.name} is {v}")
-        if not isinstance(said, TakeAttrs) and [HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
+        if not isinstance(said, RecvAttrs) and [SentValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
             *said.values
         ]:
-            rules.bad(line, "hands other values than it says")
+            rules.bad(line, "sends other values than it says")
 
-    def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
+    def filled(self, line: Line[SendAttrs]) -> Sequence[Place | None]:
         return ()
 
-    def channel(self, line: Line[HandAttrs]) -> str:
+    def channel(self, line: Line[SendAttrs]) -> str:
         return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.attrs.values)
 
-    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+    def text(self, line: Line[SendAttrs], program: Program) -> Text:
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         said = line.attrs
-        code = f"hand_start([{', '.join(line.args)}], {over(line)}, to={said.peer})"
+        code = f"send_start([{', '.join(line.args)}], {over(line)}, to={said.peer})"
         return Text(code, f">>> number {said.number}, {sent}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         told.started[line.out[0].name] = line, []
-        told.hand(args, line.axes[0], line.attrs.peer, line.attrs.number)
+        told.send(args, line.axes[0], line.attrs.peer, line.attrs.number)
         return [args[0].new_empty(0)]
 
 
-class Take(Hand):
-    """The values of a message that the rank at another place along an axis hands over."""
+class Recv(Send):
+    """Receives the values of a message that the rank at another index along the axis sends."""
 
-    name = "take_start"
+    name = "recv_start"
     args = 0
-    attrs = TakeAttrs
+    attrs = RecvAttrs
     hands_out = True
     sinks = True
 
-    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+    def text(self, line: Line[SendAttrs], program: Program) -> Text:
         said, comes = line.attrs, size(self.moved_bytes(line, {}, program.mesh))
         values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
-        return Text(f"take_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
+        return Text(f"recv_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
 
-    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.attrs.values]
         told.started[line.out[0].name] = line, comes
         return [torch.empty(0)]
 
     def handed_out(
-        self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, line: Line[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        return told.take(moved, line.axes[0], line.attrs.peer, line.attrs.number)
+        return told.recv(moved, line.axes[0], line.attrs.peer, line.attrs.number)
 
 
 class Copy(Start[CopyAttrs]):
@@ -419,8 +420,8 @@ class Copy(Start[CopyAttrs]):
     def text(self, line: Line[CopyAttrs], program: Program) -> Text:
         moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
-        guess = ["guess=True"] if line.guess and DISK in self.tiers(line) else []
-        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *guess])
+        speculative = ["speculative=True"] if line.speculative and DISK in self.tiers(line) else []
+        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *speculative])
         return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
 
     def way(self, line: Line[CopyAttrs]) -> str:
@@ -527,11 +528,11 @@ class Wait(Op[WaitAttrs]):
             return
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
-        if isinstance(start.attrs, TakeAttrs):
+        if isinstance(start.attrs, RecvAttrs):
             said, mesh = start.attrs, rules.program.mesh
             comes = [(*x, "device") for x in said.values]
             if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != comes:
-                rules.bad(line, "hands out other values than it takes")
+                rules.bad(line, "hands out other values than it receives")
             return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")
@@ -581,9 +582,9 @@ STARTS: Mapping[str, Start[Any]] = {
         ReduceScatter(),
         AllReduce(),
         AllToAll(),
+        Replicate(),
         Send(),
-        Hand(),
-        Take(),
+        Recv(),
         ToDevice(),
         ToHost(),
         DiskRead(),

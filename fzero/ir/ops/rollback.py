@@ -1,8 +1,8 @@
-"""Defines the op `redo`, and answers questions of the rest of the package about speculative ops.
+"""Defines the op `rollback`, and answers questions of the rest of the package about speculative ops.
 
-The pass fzero/transforms/speculate_pass.py makes ops speculative. They compute with guesses of scalars that are not
-known yet. Once the scalars are known, a `redo` compares them with the guesses and repeats the same updates if they
-differ. Plans assume that it does not have to.
+The pass fzero/transforms/speculate_pass.py makes ops speculative. They compute with assumed values of scalars that are
+not known yet. Once the scalars are known, a `rollback` compares them with the assumed values and repeats the same
+updates if they differ. Plans assume that it does not have to.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
 from fzero.ir.program import WHOLE, Line, Program, Value
 
 
-class Redo(Op[TurnsAttrs]):
-    """Compares scalars with the guesses that speculative ops (those with `guess`) used, and runs its body if they
-    differ.
+class Rollback(Op[TurnsAttrs]):
+    """Compares scalars with the values that speculative ops (those with `speculative`) assumed, and runs its body if
+    they differ.
     """
 
-    name = "redo"
-    words = ("guess",)
+    name = "rollback"
+    words = ("speculative",)
     out = 0
     attrs = TurnsAttrs
     body = True
     reads_old = True
     computes = ""
-    uncaptured = "waits for the device, to see whether a guess was right"
+    uncaptured = "waits for the device, to see whether a speculative update was right"
 
     def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
-        """Checks a `redo` and undoes the effects of the speculative ops before it on the verifier's state.
+        """Checks a `rollback` and undoes the effects of the speculative ops before it on the verifier's state.
 
-        The body of a `redo` reads tensors of the state as they were. A tensor on disk that was written speculatively
-        still has its old value. For other tensors the old values are restored by ops that are inserted together with
-        the copies between tiers; until then every tensor is assumed to be on the device.
+        The body of a `rollback` reads tensors of the state as they were. A tensor on disk that was written
+        speculatively still has its old value. For other tensors the old values are restored by ops that are inserted
+        together with the copies between tiers; until then every tensor is assumed to be on the device.
         """
         if line.attrs.count or not line.body or len(args) % 2 or not args:
             rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
         leaves = rules.program.leaves
-        guessed = _written_before(line, rules.program)
-        on_disk = {w for w in guessed if leaves[w].layout.tier == "disk"}
+        speculated = _written_before(line, rules.program)
+        on_disk = {w for w in speculated if leaves[w].layout.tier == "disk"}
         # copies in the compute dtype are written and never read by an update
-        computed = {w for w in guessed if leaves[w].role == "compute"}
+        computed = {w for w in speculated if leaves[w].role == "compute"}
         placed = all(rules.known[name].tier == leaf.layout.tier for name, leaf in leaves.items())
-        rules.overwritten -= on_disk | computed if placed else guessed
-        rules.written -= guessed
-        for handle in (h for h, start in rules.started.items() if start.guess):
-            rules.bad(line, f"{handle}, on a guess, is still under way")
+        rules.overwritten -= on_disk | computed if placed else speculated
+        rules.written -= speculated
+        for handle in (h for h, start in rules.started.items() if start.speculative):
+            rules.bad(line, f"{handle}, which is speculative, is still under way")
         for scalar, assumed in zip(*_compared(line), strict=False):
             one, other = rules.known.get(scalar), rules.known.get(assumed)
             if (
@@ -64,12 +64,12 @@ class Redo(Op[TurnsAttrs]):
                 rules.bad(x, "ranks exchange something in what may not be carried out")
 
     def check_program(self, program: Program) -> Iterable[str]:
-        guessed, again = set[str](), set[str]()
+        speculated, again = set[str](), set[str]()
         for line, _ in program.walk():
-            guessed |= _written_on_a_guess(line, program)
+            speculated |= _written_speculatively(line, program)
             if line.op == self.name:
                 again = {w for inner in line.with_body() if not _restores(inner) for w in inner.writes}
-        return [f"{name} was written on a guess, and is not written again" for name in sorted(guessed - again)]
+        return [f"{name} was written speculatively, and is not written again" for name in sorted(speculated - again)]
 
     def turns(self, line: Line[TurnsAttrs]) -> int:
         return 1
@@ -78,15 +78,17 @@ class Redo(Op[TurnsAttrs]):
         return int(result is True)
 
     def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
-        scalars, guesses = _compared(line)
-        return Text(f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):", "not if the guess was right")
+        scalars, assumed = _compared(line)
+        return Text(
+            f"if rollback([{', '.join(scalars)}], [{', '.join(assumed)}]):", "only if the assumed values were wrong"
+        )
 
     def names(self, on: Running) -> Mapping[str, Any]:
-        return {self.name: on.attempt.redo, "guess": on.attempt.of}
+        return {self.name: on.attempt.rollback, "speculative": on.attempt.of}
 
 
 def _compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the operands that a `redo` compares: the scalars, and the guesses of them."""
+    """Returns the operands that a `rollback` compares: the scalars, and the values assumed for them."""
     half = len(line.args) // 2
     return line.args[:half], line.args[half:]
 
@@ -95,17 +97,17 @@ def _restores(line: Line) -> bool:
     return isinstance(line.attrs, AssignAttrs) and line.attrs.restores
 
 
-def _written_on_a_guess(line: Line, program: Program) -> set[str]:
+def _written_speculatively(line: Line, program: Program) -> set[str]:
     """Returns the tensors of the state that an op writes speculatively."""
-    return {w for w in line.writes if w in program.leaves} if line.guess and not _restores(line) else set()
+    return {w for w in line.writes if w in program.leaves} if line.speculative and not _restores(line) else set()
 
 
-def _written_before(redo: Line, program: Program) -> set[str]:
+def _written_before(rollback: Line, program: Program) -> set[str]:
     found = set[str]()
     for line, _ in program.walk():
-        if line is redo:
+        if line is rollback:
             break
-        found |= _written_on_a_guess(line, program)
+        found |= _written_speculatively(line, program)
     return found
 
 
@@ -113,18 +115,18 @@ def written_aside(program: Program) -> list[str]:
     """Returns the tensors on disk whose next value a program writes next to the old one, in the order of its ops.
     Each of these has two extents.
     """
-    return [w for line, _ in program.walk() if line.guess and line.op == DiskWrite.name for w in line.writes]
+    return [w for line, _ in program.walk() if line.speculative and line.op == DiskWrite.name for w in line.writes]
 
 
 def is_superseded(lines: Iterable[Line]) -> Callable[[Line], bool]:
-    """Returns a predicate for ops that ran: whether an op ran in vain if a `redo` ran its body."""
-    started = {x.out[0].name for x in lines if x.guess and x.op in STARTS}
-    return lambda line: line.guess or (line.op == Wait.name and line.args[0] in started)
+    """Returns a predicate for ops that ran: whether an op ran in vain if a `rollback` ran its body."""
+    started = {x.out[0].name for x in lines if x.speculative and x.op in STARTS}
+    return lambda line: line.speculative or (line.op == Wait.name and line.args[0] in started)
 
 
 class Attempt:
-    """The speculative part of the running step. A step speculates if the guesses of the step before were right, or
-    would have been right.
+    """The speculative part of the running step. A step speculates if the assumed values of the step before were right,
+    or would have been right.
 
     Args:
         tiers: the copies between memory tiers of the program (fzero/memory/tier_copies.py).
@@ -133,7 +135,7 @@ class Attempt:
     def __init__(self, tiers: Any):
         self._tiers = tiers
         self._made = False  # in this step
-        self._right = False  # whether the last step's guesses were right, or would have been
+        self._right = False  # whether the last step's assumed values were right, or would have been
         self._aside: list[torch.Tensor] = []  # tensors whose spare extents have been written since the step began
 
     def begin(self, able: bool) -> None:
@@ -144,7 +146,7 @@ class Attempt:
 
     def skips(self, line: Line) -> bool:
         """Returns whether the running step does not run an op at all."""
-        return line.guess and line.op not in STARTS and not self._made
+        return line.speculative and line.op not in STARTS and not self._made
 
     def of(self, function: Callable[..., object]) -> Callable[..., object]:
         """Returns the function itself, which then runs speculatively, or a function that does nothing if this step
@@ -155,8 +157,8 @@ class Attempt:
     def on_disk(self, start: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         """Returns a transfer to or from a disk that may be speculative. Speculative writes go to spare extents."""
 
-        def started(values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Any:
-            if not guess:
+        def started(values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], speculative: bool = False) -> Any:
+            if not speculative:
                 return start(values, into)
             if not self._made:
                 return self._tiers.nothing
@@ -167,11 +169,11 @@ class Attempt:
 
         return started
 
-    def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
+    def rollback(self, scalars: Sequence[torch.Tensor], assumed: Sequence[torch.Tensor]) -> bool:
         """Returns whether the speculative work must be repeated. If not, the speculative writes become the actual
-        values. The next step speculates if these guesses were right.
+        values. The next step speculates if these values were right.
         """
-        self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
+        self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, assumed, strict=True))
         counts = self._right and self._made
         if counts:
             self._tiers.take_spare(self._aside)
@@ -188,4 +190,4 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-ROWS: Sequence[Op[Any]] = (Redo(),)
+ROWS: Sequence[Op[Any]] = (Rollback(),)
