@@ -102,6 +102,10 @@ def print_report(found: Report) -> None:
     _print(found.tables(), "\n".join(found.remarks()))
 
 
+_OLD_OPTIONS = {"whole_grads": "full_grads", "stay": "secondary_shard", "guess": "speculative"}
+"""Keys of 0.2 in the JSON of a plan, and what they are called now. They go in 0.4 (fzero/_utils/deprecation.py)."""
+
+
 def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[str, Any]:
     """Returns what was chosen for a budget, or whether the plan fits into the device's memory."""
     budget = lowered.budget
@@ -109,7 +113,9 @@ def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[s
         return {} if memory is None else {"device_memory": {"bytes": memory, "fits": plan.peak_bytes <= memory}}
     fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
     limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
-    return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}
+    options = dataclasses.asdict(lowered.options)
+    old = {old: options[new] for old, new in _OLD_OPTIONS.items()}
+    return {"budget": {**limits, "fits": fits, **options, **old}}
 
 
 def program_data(program: Program) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero._utils.units import duration
-from fzero.compiler.options import Choice
-from fzero.compiler.pass_cache import Variants
+from fzero.compiler.options import Options
+from fzero.compiler.pass_cache import PassCache
 from fzero.compiler.search import Search
 from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
@@ -46,40 +46,40 @@ def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device)
     raise FzeroValueError("compress", "'auto' chooses by the rates of links, which are not known here", problems, fix)
 
 
-def choose_formats(variants: Variants, search: Search, choice: Choice, recorded: Formats) -> Choice:
+def choose_formats(pass_cache: PassCache, search: Search, options: Options, recorded: Formats) -> Options:
     """Returns the options with formats for each axis, and the planned seconds of each alternative.
 
     The axes are decided one after the other. The first is the one for which the step waits longest: compressing another
     axis does not make the step shorter while it waits for that one. Formats in `recorded` are kept, so that a run that
     is resumed, or that has batches of several shapes, has the same formats.
     """
-    ladder = {x[0].axis: x for x in ladders(variants.before("compress", choice), variants.asked.zero)}
-    plain = choice = replace(choice, wire=tuple(formats[0] for formats in ladder.values()))
+    ladder = {x[0].axis: x for x in ladders(pass_cache.before("compress", options), pass_cache.context.zero)}
+    plain = options = replace(options, wire=tuple(formats[0] for formats in ladder.values()))
     because = dict.fromkeys(ladder, "recorded in the state")
     kept = {x.axis: x for x in recorded if x in ladder.get(x.axis, ())}
-    choice = replace(choice, wire=tuple(kept.get(x.axis, x) for x in choice.wire))
+    options = replace(options, wire=tuple(kept.get(x.axis, x) for x in options.wire))
     for axis in sorted((x for x in ladder if x not in kept), key=lambda axis: -_exposed(search, plain, axis)):
         formats = ladder[axis]
-        tried = [replace(choice, wire=tuple(x if y.axis == axis else y for y in choice.wire)) for x in formats]
+        tried = [replace(options, wire=tuple(x if y.axis == axis else y for y in options.wire)) for x in formats]
         seconds = [search.seconds(x) for x in tried]
         # Compression costs accuracy, so among formats with nearly the same time, the least compression is taken.
-        choice = next(x for x, took in zip(tried, seconds, strict=True) if took <= (1 + WORTH) * min(seconds))
+        options = next(x for x, took in zip(tried, seconds, strict=True) if took <= (1 + WORTH) * min(seconds))
         because[axis] = "a step takes " + "; ".join(
             f"{duration(took)} with {x}" if x != formats[0] else f"{duration(took)} as it is"
             for x, took in zip(formats, seconds, strict=True)
         )
-    return replace(choice, wire_because=tuple(because.values()))
+    return replace(options, wire_because=tuple(because.values()))
 
 
-def rungs(variants: Variants, choice: Choice) -> list[Formats]:
+def rungs(pass_cache: PassCache, options: Options) -> list[Formats]:
     """Returns formats for all axes, from no compression to the most: the n-th entry has the n-th format of each
     axis."""
-    found = ladders(variants.before("compress", choice), variants.asked.zero)
+    found = ladders(pass_cache.before("compress", options), pass_cache.context.zero)
     most = max(map(len, found), default=0)
     return [tuple(formats[min(n, len(formats) - 1)] for formats in found) for n in range(most)]
 
 
-def _exposed(search: Search, choice: Choice, axis: str) -> float:
+def _exposed(search: Search, options: Options, axis: str) -> float:
     """The seconds per step for which compute waits for transfers over an axis."""
-    exposed = search.cost(choice).exposed
+    exposed = search.cost(options).exposed
     return sum(seconds for channel, seconds in exposed.items() if channel.partition(":")[2] == axis)

@@ -24,10 +24,10 @@ from fzero._utils.progress import shown
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
 from fzero.compiler.combined_transforms import auto_of, offloads, precision_of, zero_of
-from fzero.compiler.cost_bounds import Least, Rests, sizes_of
+from fzero.compiler.cost_bounds import LowerBound, TierShares, sizes_of
 from fzero.compiler.input_specs import params_inputs
-from fzero.compiler.options import Choice
-from fzero.compiler.pass_cache import Variants, first_choice
+from fzero.compiler.options import Options
+from fzero.compiler.pass_cache import PassCache, initial_options
 from fzero.compiler.search import ENDS, GAIN, Search
 from fzero.compiler.state_layouts import mirrors
 from fzero.compiler.traced_step import Traced, trace_step, with_leaves
@@ -128,19 +128,19 @@ def resolve(
     mirrored = mirrors(traced.opt_state.leaves, inputs)
     built: dict[Shares, Traced] = {}
 
-    def variants(rests: Shares) -> Variants:
+    def pass_cache_of(rests: Shares) -> PassCache:
         if rests not in built:
             built[rests] = _resting(traced, _with_records(left, rests, auto), mesh, params, mirrored)
-        return built[rests].variants
+        return built[rests].pass_cache
 
     told = ["the first program"]
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
-        least = first_choice(left, mesh, budget.nbytes is not None)
-        tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
+        least = initial_options(left, mesh, budget.nbytes is not None)
+        tiers = lambda least: _Tiers(pass_cache_of, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
         try:
             rests, why = tiers(least).best()
         except BudgetError:
-            narrow = traced.variants.narrowed(least)
+            narrow = traced.pass_cache.narrowed(least)
             if narrow == least:
                 raise
             rests, why = tiers(narrow).best()
@@ -163,12 +163,12 @@ def _resting(traced: Traced, step: Step, mesh: AbstractMesh, params: Any, mirror
     of = zip(traced.opt_state.leaves, mirrored, strict=True)
     on |= {leaf.path: tiers[i].opt_state for leaf, i in of if i is not None}
     rest = lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))  # noqa: E731
-    like, (copies, gradients) = traced.variants, with_leaves(step, mesh, inputs)
+    like, (copies, gradients) = traced.pass_cache, with_leaves(step, mesh, inputs)
     leaves = {name: rest(leaf) for name, leaf in like.recorded.leaves.items()}
     recorded = replace(like.recorded, leaves=leaves, transforms=step.transforms)
-    variants = Variants(recorded, replace(like.asked, copies=copies, gradients=gradients), like)
+    pass_cache = PassCache(recorded, replace(like.context, copies=copies, gradients=gradients), like)
     opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
-    return replace(traced, variants=variants, opt_state=opt_state)
+    return replace(traced, pass_cache=pass_cache, opt_state=opt_state)
 
 
 def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
@@ -200,7 +200,7 @@ class _Tiers:
     """The search for the tiers of everything.
 
     Attributes:
-        variants: returns the programs of the step with state on these tiers.
+        pass_cache_of: returns the programs of the step with state on these tiers.
         least: the options that take as little memory as possible, wherever the update runs.
         auto: the configuration to resolve.
         budget: the budgets to fit.
@@ -210,17 +210,17 @@ class _Tiers:
         besides: bytes of device and host that programs took in addition to their lower bound.
     """
 
-    variants: Callable[[Shares], Variants]
-    least: Choice
+    pass_cache_of: Callable[[Shares], PassCache]
+    least: Options
     auto: Offload
     budget: Budget
     unified: bool
     progress: Callable[[str], object]
     found: dict[Shares, float] = field(default_factory=dict)
-    besides: dict[Choice, tuple[float, float]] = field(default_factory=dict)
+    besides: dict[Options, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.search = Search(lambda c: (self.variants(c.rests)(replace(c, rests=())),), (), self.budget)
+        self.search = Search(lambda c: (self.pass_cache_of(c.rests)(replace(c, rests=())),), (), self.budget)
         self.likes = functools.cache(_likes)  # evaluated for every candidate, after every try
 
     def best(self) -> tuple[Shares, str]:
@@ -229,7 +229,7 @@ class _Tiers:
             return (), "the step fits as it is"
         layouts = self._layouts()
         most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
-        program = self.variants(most).before("gradients", self.least)
+        program = self.pass_cache_of(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop, there is no computation left to overlap with
         self.speculates = self.sizes.turns == 1 and speculate_pass.is_possible(program)
@@ -237,13 +237,13 @@ class _Tiers:
         bounds |= self._with_gradients_on_disk(bounds)
         # in the same order on every rank: among equal candidates, the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
-        for choice, bound in bounds.items():
+        for options, bound in bounds.items():
             lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
             enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
             if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
-            if not self._expected(choice, bound):
-                self._try(choice, bound)
+            if not self._expected(options, bound):
+                self._try(options, bound)
         if not self.found:  # programs differ in the memory that they take in addition to the bound
             self._try_others(bounds)
         best, *others = sorted(self.found, key=lambda rests: self.found[rests])
@@ -252,13 +252,13 @@ class _Tiers:
             why.append("params are the copies that are computed with: the rest of them stays on the device")
         return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
 
-    def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
+    def _try_others(self, bounds: Mapping[Options, LowerBound]) -> None:
         able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
         for left in reversed(range(min(LAST_TRIED, len(able)))):
             # each result improves the predictions for the others; the last try has the most room left
             expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
-            able.remove(choice := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
-            if self._try(choice, bounds[choice]):
+            able.remove(options := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
+            if self._try(options, bounds[options]):
                 return
         raise self._unmet(bounds)
 
@@ -290,18 +290,18 @@ class _Tiers:
             distinct.setdefault(_meaning(rests), rests)
         return [rests for rests in found if rests in {*distinct.values()}]
 
-    def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
+    def _with_gradients_on_disk(self, bounds: Mapping[Options, LowerBound]) -> dict[Options, LowerBound]:
         """Returns the candidates whose gradients are held on the host, with gradients on disk instead."""
         if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
             return {}
         stored = _Share(("gradients",), 0, FINEST)
         asked = {replace(c, rests=(*c.rests, stored)): c for c in bounds if c.grads == self.least.grads}
-        found = {choice: self._bound(choice) for choice in asked}
-        return {choice: bound for choice, bound in found.items() if bound.host < bounds[asked[choice]].host}
+        found = {options: self._bound(options) for options in asked}
+        return {options: bound for options, bound in found.items() if bound.host < bounds[asked[options]].host}
 
     # --- the cost of a candidate ---
 
-    def _ways(self, rests: Shares) -> list[Choice]:
+    def _ways(self, rests: Shares) -> list[Options]:
         """Returns the open options for updates, held gradients and speculative updates. Either all updates run on the
         host or, if that is open, none; mixtures are tried afterwards."""
         state = any("opt_state" in share.roles for share in rests)
@@ -321,56 +321,56 @@ class _Tiers:
             for waiting in (("update",) if self.unified else grads)
         ]
 
-    def _bound(self, choice: Choice) -> Least:
+    def _bound(self, options: Options) -> LowerBound:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
-        for share in choice.rests:
+        for share in options.rests:
             of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
-        on_host = choice.host_share > 0 and self.auto.update_on != "device"
-        rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        early = speculate_pass.shares(choice.speculative, rests, bool(self.sizes.copies))
-        return self.sizes.least(rests, on_host, choice.grads, self.budget.device, early)
+        on_host = options.host_share > 0 and self.auto.update_on != "device"
+        rests = TierShares(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
+        early = speculate_pass.shares(options.speculative, rests, bool(self.sizes.copies))
+        return self.sizes.lower_bound(rests, on_host, options.grads, self.budget.device, early)
 
-    def _expected(self, choice: Choice, bound: Least) -> float:
+    def _expected(self, options: Options, bound: LowerBound) -> float:
         """Returns by how many bytes a candidate exceeds the budgets, if it exceeds its lower bound as the last similar
         candidate did. Updates on the device are assumed to take no less than those on the host."""
-        device, host = next(filter(None, map(self.besides.get, self.likes(choice))), (0.0, 0.0))
+        device, host = next(filter(None, map(self.besides.get, self.likes(options))), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
-    def _try(self, choice: Choice, bound: Least | None = None) -> bool:
+    def _try(self, options: Options, bound: LowerBound | None = None) -> bool:
         """Makes the program of a candidate, and returns whether it fits."""
-        device, host, _ = self.search.cost(choice).peaks
+        device, host, _ = self.search.cost(options).peaks
         if bound is not None:
-            kind, _, way, _ = self.likes(choice)
+            kind, _, way, _ = self.likes(options)
             self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
-        if fits := self.search.fits(choice):
-            self.found[choice.rests] = min(self.found.get(choice.rests, math.inf), self.search.seconds(choice))
+        if fits := self.search.fits(options):
+            self.found[options.rests] = min(self.found.get(options.rests, math.inf), self.search.seconds(options))
         best = min(self.found, key=self.found.__getitem__, default=None)
         told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
         self.progress(f"{len(self.search.tried)} tried, {told}")
         return fits
 
-    def _unmet(self, bounds: Mapping[Choice, Least]) -> BudgetError:
+    def _unmet(self, bounds: Mapping[Options, LowerBound]) -> BudgetError:
         """Returns the error if nothing fits. It lists, for each combination of tiers, the candidate that exceeds the
         budgets the least."""
-        tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
+        tiers = lambda options: frozenset(share.disk > 0 for share in options.rests)  # noqa: E731
         known = {*map(tiers, self.search.tried)}
-        for choice in sorted(bounds, key=lambda c: bounds[c].peaks):
+        for options in sorted(bounds, key=lambda c: bounds[c].peaks):
             # the least device memory, on tiers not tried yet
-            if tiers(choice) not in known:
-                known.add(tiers(choice))
-                self._try(choice, bounds[choice])
-        peaks = {choice: self.search.cost(choice).peaks for choice in self.search.tried}
-        least: dict[frozenset[str], Choice] = {}  # by the tiers that are used
-        for choice in sorted(peaks, key=lambda c: (self.budget.over(peaks[c]), peaks[c][0])):
-            least.setdefault(tiers(choice), choice)
+            if tiers(options) not in known:
+                known.add(tiers(options))
+                self._try(options, bounds[options])
+        peaks = {options: self.search.cost(options).peaks for options in self.search.tried}
+        least: dict[frozenset[str], Options] = {}  # by the tiers that are used
+        for options in sorted(peaks, key=lambda c: (self.budget.over(peaks[c]), peaks[c][0])):
+            least.setdefault(tiers(options), options)
         problems = []
-        for choice in least.values():
+        for options in least.values():
             needs = [
                 f"{use.tier} {size(use.peak)}" + (f" of {size(use.limit)}" if use.limit is not None else "")
-                for use in self.budget.uses(peaks[choice])
+                for use in self.budget.uses(peaks[options])
                 if use.peak
             ]
-            problems.append(f"{_names(choice.rests)}: {', '.join(needs)}")
+            problems.append(f"{_names(options.rests)}: {', '.join(needs)}")
         program = self.search.cost(next(iter(least.values()))).program  # the closest
         found = plan(program, self.budget.device, backend=self.budget.backend)
         device, host = self._lacking(found)
@@ -407,11 +407,11 @@ class _Tiers:
         return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
-def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
+def _likes(options: Options) -> tuple[Options, Options, Options, Options]:
     """Returns keys that are shared by options which take similar amounts in addition to their bounds, the most specific
     first."""
-    kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
-    way = replace(choice, rests=())
+    kind = replace(options, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in options.rests))
+    way = replace(options, rests=())
     return kind, replace(kind, host_share=ENDS[0]), way, replace(way, speculative=())
 
 

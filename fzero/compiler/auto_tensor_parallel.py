@@ -94,7 +94,7 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
         return Chosen(replace(step, transforms=others))
     bare = replace(step, transforms=tuple(t for t in step.transforms if t != auto_of(step)))
     inputs = params_inputs(bare, mesh, params)
-    program = trace_step(bare, mesh, inputs, batch).variants.recorded
+    program = trace_step(bare, mesh, inputs, batch).pass_cache.recorded
     prices = _Prices(program, spec, zero_of(bare, mesh))
     cuts = _descend(prices)
     by_path = {path: dim for slot, dim in cuts.items() for path in slot.paths}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero._utils.units import exact_size, size
-from fzero.compiler.options import Choice
-from fzero.compiler.overlap import Order
+from fzero.compiler.options import Options
+from fzero.compiler.overlap import ScheduleOptions
 from fzero.compiler.passes import PASSES
 from fzero.errors import BudgetError
 from fzero.ir.ops.transfers import AllReduce, AllToAll, ReduceScatter
@@ -69,47 +69,47 @@ class Budget:
         return max(shares, default=0.0)
 
 
-def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
+def decided(program: Program, options: Options, budget: Budget | None) -> tuple[PlanDecision, ...]:
     """Returns the decisions about a program that has been chosen. Without a budget, they only concern the gradients of
     micro-batches."""
     limited = budget is not None and budget.nbytes is not None
-    found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
-    formats = zip(choice.wire, choice.wire_because, strict=True)
+    found = [*_gathered_once(program, options, limited), *_of_micro_batches(program, options)]
+    formats = zip(options.wire, options.wire_because, strict=True)
     found += [PlanDecision(f"compress over {x.axis}", str(x), why) for x, why in formats]
     if limited:
         spec = find(program.transforms, Remat)
         auto = spec is not None and spec.policy == "auto"
         why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
-        kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-        found = [PlanDecision("remat", kept, why), *found, *_of_order(choice.order)]
-    if choice.grads != "update":
-        host = choice.grads == "host"
+        kept = options.remat if isinstance(options.remat, str) else f"{options.remat:.3g}"
+        found = [PlanDecision("remat", kept, why), *found, *_of_order(options.order)]
+    if options.grads != "update":
+        host = options.grads == "host"
         why = "wherever their update runs: the device has no room for them"
         why = why if host else "sums over micro-batches: it is faster"
         found.append(PlanDecision("gradients wait", f"on the {'host' if host else 'device'}", why))
-    found += [PlanDecision(*said) for passed in PASSES if (said := passed.decision(choice))]
-    if choice.share_because:
+    found += [PlanDecision(*said) for passed in PASSES if (said := passed.decision(options))]
+    if options.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
         where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
-        found.append(PlanDecision("update_on", where, choice.share_because))
+        found.append(PlanDecision("update_on", where, options.share_because))
     return tuple(found)
 
 
-def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[PlanDecision]:
+def _gathered_once(program: Program, options: Options, limited: bool) -> Iterator[PlanDecision]:
     if (once := keeps_gathers(program.transforms)) is not None:
         why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
         why = why if once.least < once.most else "the step says so"
         why = f"the share of blocks whose parts stay gathered over {once.axis}: {why}"
-        yield PlanDecision("gathered once a step", f"{choice.stay:.3g}", why)
+        yield PlanDecision("gathered once a step", f"{options.secondary_shard:.3g}", why)
 
 
-def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision]:
+def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecision]:
     for loop in (line for line in program.lines if line.op == "loop"):
         within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
         reduces = (x for x in program.lines if x.op in _REDUCES or _deals(x))
         later = {a: None for x in reduces for a in x.axes if a not in within}
-        why = choice.because if within or choice.whole_grads else "the stage adds them up whole"
+        why = options.because if within or options.full_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if within else "reduced once a step"
         if within and later:
             how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
@@ -122,7 +122,7 @@ def _deals(line: Line) -> bool:
     return line.op == AllToAll.name and line.by == Compress.name
 
 
-def _of_order(order: Order) -> Iterator[PlanDecision]:
+def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
     why = "serve the forward and the backward of a block: as many as fit"
     yield PlanDecision("shared gathers", str(order.shared), why)
     why = "blocks that a gather starts before it is needed"

@@ -11,9 +11,9 @@ from fzero.compiler.base_program import lower_eval
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.lowered import Lowered
-from fzero.compiler.options import Choice
-from fzero.compiler.pass_cache import Variants, first_choice
-from fzero.compiler.passes import FIRST, Asked, Pass
+from fzero.compiler.options import Options
+from fzero.compiler.pass_cache import PassCache, initial_options
+from fzero.compiler.passes import FIRST, Pass, PassContext
 from fzero.compiler.state_slots import Slots, check_used
 from fzero.compiler.traced_step import Traced, trace_step
 from fzero.ir.from_graph import Inputs
@@ -31,8 +31,8 @@ class CandidatePrograms:
     """The programs of a step on a mesh, by options.
 
     Attributes:
-        variants: the programs of one stage.
-        starts: the options with which a search begins (`Variants.starts`).
+        pass_cache: the programs of one stage.
+        starts: the options with which a search begins (`PassCache.starts`).
         passes: the passes whose options are open; none for an evaluation.
         params, opt_state, batch: the tables of tensors.
         structure: the tree structure of the outputs.
@@ -42,8 +42,8 @@ class CandidatePrograms:
         slots, watched, raises: further results of tracing a training step (`Traced`).
     """
 
-    variants: Variants
-    starts: list[list[Choice]]
+    pass_cache: PassCache
+    starts: list[list[Options]]
     passes: Sequence[Pass]
     params: Inputs
     opt_state: Inputs | None
@@ -57,17 +57,17 @@ class CandidatePrograms:
     watched: Watched | None = None
     raises: tuple[str, ...] = ()
 
-    def programs(self, choice: Choice) -> tuple[Program, ...]:
+    def programs(self, options: Options) -> tuple[Program, ...]:
         """Returns the programs of all stages with these options, not verified."""
-        return tuple(self.variants(replace(choice, stage=n)) for n in self.stages)
+        return tuple(self.pass_cache(replace(options, stage=n)) for n in self.stages)
 
-    def finished(self, choice: Choice, draft: bool) -> tuple[Program, ...]:
+    def finished(self, options: Options, draft: bool) -> tuple[Program, ...]:
         """Returns the programs of all stages with these options; verified unless they are a `draft`."""
-        return self.programs(choice) if draft else self.variants.all_verified(choice)
+        return self.programs(options) if draft else self.pass_cache.all_verified(options)
 
-    def lowered(self, choice: Choice, draft: bool) -> Lowered:
+    def lowered(self, options: Options, draft: bool) -> Lowered:
         """Returns the result of lowering with these options. `draft`: its programs are not verified."""
-        programs = self.finished(choice, draft)
+        programs = self.finished(options, draft)
         if self.slots is not None:
             check_used(programs[0], self.slots)
         return Lowered(
@@ -77,11 +77,11 @@ class CandidatePrograms:
             self.batch,
             self.structure,
             self.budget,
-            choice,
+            options,
             watched=self.watched,
             raises=self.raises,
             stage=self.here,
-            stages=lambda: _stages(self.variants, replace(choice, stage=self.here)),
+            stages=lambda: _stages(self.pass_cache, replace(options, stage=self.here)),
         )
 
 
@@ -106,18 +106,20 @@ def candidates(
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, *_ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
-        variants = Variants(
+        pass_cache = PassCache(
             replace(recorded, transforms=step.transforms),
-            Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
+            PassContext(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
         )
         # no options are open
-        return CandidatePrograms(variants, [[Choice()]], (), params, None, batch, structure, budget, axis, stages, here)
+        return CandidatePrograms(
+            pass_cache, [[Options()]], (), params, None, batch, structure, budget, axis, stages, here
+        )
     traced = traced or trace_step(step, mesh, params, batch, skip=skip)
     limited = limited or (budget is not None and budget.nbytes is not None)
     return CandidatePrograms(
-        traced.variants,
-        traced.variants.starts(first_choice(step, mesh, limited), budget),
-        traced.variants.passes,
+        traced.pass_cache,
+        traced.pass_cache.starts(initial_options(step, mesh, limited), budget),
+        traced.pass_cache.passes,
         params,
         traced.opt_state,
         batch,
@@ -132,6 +134,6 @@ def candidates(
     )
 
 
-def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:
+def _stages(pass_cache: PassCache, options: Options) -> dict[str, Program]:
     """Returns the recorded program, and the program after each pass that runs."""
-    return {FIRST: variants.recorded, **{passed.name: made for passed, made in variants.stages(choice)}}
+    return {FIRST: pass_cache.recorded, **{passed.name: made for passed, made in pass_cache.stages(options)}}

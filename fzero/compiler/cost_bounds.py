@@ -21,7 +21,7 @@ from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.transforms.offload_analysis import saved_activations, waiting_on_host, waits_for_all
 
 
-class Rests(NamedTuple):
+class TierShares(NamedTuple):
     """The shares, by bytes, of optimizer state and parameters in host memory and on disk, of activations on the host,
     and of gradients on disk."""
 
@@ -38,7 +38,7 @@ class Rests(NamedTuple):
         return params_h + left * state_h, params_d + left * state_d
 
 
-class Least(NamedTuple):
+class LowerBound(NamedTuple):
     """Lower bounds: the bytes on each tier, and for each phase of a step (forward, backward, late updates) the busy
     seconds of each queue: compute, disk, both links, and the host's memory."""
 
@@ -94,7 +94,9 @@ class Sizes:
     forward_seconds: float
     backward_seconds: float
 
-    def least(self, rests: Rests, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)) -> Least:
+    def lower_bound(
+        self, rests: TierShares, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)
+    ) -> LowerBound:
         """Returns the lower bounds for a placement.
 
         Args:
@@ -155,7 +157,7 @@ class Sizes:
         on_device = (
             self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
         )
-        return Least(
+        return LowerBound(
             device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
             disk=written * (1 + early[1]) + stored,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fzero import tree
+from fzero._utils.deprecation import attribute_alias
 from fzero.compiler.budget_report import Budget, decided
-from fzero.compiler.options import Choice
+from fzero.compiler.options import Options
 from fzero.compiler.passes import passes_of
 from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
@@ -44,7 +45,7 @@ class Lowered:
     batch: Inputs
     structure: tree.TreeSpec  # structure of the metrics, or of the results of an evaluation
     budget: Budget | None = None  # contains only rates if no budget was given
-    choice: Choice = field(default_factory=Choice)  # the options that were chosen for the budget
+    options: Options = field(default_factory=Options)  # the options that were chosen for the budget
     device: Device | None = None  # the device that `plan` is for, and its backend
     backend: str = "inductor"
     chosen: tuple[PlanDecision, ...] = ()  # decisions from before it was lowered
@@ -53,6 +54,8 @@ class Lowered:
     stage: int = 0  # the stage of this rank
     # the intermediate programs, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
+
+    choice = attribute_alias("Lowered", "choice", "options")
 
     def __str__(self) -> str:
         return str(self.program)
@@ -107,6 +110,6 @@ class Lowered:
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """Like `plan`, for the same program with other rates: those of a `Device`, of a known one by name ("h100", …),
         or of a calibration file."""
-        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
+        decisions = (*self.chosen, *decided(self.program, self.options, self.budget))
         with without_gc():
             return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fzero.compiler.overlap import Order, coalescable
+from fzero._utils.deprecation import attribute_alias
+from fzero.compiler.overlap import ScheduleOptions, coalescable
 from fzero.ir.program import Program
 from fzero.transforms.compress import Formats
 
@@ -14,14 +15,14 @@ FARTHEST = 3  # the largest number of blocks ahead at which a gather is tried to
 
 
 @dataclass(frozen=True)
-class Choice:
+class Options:
     """A value for every option that a step leaves open.
 
     Attributes:
         remat: a policy of the transform.
-        whole_grads: whether the gradients of micro-batches are accumulated unsharded and reduced once per step;
+        full_grads: whether the gradients of micro-batches are accumulated unsharded and reduced once per step;
             `because` is the reason.
-        stay: the share of blocks whose parameters stay gathered over the axis of `hierarchical`.
+        secondary_shard: the share of blocks whose parameters stay gathered over the axis of `hierarchical`.
         cast_once: whether shards are cast once for all micro-batches, which takes memory.
         order: the options of the schedule (compiler/overlap.py).
         host_share: the share of the offloaded state, by bytes, that the host updates; `share_because` is the reason.
@@ -33,10 +34,10 @@ class Choice:
     """
 
     remat: str | float = "min_cut"
-    whole_grads: bool = False
-    stay: float = 0.0
+    full_grads: bool = False
+    secondary_shard: float = 0.0
     cast_once: bool = False
-    order: Order = field(default_factory=Order)
+    order: ScheduleOptions = field(default_factory=ScheduleOptions)
     host_share: float = 1.0
     grads: str = "update"
     speculative: tuple[str, ...] = ()
@@ -47,24 +48,28 @@ class Choice:
     share_because: str = field(default="", compare=False)
     wire_because: tuple[str, ...] = field(default=(), compare=False)
 
-    def shares(self, what: str) -> list[Choice]:
+    whole_grads = attribute_alias("Lowered.options", "whole_grads", "full_grads")
+    stay = attribute_alias("Lowered.options", "stay", "secondary_shard")
+    guess = attribute_alias("Lowered.options", "guess", "speculative")
+
+    def shares(self, what: str) -> list[Options]:
         """Returns copies with more and more of one option, in steps of 1/16."""
         return [replace(self, **{what: n / FINEST}) for n in range(FINEST + 1)]
 
-    def ordered(self, **how: Any) -> Choice:
+    def ordered(self, **how: Any) -> Options:
         return replace(self, order=replace(self.order, **how))
 
-    def narrow(self) -> Choice:
+    def narrow(self) -> Options:
         """Returns a copy with as few values in flight at a time as possible, which is slower; it is used if nothing
         else fits."""
         return self.ordered(ahead=0, leafwise=True)
 
 
-def orders(choice: Choice, program: Program, device: Any) -> list[list[Choice]]:
+def orders(options: Options, program: Program, device: Any) -> list[list[Options]]:
     """Returns copies with gathers that start farther and farther ahead, and with small transfers merged, if that is
     open."""
     link = device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: the time of a smaller transfer is mostly latency
-    merged = [choice.ordered(coalesced=small)] if coalescable(program, small) else []
-    first = min(1, choice.order.ahead)
-    return [[c.ordered(ahead=n) for n in range(first, FARTHEST + 1)] for c in (choice, *merged)]
+    merged = [options.ordered(coalesced=small)] if coalescable(program, small) else []
+    first = min(1, options.order.ahead)
+    return [[c.ordered(ahead=n) for n in range(first, FARTHEST + 1)] for c in (options, *merged)]

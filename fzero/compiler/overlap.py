@@ -1,8 +1,8 @@
 """Orders ops so that communication overlaps computation: starts each transfer before its consumer needs it, and delays
 its wait. It also shares gathers between forward and backward, and coalesces small ones.
 
-The result is deterministic, and the same on every rank: all free choices are in `Order`, which a memory budget
-determines (fzero/compiler/search.py).
+The result is deterministic, and the same on every rank: all free choices are in `ScheduleOptions`, which a memory
+budget determines (fzero/compiler/search.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_a
 
 
 @dataclass(frozen=True)
-class Order:
+class ScheduleOptions:
     """The free choices of the schedule.
 
     Attributes:
@@ -45,28 +45,28 @@ class Order:
     leafwise: bool = False
 
 
-_DEFAULT = Order()
+_DEFAULT = ScheduleOptions()
 
 
-def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
+def overlap(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
     """Returns the program with every start and wait in its final position."""
     state = set(program.leaves)
     pairs = sharable(program)
-    program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
+    program = _share(program, dict(pairs[len(pairs) - options.shared :])) if options.shared else program
     values = program.values_by_name
     sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
 
     def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
         lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
-        if choice.coalesced:
+        if options.coalesced:
             for op in (_GATHER, _SCATTER):
-                lines = _coalesce(lines, op, choice.coalesced, sent, state)
+                lines = _coalesce(lines, op, options.coalesced, sent, state)
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
-                lines = _Hoisting(lines, row, state, choice.ahead).run()
-        lines = _sink_waits(lines, choice.late_sums)
-        lines = _leafwise(lines) if choice.leafwise else lines
-        return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
+                lines = _Hoisting(lines, row, state, options.ahead).run()
+        lines = _sink_waits(lines, options.late_sums)
+        lines = _leafwise(lines) if options.leafwise else lines
+        return tuple(_pair_updates(_join_sums(lines, options.joined_sums, values)))
 
     return replace(program, lines=visit(program.lines))
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.compiler.budget_report import Budget
-from fzero.compiler.options import Choice
-from fzero.compiler.passes import FIRST, Asked, Pass, check_after, passes_of, sides
+from fzero.compiler.options import Options
+from fzero.compiler.passes import FIRST, Pass, PassContext, check_after, passes_of, update_placement
 from fzero.compiler.search import ENDS
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.ir.program import Program
@@ -31,39 +31,39 @@ Stage = tuple[Pass, Program]
 """A pass that ran, and the program that it returned."""
 
 
-class Variants:
+class PassCache:
     """The finished program for each combination of options.
 
     Attributes:
         recorded: the program from which all are made.
-        asked: what its step requires of the passes.
+        context: what its step requires of the passes.
         passes: the passes of the step, in order.
 
     Args:
         recorded: the traced program.
-        asked: what its step requires of the passes.
+        context: what its step requires of the passes.
         like: the variants of a program with the same ops whose state is stored on other tiers. Results that are the
             same for both are computed once.
     """
 
-    def __init__(self, recorded: Program, asked: Asked, like: Variants | None = None):
-        self.recorded, self.asked = recorded, asked
-        self.passes = passes_of(recorded.transforms, asked.skip)
+    def __init__(self, recorded: Program, context: PassContext, like: PassCache | None = None):
+        self.recorded, self.context = recorded, context
+        self.passes = passes_of(recorded.transforms, context.skip)
         numbers = {x.name: i for i, x in enumerate(self.passes)}
         # Passes before `gradients` return the same for the same ops, wherever state is stored; many options share the
         # result of `tiers`.
         self._at_base, self._at_cut, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
-        self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in asked.copies.values()}}
+        self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in context.copies.values()}}
         # By pass, ops and option: the program before the pass (which keeps the ops alive), the one after, and the
         # variants whose state it has.
-        self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
+        self._shared: dict[Any, tuple[Program, Program, PassCache]] = {} if like is None else like._shared
         self._own: dict[Any, tuple[Program, Program]] = {}  # the same, with the state of these variants
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[Stage]] = {}  # the last stages of the programs that were finished last
         self._sound: dict[tuple[int, int], Program] = {}  # verified programs that are cached, by pass and identity
-        self._idle = {*asked.skip}  # passes to skip that had nothing to do so far
+        self._idle = {*context.skip}  # passes to skip that had nothing to do so far
 
-    def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
+    def starts(self, least: Options, budget: Budget | None) -> list[list[Options]]:
         """Returns the options with which a search begins.
 
         These are the options of least memory, those that passes add (`Pass.starts`), and each of these with other
@@ -73,7 +73,7 @@ class Variants:
         if budget is None:
             return [[least]]
         added = ((self.before(x.name, least), x.starts) for x in self.passes if x.starts is not None)
-        starts = [least, *(choice for program, add in added for choice in add(least, program, budget))]
+        starts = [least, *(options for program, add in added for options in add(least, program, budget))]
         if budget.nbytes is None:
             return [starts]
         *sooner, last = self._grads(least)
@@ -81,18 +81,18 @@ class Variants:
         narrow = [self.narrowed(c) for c in found[-1]]
         return found if narrow == found[-1] else [*found, narrow]
 
-    def narrowed(self, least: Choice) -> Choice:
+    def narrowed(self, least: Options) -> Options:
         """Returns the options with as few values in flight as possible, which take less memory than those of least
         memory and are slower; the same options if nothing is gathered or reduced."""
-        return least.narrow() if self.asked.zero.batch_axes else least
+        return least.narrow() if self.context.zero.batch_axes else least
 
-    def _grads(self, least: Choice) -> list[str]:
+    def _grads(self, least: Options) -> list[str]:
         """Returns the settings for which gradients are held on the host, equal outcomes once. The last one takes the
         least device memory."""
         made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
         for grads in offload_analysis.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
-            waiting = tuple(sides(made, self.asked, way).waiting for way in ways)
+            waiting = tuple(update_placement(made, self.context, way).waiting for way in ways)
             if waiting not in found or grads == "update":
                 found[waiting] = grads
         return list(found.values())
@@ -100,33 +100,33 @@ class Variants:
     def base(self) -> Program:
         """Returns the base program. It is verified, and so is every program that all options share."""
         made = {FIRST: self.recorded}
-        for _ in self._verified(self._through(made, Choice(), 0, self._at_base)):
+        for _ in self._verified(self._through(made, Options(), 0, self._at_base)):
             pass
         return made["fuse"]
 
-    def before(self, name: str, choice: Choice) -> Program:
+    def before(self, name: str, options: Options) -> Program:
         """Returns the program that a pass would be given with these options."""
         at = next(i for i, passed in enumerate(self.passes) if passed.name == name)
-        return next(reversed(self._made(choice, at).values()))
+        return next(reversed(self._made(options, at).values()))
 
-    def __call__(self, choice: Choice) -> Program:
+    def __call__(self, options: Options) -> Program:
         """Returns the program with these options, not verified. Options that lead to the same program return the same
         object."""
-        key = self._key(self._made(choice, self._at_order), choice)
+        key = self._key(self._made(options, self._at_order), options)
         if key not in self._finished:
-            *_, (_, self._finished[key]) = self.stages(choice)
+            *_, (_, self._finished[key]) = self.stages(options)
         return self._finished[key]
 
-    def all_verified(self, choice: Choice) -> tuple[Program, ...]:
+    def all_verified(self, options: Options) -> tuple[Program, ...]:
         """Returns the programs of all stages of a pipeline, or the one of a step without a pipeline.
 
         Those of the first and the last stage are verified after every pass. The others went through the same passes:
         they are verified when they are finished, and after every pass if that finds a violation.
         """
         num = num_stages(self.recorded)
-        return tuple(self.verified(replace(choice, stage=n), each=n in (0, num - 1)) for n in range(num))
+        return tuple(self.verified(replace(options, stage=n), each=n in (0, num - 1)) for n in range(num))
 
-    def verified(self, choice: Choice, each: bool = True) -> Program:
+    def verified(self, options: Options, each: bool = True) -> Program:
         """Returns the program with these options, verified after every pass; without `each`, only when it is finished.
 
         Raises:
@@ -134,53 +134,53 @@ class Variants:
         """
         with without_gc():
             if each:
-                *_, program = self._verified(self.stages(choice))
+                *_, program = self._verified(self.stages(options))
             else:
-                program = self(choice)
+                program = self(options)
                 try:
                     check_after(self.passes, len(self.passes) - 1, program)
                 except VerifyError:
-                    return self.verified(choice)
+                    return self.verified(options)
         if self._idle:
-            ran = ", ".join(passed.name for passed, _ in self.stages(choice))
+            ran = ", ".join(passed.name for passed, _ in self.stages(options))
             problems = [f"{name}: has nothing to do here" for name in sorted(self._idle)]
             raise FzeroValueError("lower", "passes cannot be skipped", problems, f"these run: {ran}")
         return program
 
-    def stages(self, choice: Choice) -> Iterator[Stage]:
+    def stages(self, options: Options) -> Iterator[Stage]:
         """Yields the passes that run with these options, each with the program that it returns."""
         made = {FIRST: self.recorded}
-        yield from self._through(made, choice, 0, self._at_order)
-        key = self._key(made, choice)
+        yield from self._through(made, options, 0, self._at_order)
+        key = self._key(made, options)
         if key in self._recent:
             yield from self._recent[key]
             return
         last = list[Stage]()
-        for stage in self._through(made, choice, self._at_order, len(self.passes)):
+        for stage in self._through(made, options, self._at_order, len(self.passes)):
             last.append(stage)
             yield stage
         self._recent[key] = last
         if len(self._recent) > RECENT * num_stages(self.recorded):
             del self._recent[next(iter(self._recent))]
 
-    def _key(self, made: dict[str, Program], choice: Choice) -> Any:
+    def _key(self, made: dict[str, Program], options: Options) -> Any:
         """Returns a key for the ops before the scheduling passes, and the options of these passes."""
         lines = next(reversed(made.values())).lines
-        return id(lines), *(x.option(made, self.asked, choice) for x in self.passes[self._at_order :])
+        return id(lines), *(x.option(made, self.context, options) for x in self.passes[self._at_order :])
 
-    def _made(self, choice: Choice, end: int) -> dict[str, Program]:
+    def _made(self, options: Options, end: int) -> dict[str, Program]:
         made = {FIRST: self.recorded}
-        for _ in self._through(made, choice, 0, end):
+        for _ in self._through(made, options, 0, end):
             pass
         return made
 
-    def _through(self, made: dict[str, Program], choice: Choice, begin: int, end: int) -> Iterator[Stage]:
+    def _through(self, made: dict[str, Program], options: Options, begin: int, end: int) -> Iterator[Stage]:
         """Yields the passes with these indices that run, each with the program that it returns. `made` is extended by
         one program for each pass."""
         for number, passed in enumerate(self.passes[begin:end], begin):
-            program, option = next(reversed(made.values())), passed.option(made, self.asked, choice)
-            if passed.wanted(program, self.asked, option):
-                if passed.name in self.asked.skip:
+            program, option = next(reversed(made.values())), passed.option(made, self.context, options)
+            if passed.wanted(program, self.context, option):
+                if passed.name in self.context.skip:
                     self._idle.discard(passed.name)
                 else:
                     try:
@@ -194,9 +194,9 @@ class Variants:
             made[passed.name] = program
 
     def _rewritten(self, number: int, program: Program, option: Any) -> Program:
-        """Returns the program after one pass, from the caches if possible. Early passes are shared with other variants,
-        whose state is stored on other tiers, so the tensors of the state are replaced by those of these variants."""
-        rewrite = lambda: self.passes[number].rewrite(program, self.asked, option)  # noqa: E731
+        """Returns the program after one pass, from the caches if possible. Early passes are shared with the caches of
+        programs whose state is stored on other tiers, so the tensors of the state are replaced by this program's."""
+        rewrite = lambda: self.passes[number].rewrite(program, self.context, option)  # noqa: E731
         if number >= self._at_order:
             return rewrite()
         key = number, id(program.lines), option
@@ -233,7 +233,7 @@ class Variants:
                 self._sound[number, id(program)] = program
 
 
-def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
+def initial_options(step: Step, mesh: AbstractMesh, limited: bool) -> Options:
     """Returns the options with the least memory.
 
     `limited`: there is a memory budget. Without one, on devices where each op is a kernel launch, it returns options
@@ -241,12 +241,12 @@ def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
     """
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     once = find(step.transforms, Hierarchical)
-    stay = 0.0 if once is None else once.least if limited else once.most
-    choice = Choice(0.0 if policy == "auto" and limited else policy, stay=stay)
-    return choice if limited or mesh.device_type == "cpu" else few_launches(choice)
+    secondary_shard = 0.0 if once is None else once.least if limited else once.most
+    options = Options(0.0 if policy == "auto" and limited else policy, secondary_shard=secondary_shard)
+    return options if limited or mesh.device_type == "cpu" else few_launches(options)
 
 
-def few_launches(choice: Choice) -> Choice:
+def few_launches(options: Options) -> Options:
     """Returns options with fewer kernel launches over micro-batches, which take additional memory: for shards in the
     compute dtype, and for one block's gradients."""
-    return replace(choice, cast_once=True, order=replace(choice.order, joined_sums=2))
+    return replace(options, cast_once=True, order=replace(options.order, joined_sums=2))

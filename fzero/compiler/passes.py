@@ -24,7 +24,7 @@ from fzero.compiler import buffer_allocation, fuse_last_block, pass_invariants
 from fzero.compiler.device_waits import mark
 from fzero.compiler.hoist_updates import hoist_updates
 from fzero.compiler.name_collisions import rename_functions
-from fzero.compiler.options import Choice, orders
+from fzero.compiler.options import Options, orders
 from fzero.compiler.overlap import overlap, sharable
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.ir.ops import STARTS
@@ -62,7 +62,7 @@ ran."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PassContext:
     """What the step requires of the passes, independent of the chosen options.
 
     Attributes:
@@ -93,7 +93,7 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-Options = Callable[[Choice, Program, Any], Sequence[Any]]
+OpenValues = Callable[[Options, Program, Any], Sequence[Any]]
 """Returns the options that a search within a memory budget may take instead of one, given that one, its program and the
 device."""
 
@@ -122,17 +122,17 @@ class Pass:
     """
 
     name: str
-    rewrite: Callable[[Program, Asked, Any], Program]
+    rewrite: Callable[[Program, PassContext, Any], Program]
     after: str = ""
-    wanted: Callable[[Program, Asked, Any], Any] = lambda program, asked, option: True
-    option: Callable[[Made, Asked, Choice], Hashable] = _nothing
+    wanted: Callable[[Program, PassContext, Any], Any] = lambda program, context, option: True
+    option: Callable[[Made, PassContext, Options], Hashable] = _nothing
     before: Callable[[Program], Any] = _nothing
     behind: Callable[[Program], Any] = _nothing
-    tried: Options = lambda *_: ()
-    grows: Options = lambda *_: ()
-    ahead: Options = lambda *_: ()
-    starts: Options | None = None
-    decision: Callable[[Choice], tuple[str, str, str] | None] = _nothing
+    tried: OpenValues = lambda *_: ()
+    grows: OpenValues = lambda *_: ()
+    ahead: OpenValues = lambda *_: ()
+    starts: OpenValues | None = None
+    decision: Callable[[Options], tuple[str, str, str] | None] = _nothing
     needed: str = ""
     own: bool = True
 
@@ -167,13 +167,13 @@ def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
     return tuple(map(present.index, numbers))
 
 
-def _cast_once(made: Made, choice: Choice) -> tuple[str, ...]:
+def _cast_once(made: Made, options: Options) -> tuple[str, ...]:
     """Returns the parameters that may be cast once for all micro-batches."""
     leaves = _now(made).leaves.values()
-    return tuple(x.path for x in leaves if x.layout.tier == "device") if choice.cast_once else ()
+    return tuple(x.path for x in leaves if x.layout.tier == "device") if options.cast_once else ()
 
 
-class Sides(NamedTuple):
+class UpdatePlacement(NamedTuple):
     """The consequences of the options for a program whose update has been partitioned.
 
     Attributes:
@@ -187,37 +187,37 @@ class Sides(NamedTuple):
     on_disk: tuple[tuple[str, str], ...]
 
 
-def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
+def update_placement(made: Made, context: PassContext, options: Options) -> UpdatePlacement:
     """Returns the consequences of the options for the program whose update was partitioned."""
     program, on_disk = made["gradients"], dict[str, str]()
-    if asked.gradients:
+    if context.gradients:
         waits, grads = offload_analysis.gradients_that_wait(program), program.grads
-        on_disk = {grads[param]: leaf.path for param, leaf in asked.gradients.items() if grads.get(param) in waits}
-    on_device = offload_analysis.updated_on_device(program, choice.host_share)
-    waiting = offload_analysis.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
-    return Sides(on_device, waiting, tuple(on_disk.items()))
+        on_disk = {grads[param]: leaf.path for param, leaf in context.gradients.items() if grads.get(param) in waits}
+    on_device = offload_analysis.updated_on_device(program, options.host_share)
+    waiting = offload_analysis.waiting_on_host(program, on_device, options.grads).difference(on_disk)
+    return UpdatePlacement(on_device, waiting, tuple(on_disk.items()))
 
 
 PASSES = (
     Pass("fuse", lambda program, *_: fuse_last_block.rewrite(program), wanted=_trains),
     Pass(
         "copies",
-        lambda program, asked, _: copies.add_copies(program, asked.copies),
-        wanted=lambda program, asked, _: asked.copies,
-        option=lambda made, asked, choice: tuple(asked.copies),
+        lambda program, context, _: copies.add_copies(program, context.copies),
+        wanted=lambda program, context, _: context.copies,
+        option=lambda made, context, options: tuple(context.copies),
         needed="the state has copies of masters in the dtype of compute, which the step reads and writes",
     ),
     Pass(
         "remat",
-        lambda program, asked, keeps: remat_pass.rewrite(program, keeps.policy, asked.known, asked.zero),
-        wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
-        option=lambda made, asked, choice: remat_pass.keeps(_now(made), choice.remat, asked.known, asked.zero),
-        grows=lambda choice, program, _: choice.shares("remat") if _remat_open(program) else (),
+        lambda program, context, keeps: remat_pass.rewrite(program, keeps.policy, context.known, context.zero),
+        wanted=lambda program, context, keeps: _trains(program) and keeps is not None,
+        option=lambda made, context, options: remat_pass.keeps(_now(made), options.remat, context.known, context.zero),
+        grows=lambda options, program, _: options.shares("remat") if _remat_open(program) else (),
     ),
     Pass(
         "cut",
-        lambda program, asked, _: dim_sharding_pass.rewrite(program, asked.zero),
-        wanted=lambda program, asked, _: asked.zero.cutting,
+        lambda program, context, _: dim_sharding_pass.rewrite(program, context.zero),
+        wanted=lambda program, context, _: context.zero.cutting,
         needed="functions would read whole parameters, of which a rank has parts",
     ),
     Pass(
@@ -228,24 +228,24 @@ PASSES = (
     ),
     Pass(
         "accumulate",
-        lambda program, asked, _: accumulate_pass.rewrite(program, asked.num_micro, asked.batch),
-        wanted=lambda program, asked, _: asked.num_micro > 1,
+        lambda program, context, _: accumulate_pass.rewrite(program, context.num_micro, context.batch),
+        wanted=lambda program, context, _: context.num_micro > 1,
         needed="the loss was traced with one of the micro-batches that the batch is cut into",
     ),
     Pass(
         "shard",
-        lambda program, asked, option: zero_pass.rewrite(program, asked.zero, *option),
-        wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.cutting,
-        option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
-        tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
-        grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
+        lambda program, context, option: zero_pass.rewrite(program, context.zero, *option),
+        wanted=lambda program, context, _: context.zero.batch_axes or context.zero.cutting,
+        option=lambda made, context, options: (options.full_grads, options.secondary_shard, _cast_once(made, options)),
+        tried=lambda options, program, _: [replace(options, full_grads=True)] if _loops(program) else (),
+        grows=lambda options, program, _: options.shares("secondary_shard") if _stays_open(program) else (),
         needed="without it every rank would train by itself",
     ),
     Pass(
         "compress",
-        lambda program, asked, wire: compress_pass.rewrite(program, asked.zero, wire),
-        wanted=lambda program, asked, wire: wire or ((spec := find(program.transforms, Compress)) and not spec.auto),
-        option=lambda made, asked, choice: tuple(x for x in choice.wire if x.params or x.grads),
+        lambda program, context, wire: compress_pass.rewrite(program, context.zero, wire),
+        wanted=lambda program, context, wire: wire or ((spec := find(program.transforms, Compress)) and not spec.auto),
+        option=lambda made, context, options: tuple(x for x in options.wire if x.params or x.grads),
         needed="values would travel in more bits than the step asks for",
     ),
     Pass(
@@ -259,44 +259,44 @@ PASSES = (
     Pass("deal", lambda program, *_: deal(program), wanted=lambda program, *_: gathers(program)),
     Pass(
         "gradients",
-        lambda program, asked, _: offload_pass.with_leaves(program, asked.gradients.values()),
-        wanted=lambda program, asked, _: asked.gradients,
+        lambda program, context, _: offload_pass.with_leaves(program, context.gradients.values()),
+        wanted=lambda program, context, _: context.gradients,
         needed="gradients that wait on disk need leaves there",
     ),
     Pass(
         "speculate",
-        lambda program, asked, on: speculate_pass.rewrite(program, on),
-        wanted=lambda program, asked, on: on,
-        option=lambda made, asked, choice: choice.speculative,
+        lambda program, context, on: speculate_pass.rewrite(program, on),
+        wanted=lambda program, context, on: on,
+        option=lambda made, context, options: options.speculative,
         starts=speculate_pass.starts,
         decision=speculate_pass.decision,
     ),
     Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
     Pass(
         "stages",
-        lambda program, asked, stage: pipeline_pass.project(program, stage, asked.known),
+        lambda program, context, stage: pipeline_pass.project(program, stage, context.known),
         wanted=lambda program, *_: pipeline_pass.spec_of(program) is not None,
-        option=lambda made, asked, choice: choice.stage,
+        option=lambda made, context, options: options.stage,
         needed="a stage has leaves of its own alone",
     ),
     Pass(
         "tiers",
-        lambda program, asked, option: offload_pass.rewrite(speculate_pass.with_old_values(program), *option),
-        wanted=lambda program, asked, _: find(program.transforms, Offload),
-        option=sides,
+        lambda program, context, option: offload_pass.rewrite(speculate_pass.with_old_values(program), *option),
+        wanted=lambda program, context, _: find(program.transforms, Offload),
+        option=update_placement,
         before=pass_invariants.on_device,
         needed="nothing would be copied to the tier on which it is read",
     ),
     Pass(
         "overlap",
-        lambda program, asked, order: overlap(program, order),
+        lambda program, context, order: overlap(program, order),
         wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
-        option=lambda made, asked, choice: choice.order,
+        option=lambda made, context, options: options.order,
         # on other devices a longer transfer gains nothing
-        tried=lambda choice, program, device: (
-            [choice.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
+        tried=lambda options, program, device: (
+            [options.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
         ),
-        grows=lambda choice, program, _: [choice.ordered(shared=n) for n in range(len(sharable(program)) + 1)],
+        grows=lambda options, program, _: [options.ordered(shared=n) for n in range(len(sharable(program)) + 1)],
         ahead=orders,
     ),
     Pass(
@@ -313,7 +313,7 @@ PASSES = (
     ),
     Pass(
         "pool",
-        lambda program, asked, _: buffer_allocation.place(program, asked.temporaries),
+        lambda program, context, _: buffer_allocation.place(program, context.temporaries),
         behind=lambda program: (pass_invariants.placed(program), check(program)),
         needed="nothing that moves would have a buffer",
     ),
@@ -383,8 +383,8 @@ def _added(transform: Transform, name: str) -> Pass:
     """Returns the pass for a transform that rewrites programs itself."""
     needed = f"it carries out {transform}: leave that out of the step instead"
 
-    def rewrite(program: Program, asked: Asked, _: Any) -> Program:
-        return _rewritten(transform, program, [slot for slot, by in asked.slots.items() if by == transform])
+    def rewrite(program: Program, context: PassContext, _: Any) -> Program:
+        return _rewritten(transform, program, [slot for slot, by in context.slots.items() if by == transform])
 
     return Pass(name, rewrite, transform.after, needed=needed, own=False)
 

@@ -15,7 +15,7 @@ from fzero.compiler.budget_report import Budget, unmet
 from fzero.compiler.candidate_programs import CandidatePrograms, candidates
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.lowered import Lowered
-from fzero.compiler.options import Choice
+from fzero.compiler.options import Options
 from fzero.compiler.search import Search
 from fzero.compiler.traced_step import Traced
 from fzero.ir.from_graph import Inputs
@@ -55,11 +55,11 @@ def lower_inputs(
     search = Search(found.programs, found.passes, budget)
     with within("planning", "the fastest program that fits"):
         if open_formats(step) is None:
-            choice = next(filter(None, map(search.best, found.starts)), None)
+            options = next(filter(None, map(search.best, found.starts)), None)
         else:
-            choice = _with_formats(found, search, formats or ())
-    if choice is not None:
-        return found.lowered(choice, draft)
+            options = _with_formats(found, search, formats or ())
+    if options is not None:
+        return found.lowered(options, draft)
     programs = found.finished(found.starts[-1][0], draft)
     program = _largest(programs, budget)
     least = plan(program, budget.device, backend=budget.backend, stages=programs)
@@ -68,22 +68,22 @@ def lower_inputs(
     raise unmet(program, least, budget, advice, _rows(step, batch))
 
 
-def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Choice | None:
+def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Options | None:
     """Returns the best options with formats for `compress("auto")`: those of the fastest step if it fits with them,
     otherwise the least compression that fits. None if none fits."""
 
-    def best(**formats: Any) -> Choice | None:
-        groups = ([replace(choice, **formats) for choice in group] for group in found.starts)
+    def best(**formats: Any) -> Options | None:
+        groups = ([replace(options, **formats) for options in group] for group in found.starts)
         return next(filter(None, map(search.best, groups)), None)
 
     plain, least = best(), found.starts[-1][0]
-    chosen = choose_formats(found.variants, search, plain or least, recorded)
+    chosen = choose_formats(found.pass_cache, search, plain or least, recorded)
     compressed = any(x.params or x.grads for x in chosen.wire)
     if plain is not None and not (search.passes and compressed):
         return chosen
     if compressed and (fitting := best(wire=chosen.wire, wire_because=chosen.wire_because)) is not None:
         return fitting
-    none, *more = rungs(found.variants, least) or [()]
+    none, *more = rungs(found.pass_cache, least) or [()]
     if plain is not None:
         why = "in codes the step does not fit the budget"
         return replace(plain, wire=none, wire_because=(why,) * len(none))

@@ -29,8 +29,8 @@ from typing import Any
 
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import Budget
-from fzero.compiler.options import Choice
-from fzero.compiler.passes import Options, Pass
+from fzero.compiler.options import Options
+from fzero.compiler.passes import OpenValues, Pass
 from fzero.ir.program import Program
 from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
@@ -43,7 +43,7 @@ SAME = 1e-3  # predictions that differ by less are considered equal
 
 
 @dataclass(eq=False)
-class CostOfChoice:
+class PredictedCost:
     """The predicted cost of a program on a budget's device; each part is computed when it is first needed. For a
     pipeline, the cost of the programs of all stages."""
 
@@ -82,54 +82,54 @@ class Search:
         budget: the budget to fit.
     """
 
-    def __init__(self, build: Callable[[Choice], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
+    def __init__(self, build: Callable[[Options], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
         self.build, self.budget = build, budget
         self.passes = passes if budget.nbytes is not None else ()
-        self.tried: dict[Choice, CostOfChoice] = {}
-        self._of: dict[tuple[int, ...], CostOfChoice] = {}  # by programs
+        self.tried: dict[Options, PredictedCost] = {}
+        self._of: dict[tuple[int, ...], PredictedCost] = {}  # by programs
 
-    def cost(self, choice: Choice) -> CostOfChoice:
-        if choice not in self.tried:
-            programs = self.build(choice)
-            self.tried[choice] = self._of.setdefault(tuple(map(id, programs)), CostOfChoice(programs, self.budget))
-        return self.tried[choice]
+    def cost(self, options: Options) -> PredictedCost:
+        if options not in self.tried:
+            programs = self.build(options)
+            self.tried[options] = self._of.setdefault(tuple(map(id, programs)), PredictedCost(programs, self.budget))
+        return self.tried[options]
 
-    def fits(self, choice: Choice) -> bool:
-        return self.budget.limits == (None, None, None) or not self.budget.over(self.cost(choice).peaks)
+    def fits(self, options: Options) -> bool:
+        return self.budget.limits == (None, None, None) or not self.budget.over(self.cost(options).peaks)
 
-    def seconds(self, choice: Choice) -> float:
-        return self.cost(choice).queues[0]
+    def seconds(self, options: Options) -> float:
+        return self.cost(options).queues[0]
 
-    def best(self, starts: Sequence[Choice]) -> Choice | None:
+    def best(self, starts: Sequence[Options]) -> Options | None:
         """Returns the options of the fastest program that fits; None if none does.
 
         Args:
-            starts: options of least memory, from `Variants.starts`.
+            starts: options of least memory, from `PassCache.starts`.
         """
         grown = [found for start in starts if (found := self._grown(start)) is not None]
         if len(grown) == 1:
             return self._refined(*grown)
-        refined: dict[Choice, Choice] = {}
+        refined: dict[Options, Options] = {}
         least = math.inf
-        for choice in sorted(grown, key=self.seconds):
-            if not refined or self._least_seconds(choice) <= (1 - GAIN) * least:
-                refined[choice] = self._refined(choice)
-                least = min(least, self.seconds(refined[choice]))
+        for options in sorted(grown, key=self.seconds):
+            if not refined or self._least_seconds(options) <= (1 - GAIN) * least:
+                refined[options] = self._refined(options)
+                least = min(least, self.seconds(refined[options]))
         first = next((c for c in grown if self.seconds(refined.get(c, c)) <= 1.01 * least), None)
         return first and (refined.get(first) or self._refined(first))
 
-    def _sides(self, choice: Choice) -> list[Choice]:
+    def _sides(self, options: Options) -> list[Options]:
         """Returns the options with all updates on the host, and with none there, if that is open."""
-        program = self.cost(choice).program
+        program = self.cost(options).program
         is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
-        return [replace(choice, host_share=share) for share in ENDS] if is_open else [choice]
+        return [replace(options, host_share=share) for share in ENDS] if is_open else [options]
 
-    def _values(self, of: Callable[[Pass], Any], choice: Choice) -> list[Any]:
+    def _values(self, of: Callable[[Pass], Any], options: Options) -> list[Any]:
         """Returns all values of the passes' options, starting from these options."""
-        program, device = self.cost(choice).program, self.budget.device
-        return [value for passed in self.passes for value in of(passed)(choice, program, device)]
+        program, device = self.cost(options).program, self.budget.device
+        return [value for passed in self.passes for value in of(passed)(options, program, device)]
 
-    def _grown(self, least: Choice) -> Choice | None:
+    def _grown(self, least: Options) -> Options | None:
         """Returns the options with the largest growing values that fit, and the fastest of the values that are tried;
         None if the given options do not fit."""
         start = next(filter(self.fits, self._sides(least)), None)
@@ -143,18 +143,18 @@ class Search:
             for order in itertools.permutations(grows)
         ]
         best, because = self._fastest(found), ""
-        if others := [c for c in found if c.whole_grads != best.whole_grads]:
+        if others := [c for c in found if c.full_grads != best.full_grads]:
             faster = min(map(self.seconds, others)) - self.seconds(best)
-            because = f"{duration(faster)} a step faster than {'shards' if best.whole_grads else 'whole'}"
-        elif whole := [c for c in bases if c.whole_grads]:
+            because = f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'whole'}"
+        elif whole := [c for c in bases if c.full_grads]:
             over = self.budget.over(self.cost(*whole).peaks)
             because = f"added up whole they would take {size(over)} more than the budget"
         return replace(best, because=because)
 
-    def _most(self, choice: Choice, grows: Options) -> Choice:
+    def _most(self, options: Options, grows: OpenValues) -> Options:
         """Returns the last of an option's values that fits, by bisection: later values take more memory, and the first
         is known to fit."""
-        values = grows(choice, self.cost(choice).program, self.budget.device)
+        values = grows(options, self.cost(options).program, self.budget.device)
         low, high = 0, len(values)
         at = high - 1
         while high - low > 1:
@@ -162,26 +162,28 @@ class Search:
             at = (low + high) // 2
         return values[low]
 
-    def _fastest(self, choices: Sequence[Choice]) -> Choice:
-        return min(choices, key=lambda c: (self.seconds(c), self.cost(c).peaks)) if len(choices) > 1 else choices[0]
+    def _fastest(self, candidates: Sequence[Options]) -> Options:
+        if len(candidates) == 1:
+            return candidates[0]
+        return min(candidates, key=lambda c: (self.seconds(c), self.cost(c).peaks))
 
-    def _refined(self, best: Choice) -> Choice:
+    def _refined(self, best: Options) -> Options:
         """Returns the options with the fastest distance at which gathers start ahead, and the fastest side of the
         updates."""
-        groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Choice]()
+        groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Options]()
         for side in (sides := self._sides(best)):
             here = ((replace(c, host_share=side.host_share) for c in group) for group in groups)
             able = [c for group in here for c in itertools.takewhile(self.fits, group)]
             fitting += [self._fastest(able)] if able else []
         return self._with_share(fitting) if len(sides) > 1 else fitting[0]
 
-    def _least_seconds(self, choice: Choice) -> float:
+    def _least_seconds(self, options: Options) -> float:
         """Returns a lower bound of the seconds of a step, wherever its updates run and however far ahead its transfers
         start: the time of its busiest queue."""
-        queues = [self.cost(side).queues[1] for side in self._sides(choice)]
+        queues = [self.cost(side).queues[1] for side in self._sides(options)]
         return next(_mixes(*queues))[1] if len(queues) > 1 else max(queues[0].values())
 
-    def _with_share(self, ends: Sequence[Choice]) -> Choice:
+    def _with_share(self, ends: Sequence[Options]) -> Options:
         """Returns the options with the fastest share of updates on the host, and the reason: see [Note: both sides]."""
         first = min(ends, key=self.seconds)
         with_ = lambda share: replace(first, host_share=share)  # noqa: E731

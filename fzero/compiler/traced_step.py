@@ -13,8 +13,8 @@ from fzero.compiler.abstract_values import abstract_params, batch_inputs
 from fzero.compiler.base_program import lower_train
 from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.input_specs import params_inputs
-from fzero.compiler.pass_cache import Variants
-from fzero.compiler.passes import Asked
+from fzero.compiler.pass_cache import PassCache
+from fzero.compiler.passes import PassContext
 from fzero.compiler.state_layouts import compute_leaves, gradient_leaves, opt_state_inputs
 from fzero.compiler.state_slots import Slots, slots_of
 from fzero.compiler.training_spec import Precision, Training
@@ -36,7 +36,7 @@ class Traced:
     """The programs of a step (`base` is the one before tiers are known) and the other results of its trace."""
 
     base: Program
-    variants: Variants
+    pass_cache: PassCache
     opt_state: Inputs
     structure: tree.TreeSpec
     watched: Watched | None
@@ -96,11 +96,11 @@ def trace_step(
         for x in (batch.leaves[i] for i in batch.distinct)
         if num_micro > 1 and accumulation and accumulation.cuts(x)
     }
-    asked = Asked(
+    context = PassContext(
         zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners, temporaries=temporaries_on(mesh)
     )
-    variants = Variants(replace(program, transforms=step.transforms), asked)
-    return Traced(variants.base(), variants, opt_state, structure, watched, raises, slots)
+    pass_cache = PassCache(replace(program, transforms=step.transforms), context)
+    return Traced(pass_cache.base(), pass_cache, opt_state, structure, watched, raises, slots)
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:

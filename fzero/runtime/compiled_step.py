@@ -333,7 +333,7 @@ class CompiledStep(Compiled):
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         lowered, built = super()._build(params, batch)
-        self._formats.add(lowered.choice.wire)
+        self._formats.add(lowered.options.wire)
         promoted = self._resolution.promoted(params, lowered)
         return replace(lowered, chosen=(*lowered.chosen, *promoted)), built
 

@@ -133,7 +133,7 @@ class _Before:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The key of a sharded subgraph: its name, the places of its inputs and the places wanted of its outputs. The other
     fields are arguments of `cuts.propagate`."""
 
@@ -390,7 +390,7 @@ class _ToParts:
                     self.program.functions[line.fn].graph, self.n, places, wanted
                 )
             return self.known[of]
-        asked = _Asked(
+        request = _Request(
             line.fn,
             cast("tuple[Place, ...]", places),
             wanted,
@@ -398,28 +398,28 @@ class _ToParts:
             tuple(self.exchanged.get(a, ()) for a in line.args),
             tuple(self.exchanged.get(v.name, ()) for v in line.out),
         )
-        made = self._propagated(asked)
+        made = self._propagated(request)
         torn = {i for i, v in enumerate(line.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
         if torn:  # a value that another axis exchanges along dim 0 is not sharded along it
             made = self._propagated(
-                replace(asked, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
+                replace(request, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
             )
         return made
 
-    def _propagated(self, asked: _Asked) -> CutFunction:
-        if asked not in self.known:
-            self.known[asked] = cuts.propagate(
-                self.program.functions[asked.fn].graph,
+    def _propagated(self, request: _Request) -> CutFunction:
+        if request not in self.known:
+            self.known[request] = cuts.propagate(
+                self.program.functions[request.fn].graph,
                 self.n,
-                asked.places,
-                asked.wanted,
-                leaves=asked.leaves,
+                request.places,
+                request.wanted,
+                leaves=request.leaves,
                 stream=self.stream,
                 by_position=self.spec.by_position,
-                given=asked.given,
-                handed_on=asked.handed_on,
+                given=request.given,
+                handed_on=request.handed_on,
             )
-        return self.known[asked]
+        return self.known[request]
 
     def _handed_on(self, value: Value, exchanged: Exchanged) -> Value:
         name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")

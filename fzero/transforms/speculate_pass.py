@@ -28,7 +28,7 @@ from fzero.ir.program import Line, Program
 from fzero.ir.value_names import Names, identifier
 
 if TYPE_CHECKING:
-    from fzero.compiler.options import Choice
+    from fzero.compiler.options import Options
 
 TIERS = (("disk",), ("disk", "host"))
 """The sets of tiers whose tensors can have speculative updates. With only the disk, no more memory is needed between
@@ -74,7 +74,7 @@ def with_old_values(program: Program) -> Program:
     return replace(program, lines=tuple(lines)) if kept else program
 
 
-def starts(least: Choice, program: Program, budget: Any) -> list[Choice]:
+def starts(least: Options, program: Program, budget: Any) -> list[Options]:
     """Returns the options of least memory with speculative updates, for each set of tiers with which more updates can
     be speculative.
 
@@ -107,9 +107,9 @@ def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float
     return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
 
 
-def decision(choice: Choice) -> tuple[str, str, str] | None:
+def decision(options: Options) -> tuple[str, str, str] | None:
     why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
-    return ("update", "on a guess", f"{why}if that changes it") if choice.speculative else None
+    return ("update", "on a guess", f"{why}if that changes it") if options.speculative else None
 
 
 class _Speculation:

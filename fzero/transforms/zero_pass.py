@@ -35,33 +35,39 @@ from fzero.transforms.zero_placement import Zero
 
 
 def rewrite(
-    program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: Collection[str] = ()
+    program: Program,
+    zero: Zero,
+    full_grads: bool = False,
+    secondary_shard: float = 0.0,
+    cast_once: Collection[str] = (),
 ) -> Program:
     """Shards a base program over the mesh.
 
     Args:
         program: a base program, or one with a loop over micro-batches.
         zero: the sharding that the parallel transforms request.
-        whole_grads: whether unsharded gradients are accumulated over micro-batches, whatever the ZeRO stage, and
+        full_grads: whether unsharded gradients are accumulated over micro-batches, whatever the ZeRO stage, and
             reduced once per step.
-        stay: the share of blocks, counted from the last, whose parameters stay gathered over the axis of
+        secondary_shard: the share of blocks, counted from the last, whose parameters stay gathered over the axis of
             `hierarchical`.
         cast_once: the parameters of which a loop over micro-batches gathers shards that were cast before the loop.
     """
-    return _Rewrite(program, zero, whole_grads, stay, cast_once).run()
+    return _Rewrite(program, zero, full_grads, secondary_shard, cast_once).run()
 
 
 class _Rewrite:
     """The rewrite of one program: visits its ops in order, gives each value its placement, and inserts gathers before
     ops that read sharded parameters, and reductions after the last gradient of each block."""
 
-    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: Collection[str]):
-        self.program, self.zero, self.whole_grads, self.cast_once = program, zero, whole_grads, cast_once
+    def __init__(
+        self, program: Program, zero: Zero, full_grads: bool, secondary_shard: float, cast_once: Collection[str]
+    ):
+        self.program, self.zero, self.full_grads, self.cast_once = program, zero, full_grads, cast_once
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )
         # blocks whose parameters are gathered once per step over a slow axis
-        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
+        self.staying = {*blocks[len(blocks) - round(secondary_shard * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
         kept = {line.fn for line, _ in program.walk()}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
@@ -311,7 +317,7 @@ class _Rewrite:
 
     def _adds_up(self, path: str) -> tuple[str, ...]:
         """The axes that shard a parameter's gradients while a loop accumulates them over micro-batches."""
-        return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
+        return () if self.full_grads else self.zero.grads(self.program.leaves[path])
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
         return (

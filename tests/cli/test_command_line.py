@@ -241,7 +241,7 @@ def test_a_budget_that_fits(run):
     assert (
         found["budget"]["fits"]
         and found["budget"]["bytes"] == 10**12
-        and found["budget"]["order"]["shared"] == want.choice.order.shared > 0
+        and found["budget"]["order"]["shared"] == want.options.order.shared > 0
     )
 
 

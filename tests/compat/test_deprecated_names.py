@@ -19,13 +19,15 @@ import fzero as fz
 from fzero import cli, optim
 from fzero._utils.deprecation import renamed_flags
 from fzero.cli.flag_parsing import _RENAMED
+from fzero.cli.printing import plan_data
 from fzero.elastic import supervisor
 from fzero.errors import FzeroTypeError
 
 X = torch.arange(8.0).view(4, 2)
 PARAMS = {"w": torch.ones(2, 2), "up": torch.ones(2, 4), "down": torch.ones(4, 2)}
 STEP = fz.train_step(lambda p, x: torch.tanh(x @ p["w"] @ p["up"] @ p["down"]).square().mean(), optim.adamw(1e-3))
-PLAN = fz.lower(fz.shard_params(STEP), fz.AbstractMesh(data=2), PARAMS, X, device="h100").plan
+LOWERED = fz.lower(fz.shard_params(STEP), fz.AbstractMesh(data=2), PARAMS, X, device="h100")
+PLAN = LOWERED.plan
 
 
 def accepted(path: str, leaf: torch.Tensor) -> bool:
@@ -131,6 +133,22 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         in_a_run(lambda run: run.num_micro_batches(24, max_samples=5)),
         "use run.num_micro_batches(max_samples=)",
     ),
+    "Lowered.choice": (lambda: LOWERED.choice, lambda: LOWERED.options, "use Lowered.options"),
+    "Lowered.options.whole_grads": (
+        lambda: LOWERED.options.whole_grads,
+        lambda: LOWERED.options.full_grads,
+        "use Lowered.options.full_grads",
+    ),
+    "Lowered.options.stay": (
+        lambda: LOWERED.options.stay,
+        lambda: LOWERED.options.secondary_shard,
+        "use Lowered.options.secondary_shard",
+    ),
+    "Lowered.options.guess": (
+        lambda: LOWERED.options.guess,
+        lambda: LOWERED.options.speculative,
+        "use Lowered.options.speculative",
+    ),
     "Plan.speed_of_light": (lambda: PLAN.speed_of_light, lambda: PLAN.roofline_fraction, "use Plan.roofline_fraction"),
     "Plan.resting_bytes": (lambda: PLAN.resting_bytes, lambda: PLAN.persistent_bytes, "use Plan.persistent_bytes"),
     "Plan.host_resting_bytes": (
@@ -185,6 +203,13 @@ def test_the_json_of_a_plan_has_both_keys() -> None:
         "ward_bytes": "peer_replica_bytes",
     }.items():
         assert data[old] == data[new]
+
+
+def test_the_json_of_a_budget_has_both_keys() -> None:
+    lowered = fz.lower(STEP, fz.AbstractMesh(data=1), PARAMS, X, device="h100", memory_budget="1GB")
+    data = plan_data(lowered, lowered.plan)["budget"]
+    for old, new in {"whole_grads": "full_grads", "stay": "secondary_shard", "guess": "speculative"}.items():
+        assert data[old] == data[new] == getattr(lowered.options, new)
 
 
 def test_the_old_and_the_new_keyword_together_are_an_error() -> None:

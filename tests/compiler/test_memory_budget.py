@@ -18,9 +18,9 @@ from test_parity import NUM_STEPS, difference, plain
 import fzero as fz
 from fzero import optim
 from fzero.compiler import passes
-from fzero.compiler.options import Choice
-from fzero.compiler.overlap import Order, coalescable, overlap, sharable
-from fzero.compiler.pass_cache import Variants
+from fzero.compiler.options import Options
+from fzero.compiler.overlap import ScheduleOptions, coalescable, overlap, sharable
+from fzero.compiler.pass_cache import PassCache
 from fzero.errors import BudgetError, FzeroValueError
 from fzero.ir.ops import transfer_bytes
 from fzero.ir.pool_verifier import check
@@ -82,12 +82,12 @@ def test_the_plan_fits_and_memory_makes_it_faster() -> None:
 
 def test_what_a_large_budget_chooses() -> None:
     found = lowered(1 << 30)
-    assert found.choice.remat == 1.0 and found.choice.whole_grads and found.choice.order.shared > 0
+    assert found.options.remat == 1.0 and found.options.full_grads and found.options.order.shared > 0
     gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
     assert (
         len(gathers)
         <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"])
-        - found.choice.order.shared
+        - found.options.order.shared
     )
 
 
@@ -177,12 +177,12 @@ def test_budgets_that_are_none(wrong: Any) -> None:
 
 def test_shares_that_keep_the_same_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(lower_file, "Variants", lambda *args: made.append(args) or Variants(*args))
+    monkeypatch.setattr(lower_file, "PassCache", lambda *args: made.append(args) or PassCache(*args))
     lower(None)
-    shares, together = [n / 16 for n in range(17)], Variants(*made[0])
-    built = [together(Choice(share)) for share in shares]
+    shares, together = [n / 16 for n in range(17)], PassCache(*made[0])
+    built = [together(Options(share)) for share in shares]
     assert 1 < len({id(program) for program in built}) < len(shares)
-    assert [source(program) for program in built] == [source(Variants(*made[0])(Choice(share))) for share in shares]
+    assert [source(program) for program in built] == [source(PassCache(*made[0])(Options(share))) for share in shares]
 
 
 def test_only_what_is_chosen_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None
     pairs = sharable(unordered)
     # the layers; the head's forward and backward are one function, the embedding's backward reads no parameter
     assert len(pairs) == 2
-    shared = overlap(unordered, Order(shared=1))
+    shared = overlap(unordered, ScheduleOptions(shared=1))
     assert len(starts(shared)) == len(starts(unordered)) - 1
     assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {
         x.out[0].name for x in starts(shared)
@@ -218,12 +218,12 @@ def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None
 
 
 def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
-    together = overlap(unordered, Order(coalesced=1 << 30))
+    together = overlap(unordered, ScheduleOptions(coalesced=1 << 30))
     for op in ("all_gather_start", "reduce_scatter_start"):
         size = lambda line, values: sum(values[a].nbytes for a in line.args)  # noqa: E731
         before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
         assert sum(before) == sum(after) and max(after) <= max(before)
-    assert len(starts(overlap(unordered, Order(coalesced=1)))) == len(starts(unordered))
+    assert len(starts(overlap(unordered, ScheduleOptions(coalesced=1)))) == len(starts(unordered))
 
 
 def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
@@ -233,7 +233,7 @@ def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
         for x in starts(unordered, op)
     ]
     assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
-    assert overlap(unordered, Order(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
+    assert overlap(unordered, ScheduleOptions(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -277,10 +277,10 @@ def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(tran
 
     first = within(None)
     roomy = within(f"{1.25 * first.plan.peak_bytes:.0f}B")  # where gradients do not fit whole
-    assert roomy.choice.order.late_sums and not first.choice.order.late_sums
+    assert roomy.options.order.late_sums and not first.options.order.late_sums
     assert ("sums", "a block later") in [d[:2] for d in roomy.plan.decisions]
     assert roomy.plan.exposed_seconds < 0.7 * first.plan.exposed_seconds
-    assert not within(f"{first.plan.peak_bytes + 1}B").choice.order.late_sums
+    assert not within(f"{first.plan.peak_bytes + 1}B").options.order.late_sums
 
     def between(found: fz.Lowered) -> list[int]:
         """Blocks that run while each reduction over `data` travels, within the loop."""
@@ -307,7 +307,7 @@ def test_gathers_start_further_ahead(unordered: Program) -> None:
     counts = []
     for ahead in (1, 2):
         before: list[Any] = []
-        counts.append(first_start_after(overlap(unordered, Order(ahead=ahead)), 1))
+        counts.append(first_start_after(overlap(unordered, ScheduleOptions(ahead=ahead)), 1))
     assert counts[1] > counts[0]
 
 

@@ -116,9 +116,9 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: passes.Pass, monkeypatch: 
     elif passed.name == "speculate":
         with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
             lower(name, skip=("speculate",))
-        first_choice = candidates_file.first_choice
-        chosen = lambda *args: replace(first_choice(*args), speculative=("disk", "host"))  # noqa: E731
-        monkeypatch.setattr(candidates_file, "first_choice", chosen)
+        initial_options = candidates_file.initial_options
+        chosen = lambda *args: replace(initial_options(*args), speculative=("disk", "host"))  # noqa: E731
+        monkeypatch.setattr(candidates_file, "initial_options", chosen)
         assert "speculate" in lower("cpu").stages() and "speculate" not in lower("cpu", skip="speculate").stages()
     else:
         assert [*lower(name, skip=(passed.name,)).stages()] == [

@@ -243,7 +243,7 @@ def test_leaf_by_leaf_where_nothing_else_fits(run_ranks: Any) -> None:
         lower(memory_budget=2000)
     need = int(str(error.value).split("(")[1].split(" bytes")[0].replace(",", "")) + 2000
     found = lower(memory_budget=need)
-    assert found.choice.order.leafwise and need < lower().plan.peak_bytes
+    assert found.options.order.leafwise and need < lower().plan.peak_bytes
     starts = [x for x in found.program.lines if x.op == "reduce_scatter_start"]
     assert all(len(x.args) == 1 for x in starts) and len(starts) > 8
     wanted, narrow = (run_ranks(2, _leaf_by_leaf, budget) for budget in (None, need))

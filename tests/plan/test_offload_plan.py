@@ -20,7 +20,7 @@ from fzero import errors, optim
 from fzero._utils.host_memory import padded
 from fzero.compiler.auto_offload import _Tiers
 from fzero.compiler.budget_report import Budget
-from fzero.compiler.options import Choice
+from fzero.compiler.options import Options
 from fzero.ir.attributes import CallAttrs, TurnsAttrs
 from fzero.ir.ops import COPIES
 from fzero.ir.printer import source
@@ -387,7 +387,7 @@ def test_both_sides_update_where_host_and_link_would_take_as_long(optimizer, bud
 def test_of_predictions_that_are_the_same_the_host_has_it_all() -> None:
     free = replace(KNOWN["h100"], host_memory_bandwidth=1e18, host_copy=Link(0.0, 1e18), call_seconds=0.0)
     found = lowered(fz.offload("cpu"), fz.mixed_precision("bf16"), device=free)
-    assert found.choice.host_share == 1.0 and side_of(found) == "host"
+    assert found.options.host_share == 1.0 and side_of(found) == "host"
 
 
 def test_a_side_that_does_not_fit_is_not_taken() -> None:
@@ -403,7 +403,7 @@ def test_a_side_that_does_not_fit_is_not_taken() -> None:
 
 def test_on_one_memory_no_side_is_chosen() -> None:
     found = lowered(fz.offload("cpu"), mesh=fz.AbstractMesh(data=1), device="cpu")
-    assert not found.plan.decisions and found.choice.host_share == 1.0
+    assert not found.plan.decisions and found.options.host_share == 1.0
 
 
 # --- budgets of the host and of the disk ---
@@ -530,7 +530,7 @@ def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all()
 
 def test_no_two_layouts_are_the_same() -> None:
     budget, record = Budget(1, KNOWN["h100"], host=1), Offload("auto", ROLES, ("/scratch",))
-    layouts = _Tiers(lambda _: None, Choice(), record, budget, False, print)._layouts()  # type: ignore[arg-type]
+    layouts = _Tiers(lambda _: None, Options(), record, budget, False, print)._layouts()  # type: ignore[arg-type]
     each = lambda share: share.roles if 8 in (share.host, share.disk) else (" and ".join(share.roles),)  # noqa: E731
     meant = [{(role, share.host, share.disk) for share in rests for role in each(share)} for rests in layouts]
     assert len(layouts) > 100 and all(one not in meant[:i] for i, one in enumerate(meant))

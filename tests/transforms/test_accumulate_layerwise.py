@@ -402,7 +402,7 @@ def test_a_budget_fits_it():
         found = fz.lower(
             step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), memory_budget=least + more
         )
-        assert found.plan.peak_bytes <= least + more and not found.choice.whole_grads
+        assert found.plan.peak_bytes <= least + more and not found.options.full_grads
     with pytest.raises(fz.errors.BudgetError):
         fz.lower(step, fz.AbstractMesh(data=2), models.gpt_init, meta_part(batches(1)[0], 2), memory_budget=least // 2)
 

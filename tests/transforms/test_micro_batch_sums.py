@@ -17,7 +17,7 @@ import fzero as fz
 from fzero.compiler import candidate_programs, passes
 from fzero.compiler.batched_ops import batched, launches
 from fzero.compiler.overlap import sharable
-from fzero.compiler.pass_cache import few_launches, first_choice
+from fzero.compiler.pass_cache import few_launches, initial_options
 from fzero.ir.pool_verifier import check
 from fzero.ir.program import Line, Program
 from fzero.ir.verifier import verify
@@ -110,13 +110,13 @@ def _runs(together: bool) -> list[Any]:
     """What runs come to whose lines are batched, and as few as on a GPU, or not, under copies and collectives that are
     late."""
     found = []
-    least = lambda *args: few_launches(first_choice(*args))  # noqa: E731
+    least = lambda *args: few_launches(initial_options(*args))  # noqa: E731
     for name in ("stage 2", "stage 3, accumulate", "vertical", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(passes.batch, "launches", lambda program: together)
             if together:
-                patch.setattr(candidate_programs, "first_choice", least)
+                patch.setattr(candidate_programs, "initial_options", least)
             copies = late(mesh, patch.setattr)
             (metrics, _), train, state = trained(mesh, CASES[name][1])
             assert not copies.races

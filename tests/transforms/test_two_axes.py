@@ -212,12 +212,12 @@ def test_a_budget_decides_how_much_stays_gathered():
     """As much as fits: all with room, less with less, and never more than asked for."""
     most = lowered("once", 4)
     roomy = lowered("once", 4, memory_budget="1GB")
-    assert roomy.choice.stay == most.choice.stay == 1.0
+    assert roomy.options.secondary_shard == most.options.secondary_shard == 1.0
     least = min(lowered("reductions once", 4).plan.peak_bytes, most.plan.peak_bytes)
     tight = lowered("once", 4, memory_budget=least + 64)
-    assert tight.choice.stay < 1.0 and tight.plan.peak_bytes <= least + 64
+    assert tight.options.secondary_shard < 1.0 and tight.plan.peak_bytes <= least + 64
     assert moved(tight.program)["all_gather:node"] > moved(most.program)["all_gather:node"]
-    assert lowered("some gathers once", 4, memory_budget="1GB").choice.stay == 0.5
+    assert lowered("some gathers once", 4, memory_budget="1GB").options.secondary_shard == 0.5
 
 
 def test_a_plan_prices_each_axis_on_its_link():
