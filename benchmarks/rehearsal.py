@@ -116,7 +116,7 @@ class _Mesh(Mesh):
         pass
 
     @property
-    def turns(self) -> Any:
+    def collective_sequence(self) -> Any:
         return SimpleNamespace(begin=lambda *a, **k: None, check=lambda *a: None, end=lambda *a: None, pause=1.0)
 
 

@@ -27,7 +27,7 @@ from fzero._utils import cpu_affinity
 from fzero._utils.arguments import flag, number, plain_numbers, python_numbers
 from fzero._utils.exclusive import Exclusive, Holding
 from fzero.comm import launcher
-from fzero.comm.collective_sequence import Turns, leave_all
+from fzero.comm.collective_sequence import CollectiveSequence, leave_all
 from fzero.comm.control_messages import gathered
 from fzero.comm.groups import group_along
 from fzero.comm.launcher_environment import LOCAL, Processes
@@ -123,9 +123,9 @@ class Context:
         transport: moves data between the ranks (comm/transport.py).
         copies: copies data between the device and the host (memory/device_copies.py).
         graphs: captures steps as CUDA graphs (runtime/cuda_graphs.py).
-        turns: numbers the collective actions of the ranks (comm/collective_sequence.py).
-        wards: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if nothing stores
-            it.
+        collective_sequence: numbers the collective actions of the ranks (comm/collective_sequence.py).
+        peer_replicas: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if
+            nothing stores it.
         exclusive: held by the call that has exclusive use of the mesh.
         groups: the process group along each axis, cached because a DeviceMesh of several axes takes a millisecond to
             find it.
@@ -136,8 +136,8 @@ class Context:
         self.transport: Any = None
         self.copies: Any = None
         self.graphs: Any = None
-        self.turns: Turns | None = None
-        self.wards: Keeps | None = None
+        self.collective_sequence: CollectiveSequence | None = None
+        self.peer_replicas: Keeps | None = None
         self.exclusive = Exclusive()
 
 
@@ -230,12 +230,12 @@ class Mesh(AbstractMesh):
         return self._store or compat.default_store()
 
     @property
-    def turns(self) -> Turns:
+    def collective_sequence(self) -> CollectiveSequence:
         """The numbered collective actions of the ranks."""
-        if self.context.turns is None:
+        if self.context.collective_sequence is None:
             store = None if self.size == 1 else self.store
-            self.context.turns = Turns(store, self.rank, self.size, self.timeout)
-        return self.context.turns
+            self.context.collective_sequence = CollectiveSequence(store, self.rank, self.size, self.timeout)
+        return self.context.collective_sequence
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group in which this mesh was made no longer exists."""
@@ -253,8 +253,8 @@ class Mesh(AbstractMesh):
                 wait, because the order of the two calls could then differ between ranks.
             DivergenceError: an earlier call on the mesh ended in the middle.
         """
-        if self.context.turns is not None:
-            self.context.turns.check(owner)
+        if self.context.collective_sequence is not None:
+            self.context.collective_sequence.check(owner)
 
         def busy() -> Exception:
             what = (

@@ -266,7 +266,7 @@ def plant(struck: Struck) -> None:
     from fzero.checkpoint import saving
     from fzero.comm.collectives import ProcessGroups
     from fzero.comm.shared_memory import SharedMemory
-    from fzero.elastic.memory_checkpoint import Vault
+    from fzero.elastic.memory_checkpoint import MemoryCheckpoint
     from fzero.runtime import program_build
     from fzero.runtime.compiled_step import CompiledStep
 
@@ -297,7 +297,7 @@ def plant(struck: Struck) -> None:
     around(saving, "commit", "commit")
     around(SharedMemory, "wait", "transfer")
     around(ProcessGroups, "wait", "transfer")
-    around(Vault, "open", "memory", in_full_memory)
+    around(MemoryCheckpoint, "open", "memory", in_full_memory)
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from fzero.sharding.dim_propagation import (
     propagate,
     reduce_scatter,
 )
-from fzero.sharding.shard_regions import Along, Dim, parts_of
+from fzero.sharding.shard_regions import Dim, DimShard, parts_of
 from fzero.trace.block_body import resolved
 from fzero.trace.functionalization import AGAIN
 from fzero.trace.graph_capture import record
@@ -87,7 +87,7 @@ def parts(x: torch.Tensor, place: Place, n: int) -> list[torch.Tensor]:
     if not isinstance(place, Dim):
         assert place is None
         return [x] * n
-    boxes = parts_of(x.shape, (Along(place.dim, place.groups, n),))
+    boxes = parts_of(x.shape, (DimShard(place.dim, place.groups, n),))
     size = [s // n if d == place.dim else s for d, s in enumerate(x.shape)]
     return [b.take(x.contiguous()).view(size).clone() for b in boxes]
 

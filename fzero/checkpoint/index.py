@@ -30,7 +30,7 @@ from fzero.checkpoint.storage_paths import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.comm.all_ranks import ALONE, Ranks, together, world
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
-from fzero.sharding.shard_regions import Along, Boxes, part_shape, uneven
+from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
 from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
@@ -459,7 +459,7 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
 
 
 def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> StoredPart:
-    along = tuple(Along(*map(_count, a)) for a in p.get("along", ()))
+    along = tuple(DimShard(*map(_count, a)) for a in p.get("along", ()))
     boxes = Boxes(shape, along, _count(p.get("place", 0)), _count(p["start"]), _count(p["stop"]))
     return StoredPart(_text(p["file"]), _text(p["key"]), boxes, _count(p["offset"]))
 

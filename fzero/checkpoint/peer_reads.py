@@ -76,11 +76,11 @@ class Spread:
                     asks.setdefault(holder, []).append((file, piece.offset, piece.out.numel()))
                     outs.setdefault(holder, []).append(piece.out)
         names = sorted({p.leaf for ps in jobs.values() for p in ps})
-        everyones = self._ranks.exchange((asks, names), tuple[dict[int, list[Asked]], list[str]])
-        sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(everyones) for h, asked in of.items()}
+        gathered = self._ranks.exchange((asks, names), tuple[dict[int, list[Asked]], list[str]])
+        sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(gathered) for h, asked in of.items()}
 
         def given(rank: int) -> _Pieces:
-            asked: list[Asked] = everyones[rank][0][self.mesh.rank]
+            asked: list[Asked] = gathered[rank][0][self.mesh.rank]
             ends = [n for *_, n in asked]
             return _Pieces(ends, lambda i, at, data: fill(asked[i][0], asked[i][1] + at, data))
 
@@ -89,7 +89,7 @@ class Spread:
             return _Pieces([x.numel() for x in into], lambda i, at, data: into[i][at : at + data.numel()].copy_(data))
 
         exchange(self.mesh, sizes, given, taken)
-        self._done(sorted({name for _, names in everyones for name in names}))
+        self._done(sorted({name for _, names in gathered for name in names}))
         return list(problems)
 
 

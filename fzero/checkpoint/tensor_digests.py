@@ -16,7 +16,7 @@ import torch
 
 from fzero import tree
 from fzero._utils.bounded_json import formed
-from fzero.comm.agreement import Talk
+from fzero.comm.agreement import StoreChannel
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.sharding.layout import leaf_of
@@ -119,13 +119,13 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     if mesh.size == 1:
         held()
         return
-    talk = Talk(mesh, owner)
+    channel = StoreChannel(mesh, owner)
 
     def exchange(note: Any, form: Any) -> list[Any]:
-        notes = talk.everyone({owner: note})
+        notes = channel.everyone({owner: note})
         return [formed(notes[rank].get(owner), form) for rank in range(mesh.size)]
 
-    if problems := differing(talk.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
+    if problems := differing(channel.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
         raise DivergenceError(
             owner, "the ranks hold different values of what must be the same on all of them", problems, fix
         )

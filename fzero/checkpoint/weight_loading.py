@@ -66,7 +66,7 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
     Raises:
         CheckpointError: files that are missing, truncated or malformed; all of them in one error.
     """
-    entries, tied = agreement.everywhere(mesh, "load", lambda: entries_of(path))
+    entries, tied = agreement.run_on_all_ranks(mesh, "load", lambda: entries_of(path))
     found = Weights(as_path(path), entries, tied)
     seen = {name: (file.name, *vars(entry).values()) for name, (file, entry) in entries.items()}
     tensor_digests.same(

@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
+def broadcast_from_rank0(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
     """Runs `make` on rank 0 and returns its result, which must be a JSON value, on every rank.
 
-    An error of `make` on rank 0 is raised on all ranks, as by `everywhere`.
+    An error of `make` on rank 0 is raised on all ranks, as by `run_on_all_ranks`.
     """
     if mesh.size == 1:
         return make()
-    _, everyones = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
-    return everyones[0]
+    _, values = _done(mesh, owner, lambda: make() if mesh.rank == 0 else None, tell=True)
+    return values[0]
 
 
-def everyones(mesh: Mesh, owner: str, make: Callable[[], Any]) -> list[Any]:
+def all_gather_values(mesh: Mesh, owner: str, make: Callable[[], Any]) -> list[Any]:
     """Runs `make` on every rank and returns the results of all ranks, ordered by rank.
 
-    The results must be JSON values. Errors are raised as by `everywhere`.
+    The results must be JSON values. Errors are raised as by `run_on_all_ranks`.
     """
     return [make()] if mesh.size == 1 else _done(mesh, owner, make, tell=True)[1]
 
 
-def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
+def run_on_all_ranks(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
     """Runs `act` on every rank and returns this rank's result after `act` has returned on all ranks.
 
     An error on one rank is raised on all of them.
@@ -60,7 +60,7 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") ->
 
 def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
     """Runs `act` on every rank. Returns this rank's result and, if `tell` is set, the results of all ranks."""
-    talk, error = Talk(mesh, owner, about), None
+    channel, error = StoreChannel(mesh, owner, about), None
 
     def attempt() -> Any:
         nonlocal error
@@ -70,9 +70,9 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
             error = caught
 
     # A rank that is stopped by Ctrl-C reports this and does not wait for the others.
-    result = talk.reporting(attempt)
+    result = channel.reporting(attempt)
     mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
-    notes = talk.everyone({"failed": mine, "made": result if tell else None})
+    notes = channel.everyone({"failed": mine, "made": result if tell else None})
     texts = {rank: note["failed"] for rank, note in notes.items()}
     if not any(texts.values()):
         return result, [note["made"] for note in notes.values()]
@@ -95,7 +95,7 @@ _LOST = ("gloo", "pair closure", "Connection closed", "Connection reset")
 @contextmanager
 def unbroken(mesh: Mesh) -> Iterator[None]:
     """Wraps code that moves data between ranks. Any exception inside makes this the last call on the mesh
-    (`Turns.end`).
+    (`CollectiveSequence.end`).
 
     Raises:
         DivergenceError: replaces an error of the process group; says what another rank did, or that a rank has left.
@@ -112,7 +112,8 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
             _end(mesh, error)
             raise
         try:
-            mesh.turns.look("step")  # raises a DivergenceError if the other ranks' states explain the failure
+            # raises a DivergenceError if the other ranks' states explain the failure
+            mesh.collective_sequence.look("step")
             fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
             raise RankLost("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
@@ -122,12 +123,12 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
 
 
 def _end(mesh: Mesh, error: BaseException) -> None:
-    mesh.turns.end(error)
+    mesh.collective_sequence.end(error)
     if mesh.context.transport is not None:
         mesh.context.transport.abandon()
 
 
-class Talk:
+class StoreChannel:
     """A sequence of exchanges between the ranks of a mesh. All ranks construct it and make the same exchanges together.
 
     Args:
@@ -137,13 +138,13 @@ class Talk:
 
     def __init__(self, mesh: Mesh, owner: str, about: str = ""):
         self._mesh, self._owner = mesh, owner
-        mesh.turns.begin(owner, about)
+        mesh.collective_sequence.begin(owner, about)
         # The counter is in the store, next to the keys: a process may join several process groups in succession.
         self._id, self._turn = mesh.store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0
         self._notes, self._has_text = self._of(self._id), False
 
-    def _of(self, talk: int) -> Notes:
-        return Notes(self._mesh.store, f"fzero/agree/{talk}", self._mesh.rank)
+    def _of(self, channel: int) -> Notes:
+        return Notes(self._mesh.store, f"fzero/agree/{channel}", self._mesh.rank)
 
     def reporting(self, act: Callable[[], Any]) -> Any:
         """Returns the result of `act`. If `act` raises, the error is also published to the other ranks."""
@@ -176,7 +177,7 @@ class Talk:
         """
         ranks = range(self._mesh.size)
         self._notes.write(self._turn, {"at": self._owner, **note})
-        missing = self._mesh.turns.absent(self._notes.keys(self._turn, ranks), self._owner)
+        missing = self._mesh.collective_sequence.absent(self._notes.keys(self._turn, ranks), self._owner)
         notes = self._notes.read(self._turn, [r for r in ranks if r not in missing], dict[str, Any])
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:
@@ -190,14 +191,14 @@ class Talk:
             came = [f"rank {rank} {timed_out(self._mesh.timeout)}" for rank in missing]
             error = DivergenceError(self._owner, "not every rank is ready to run", [*failed, *came], fix)
             if missing:  # a rank that comes later would find the notes of this exchange and continue alone
-                self._mesh.turns.end(error)
+                self._mesh.collective_sequence.end(error)
             raise error
         places = {
             rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))])
             for rank, other in notes.items()
         }
         if len({*places.values()}) > 1:
-            self._mesh.turns.look(self._owner)  # raises a more specific error if it can
+            self._mesh.collective_sequence.look(self._owner)  # raises a more specific error if it can
             fix = (
                 "make the same calls in the same order on every rank: a step with a batch of another shape than before "
                 "builds a program of its own (compile)"

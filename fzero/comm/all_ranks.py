@@ -92,11 +92,11 @@ def together(
 
 
 def _exchange(mine: Any, form: Any) -> list[Any]:
-    turns = latest()
-    if turns is not None:
-        turns.begin("checkpoint", "saves or restores a checkpoint")
-        turns.check("checkpoint")
-        turns.meet("checkpoint")
+    sequence = latest()
+    if sequence is not None:
+        sequence.begin("checkpoint", "saves or restores a checkpoint")
+        sequence.check("checkpoint")
+        sequence.meet("checkpoint")
     try:
         return exchanged(mine, form, "checkpoint")
     except DivergenceError:

@@ -49,7 +49,7 @@ class _Note(NamedTuple):
     died: bool = False
 
 
-class Turns:
+class CollectiveSequence:
     """The turns of this rank on a mesh. On a mesh of one device there is no store, and turns are only counted.
 
     Args:
@@ -232,13 +232,13 @@ class Turns:
         self._said = True
 
 
-_open: list[Turns] = []
+_open: list[CollectiveSequence] = []
 _first: list[Callable[[], object]] = []
 
 
-def latest() -> Turns | None:
+def latest() -> CollectiveSequence | None:
     """Returns the turns of the most recently made mesh that has several ranks and is still open."""
-    return next((turns for turns in reversed(_open) if turns.is_open), None)
+    return next((sequence for sequence in reversed(_open) if sequence.is_open), None)
 
 
 @atexit.register
@@ -247,8 +247,8 @@ def leave_all() -> None:
     while _first:
         _first.pop()()
     while _open:
-        if (turns := _open.pop()).is_open:
-            turns.leave()
+        if (sequence := _open.pop()).is_open:
+            sequence.leave()
 
 
 def _forked() -> None:

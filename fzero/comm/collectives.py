@@ -103,7 +103,9 @@ class ProcessGroups:
         """Called before a program runs."""
         if self._mesh.size > 1:
             number = pool._fzero_number  # type: ignore[attr-defined]
-            self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
+            self._mesh.collective_sequence.begin(
+                f"program {number}", f"runs {self._names[number]}, program {number}", say=False
+            )
 
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
@@ -334,12 +336,12 @@ def finish(mesh: Mesh, work: Any) -> None:
     """Waits for a gloo collective, which blocks the host, and checks periodically what the other ranks do."""
     while True:
         try:
-            work.wait(datetime.timedelta(seconds=mesh.turns.pause))
+            work.wait(datetime.timedelta(seconds=mesh.collective_sequence.pause))
             return
         except RuntimeError:
             if work.is_completed():  # it failed, or completed at this very moment
                 break
-        mesh.turns.look("step")
+        mesh.collective_sequence.look("step")
     work.wait()
 
 

@@ -54,7 +54,7 @@ def exchange(
         torch.empty(sum(min(share, n) for _, n in streams.values()), dtype=torch.uint8, device="cpu")
         for streams in (goes, comes)
     ]
-    mesh.turns.begin("moving", "moves a state between ranks")
+    mesh.collective_sequence.begin("moving", "moves a state between ranks")
     for begin in range(0, max(sizes.values()), share):
         counts = [
             [min(share, max(0, streams[r][1] - begin)) if r in streams else 0 for r in range(mesh.size)]

@@ -147,7 +147,9 @@ class SharedMemory:
         """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
         number = self._pool.number  # type: ignore[union-attr]
-        self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
+        self._mesh.collective_sequence.begin(
+            f"program {number}", f"runs {self._names[number]}, program {number}", say=False
+        )
         self._runs += 1
         at = self._runs % 2 * _NUMBER  # two entries suffice: no rank is two runs ahead of another
         self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
@@ -345,13 +347,13 @@ class SharedMemory:
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
         deadline = time.monotonic() + self._mesh.timeout
         while (
-            not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout))))
+            not (ready := dict(poll.poll(1000 * min(self._mesh.collective_sequence.pause, self._mesh.timeout))))
             and time.monotonic() < deadline
         ):
-            self._mesh.turns.look("step")
+            self._mesh.collective_sequence.look("step")
         if peer.theirs in ready:
             return
-        self._mesh.turns.look("step")
+        self._mesh.collective_sequence.look("step")
         what = f"rank {peer.rank} {timed_out(self._mesh.timeout)}" if not ready else f"rank {peer.rank} has left"
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise (RankLost if ready else DivergenceError)(

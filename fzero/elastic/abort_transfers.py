@@ -31,7 +31,7 @@ def freed(mesh: Mesh) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(_EVERY):
-            if gone := mesh.turns.gone():
+            if gone := mesh.collective_sequence.gone():
                 logger.warning("fzero.run: rank %s is gone: its transfers end", ", ".join(map(str, sorted(gone))))
                 compat.abort_groups()
                 return

@@ -103,10 +103,10 @@ def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
 
     A script may call `fz.run` several times, and a rank that is restarted begins with the first run.
     """
-    everyones = agreement.everyones(mesh, "run", lambda: ended)
-    if len(set(everyones)) == 1:
+    runs = agreement.all_gather_values(mesh, "run", lambda: ended)
+    if len(set(runs)) == 1:
         return None
-    problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(everyones)]
+    problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(runs)]
     fix = "start the script again; with a script for each fz.run, a rank that was lost comes back to it"
     return FzeroValueError("run", "a rank that was lost cannot come back to this run", problems, fix)
 
@@ -118,7 +118,7 @@ def lost(mesh: Mesh, error: Exception) -> bool:
     follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
     deadline = time.monotonic() + (_PATIENCE if follows else 0.0)
     while isinstance(error, (FzeroError, torch.distributed.DistError)):
-        if mesh.turns.gone():
+        if mesh.collective_sequence.gone():
             return True
         if time.monotonic() > deadline:
             break

@@ -38,7 +38,7 @@ from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.checkpoint.tensor_digests import word_sum
 from fzero.elastic.memory_files import reserve
-from fzero.elastic.peer_replicas import SEALED, SUMS, Ward, Wards, write_note
+from fzero.elastic.peer_replicas import SEALED, SUMS, PeerReplica, PeerReplicas, write_note
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
@@ -56,7 +56,7 @@ class _KeptSlot(NamedTuple):
     slots: Sequence[torch.Tensor]
 
 
-class Vault:
+class MemoryCheckpoint:
     """The in-memory checkpoint of one rank.
 
     Args:
@@ -65,7 +65,7 @@ class Vault:
         host: the ranks of this host.
 
     Attributes:
-        wards: the slots for the state that another rank sends, or None if no rank sends any.
+        peer_replicas: the slots for the state that another rank sends, or None if no rank sends any.
     """
 
     def __init__(self, memory: Path, rank: int, size: int, host: Sequence[int]):
@@ -77,9 +77,11 @@ class Vault:
         self._sums: list[torch.Tensor] = []
         self._sent: int | None = None
         self._count = 0
-        self.wards: Wards | None = None
+        self.peer_replicas: PeerReplicas | None = None
 
-    def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
+    def open(
+        self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, replica: PeerReplica | None = None
+    ) -> None:
         """Makes the slots for states like this one. Existing slots keep their states up to `step`, from which the run
         continues.
 
@@ -87,7 +89,7 @@ class Vault:
             state: the run's state.
             step: its number.
             every: one state is stored every `every` steps.
-            mesh, ward: the mesh of all ranks, and which state another rank sends to this one.
+            mesh, replica: the mesh of all ranks, and which state another rank sends to this one.
 
         Raises:
             OSError: there is not enough memory.
@@ -102,12 +104,13 @@ class Vault:
             safetensors_format.Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()
         ]
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        num = 2 if ward is None else 3 if ward.spec.every == every else 4
+        num = 2 if replica is None else 3 if replica.spec.every == every else 4
         slots = [reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
-        if ward is not None:
+        if replica is not None:
             assert mesh is not None
-            self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
+            self._sent = replica.spec.every
+            self.peer_replicas = PeerReplicas(self._directory, plan, mesh, replica, step)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form = _form(state)
         self._leaves = [_KeptSlot(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]

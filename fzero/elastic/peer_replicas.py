@@ -39,7 +39,7 @@ SUMS = "sums"
 _SLOTS = 2
 
 
-class Ward(NamedTuple):
+class PeerReplica(NamedTuple):
     """The rank whose state this rank receives, as the step defines it: the rank `shift` before this one along the
     axis."""
 
@@ -52,7 +52,7 @@ class Ward(NamedTuple):
         return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
 
 
-class Wards:
+class PeerReplicas:
     """The slots for the state that one other rank sends. Existing slots keep their states up to the step from which the
     run continues.
 
@@ -64,21 +64,21 @@ class Wards:
         directory: of the states that the same number of ranks stored.
         plan: of this rank's state.
         mesh: of all ranks.
-        ward: which state is received.
+        replica: which state is received.
         seen: the number of batches seen by the state from which the run continues.
 
     Raises:
         OSError: there is not enough memory.
     """
 
-    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, ward: Ward, seen: int):
+    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, replica: PeerReplica, seen: int):
         leaves = {
             name: (tag[0], x)
             for name, x in plan.tensors.items()
-            if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
+            if name not in plan.aliases and (tag := leaf_of(x)) is not None and replica.spec.sends(tag[0])
             if tag[0].is_on(mesh)  # the ranks along the axis belong to the same stage
         }
-        owner = ward.owner(mesh)
+        owner = replica.owner(mesh)
         boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
         self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # those with checksums
         stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"

@@ -124,7 +124,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
         _check(state, mesh)
         return make_plan(state, mesh.rank, mesh.size)
 
-    plan = agreement.everywhere(mesh, "reshard", act)
+    plan = agreement.run_on_all_ranks(mesh, "reshard", act)
     held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
     tensor_digests.same(mesh, "reshard", lambda: held, "give the same state on every rank")
     return plan

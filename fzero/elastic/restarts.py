@@ -200,7 +200,7 @@ def _until_it_returns(
                     host_directory.forget(memory, ended)
                 with freed(mesh):
                     result = main(run)
-                run._end(any(agreement.everyones(mesh, "run", lambda: signals.came)))
+                run._end(any(agreement.all_gather_values(mesh, "run", lambda: signals.came)))
                 return result, run.stopping
         except Exception as error:
             why = ""

@@ -67,7 +67,7 @@ class RunCheckpoints:
         note = saved.meta.get(_NOTE, {})
         if self._data is not None and "data" in note:
             data = self._data
-            return agreement.everywhere(self._mesh, "run", lambda: data.resume(note["data"]))
+            return agreement.run_on_all_ranks(self._mesh, "run", lambda: data.resume(note["data"]))
         return note.get("seen", saved.step)
 
     def check(self, state: Any, meta: Any) -> None:

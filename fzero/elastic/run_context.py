@@ -23,7 +23,7 @@ from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.join import Signals
 from fzero.elastic.run_checkpoints import RunCheckpoints, RunProgress
-from fzero.elastic.state_copies import leaves_on_disk, reserve_copies, vault_of
+from fzero.elastic.state_copies import leaves_on_disk, memory_checkpoint_of, reserve_copies
 from fzero.elastic.state_recovery import in_memory, recovered
 from fzero.elastic.stop_request import StopRequest
 from fzero.errors import FzeroValueError, StorageError
@@ -68,7 +68,7 @@ class Run:
         self.health: list[Finding] = []
         self._replicas = health.check_replicas_every
         self._memory, self._every, self._signals = memory, every, signals
-        self._vault = None if memory is None else vault_of(memory, mesh)
+        self._memory_checkpoint = None if memory is None else memory_checkpoint_of(memory, mesh)
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
@@ -177,12 +177,12 @@ class Run:
             self.mesh, train, params, key, found, on_disk, seen, path, refuse_resize=refuse
         )
         self._on_disk = leaves_on_disk(state)
-        if self._vault is not None and not self._on_disk:
+        if self._memory_checkpoint is not None and not self._on_disk:
             assert self._memory is not None
-            reserve_copies(self._vault, self._memory, train, state, self._seen, self._every, self.mesh)
+            reserve_copies(self._memory_checkpoint, self._memory, train, state, self._seen, self._every, self.mesh)
             # this rank does not store the state yet: it came from disk, another host or another number of ranks
-            if self.source != "memory" or not self._vault.has(self._seen):
-                self._vault.keep(state, self._seen)
+            if self.source != "memory" or not self._memory_checkpoint.has(self._seen):
+                self._memory_checkpoint.keep(state, self._seen)
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
         self._known = RunProgress(self._seen, int(state.step))
         self._checkpoints.safe = self._known if seen == self._seen else None
@@ -221,8 +221,8 @@ class Run:
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.STEPPING, batch)
             self._seen, self._calls = batch, None if self._train is None else self._train.calls
-            if self._vault is not None and self._vault.wards is not None:
-                self._vault.wards.begin(batch)
+            if self._memory_checkpoint is not None and self._memory_checkpoint.peer_replicas is not None:
+                self._memory_checkpoint.peer_replicas.begin(batch)
             yield batch
             idle = 0 if self._batches() > batch or self._train is None else idle + 1
             if idle == _IDLE:
@@ -253,21 +253,25 @@ class Run:
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
         check_whole(state, "run.commit")
-        kept = self._vault is not None and self._batches() % self._every == 0
+        kept = self._memory_checkpoint is not None and self._batches() % self._every == 0
         if kept or not state.step.is_cuda:  # reading it from a GPU would make the host wait for the step
             self._count(state, "commit")
         self._newest = state
-        if self._vault is not None and self._on_disk:
+        if self._memory_checkpoint is not None and self._on_disk:
             what = f"{len(self._on_disk)} leaves rest on disk, and are not kept in memory"
             fix = "leave run.commit out and call run.save(state), or let them rest elsewhere"
             raise FzeroValueError("run.commit", what, self._on_disk[:5], fix)
         seen = self._batches()
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
             self._train.check_replicas(state)
-        if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
-            self._vault.wards.seal(seen)
-        if self._vault is not None and seen % self._every == 0:
-            self._vault.keep(state, seen)
+        if (
+            self._memory_checkpoint is not None
+            and self._memory_checkpoint.peer_replicas is not None
+            and self._memory_checkpoint.has(seen - 1)
+        ):
+            self._memory_checkpoint.peer_replicas.seal(seen)
+        if self._memory_checkpoint is not None and seen % self._every == 0:
+            self._memory_checkpoint.keep(state, seen)
 
     @plain_numbers
     def save(
@@ -315,7 +319,7 @@ class Run:
         self._checkpoints.settle()
         self._count(self._newest, "save")
         if self._known != self._checkpoints.safe:
-            self._checkpoints.save_last(self._newest, self._known, in_memory=self._vault is not None)
+            self._checkpoints.save_last(self._newest, self._known, in_memory=self._memory_checkpoint is not None)
 
     def _count(self, state: State, owner: str) -> None:
         """Raises an error if the state has taken steps that no iteration of the loop has counted.

@@ -11,8 +11,8 @@ from fzero.comm import agreement
 from fzero.comm.launcher_environment import Processes
 from fzero.comm.transport import transport
 from fzero.elastic import host_directory
-from fzero.elastic.memory_checkpoint import Vault
-from fzero.elastic.peer_replicas import Ward
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.peer_replicas import PeerReplica
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.runtime.compiled_step import CompiledStep
@@ -24,11 +24,11 @@ from fzero.transforms.transform import find
 logger = logging.getLogger("fzero")
 
 
-def vault_of(memory: Path, mesh: Mesh) -> Vault:
+def memory_checkpoint_of(memory: Path, mesh: Mesh) -> MemoryCheckpoint:
     """Returns the in-memory checkpoint of this rank, in the memory of its host."""
     here = Processes.of()
     first = here.rank - here.local
-    return Vault(memory, mesh.rank, mesh.size, range(first, first + here.num_local))
+    return MemoryCheckpoint(memory, mesh.rank, mesh.size, range(first, first + here.num_local))
 
 
 def leaves_on_disk(state: State) -> list[str]:
@@ -37,31 +37,37 @@ def leaves_on_disk(state: State) -> list[str]:
 
 
 def reserve_copies(
-    vault: Vault, memory: Path, train: CompiledStep, state: State, seen: int, every: int, mesh: Mesh
+    checkpoint: MemoryCheckpoint,
+    memory: Path,
+    train: CompiledStep,
+    state: State,
+    seen: int,
+    every: int,
+    mesh: Mesh,
 ) -> None:
     """Reserves the memory, and connects the ranks that send and receive copies.
 
     Args:
-        vault: the in-memory checkpoint, in `memory`.
+        checkpoint: the in-memory checkpoint, in `memory`.
         train: the compiled step, which may send copies (`fz.redundant`).
         seen: the number of batches that the state has seen.
         every: the state is stored every `every` steps.
     """
-    ward = _ward(train, every, mesh)
+    replica = _received_replica(train, every, mesh)
 
     def reserve() -> None:
         try:
-            vault.open(state, seen, every, mesh, ward)
+            checkpoint.open(state, seen, every, mesh, replica)
         except OSError as error:
             raise _no_room(memory, error) from error
 
-    agreement.everywhere(mesh, "run", reserve)
-    if ward is not None:  # now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile
-        transport(mesh).connect(ward.spec.axis)
-    mesh.context.wards = vault.wards
+    agreement.run_on_all_ranks(mesh, "run", reserve)
+    if replica is not None:  # now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile
+        transport(mesh).connect(replica.spec.axis)
+    mesh.context.peer_replicas = checkpoint.peer_replicas
 
 
-def _ward(train: CompiledStep, every: int, mesh: Mesh) -> Ward | None:
+def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplica | None:
     """Returns which rank sends its state to this rank in the step, or None if none does."""
     spec = find(train.resolved.transforms, Redundant)
     if spec is None:
@@ -74,7 +80,7 @@ def _ward(train: CompiledStep, every: int, mesh: Mesh) -> Ward | None:
         what = f"{spec} sends states that fz.run(every={every}) does not keep"
         fix = f"send every {every} steps, or a multiple: fz.redundant(every={every})"
         raise FzeroValueError("run", what, fix=fix)
-    return Ward(spec, spec.shift(mesh))
+    return PeerReplica(spec, spec.shift(mesh))
 
 
 def _no_room(memory: Path, error: OSError) -> FzeroValueError:

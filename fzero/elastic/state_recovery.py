@@ -57,7 +57,7 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
         return InMemory()
     here = Processes.of()
     mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
-    reached = max(agreement.everyones(mesh, "run", lambda: mine))  # after this no rank still writes a slot
+    reached = max(agreement.all_gather_values(mesh, "run", lambda: mine))  # after this no rank still writes a slot
     what = "cannot check the memory of a host"
     look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
     damaged = together(world(), "run", what, look, form=list[Damage])

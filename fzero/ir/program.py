@@ -77,7 +77,7 @@ from fzero.ir.attributes import (
 )
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Layout, Leaf, cut_over, grid_of, over_axes
-from fzero.sharding.shard_regions import Along, Dim, part_shape
+from fzero.sharding.shard_regions import Dim, DimShard, part_shape
 from fzero.trace.recorder import Recorded
 
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
@@ -185,7 +185,7 @@ class Value:
         """Returns the shape of what a rank holds of it."""
         at = self.placement
         if not at.is_cut:
-            along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+            along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
             return part_shape(self.shape, along) if along else self.shape
         parts = mesh.axis_size(at.axes[-1:]) if at.kind == "parts" else 1
         return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)

@@ -16,7 +16,7 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("pool", "apart", "wards"),
+        *("pool", "apart", "replicas"),
         *(word for row in OPS.values() for word in row.words),
     }
 )

@@ -25,7 +25,7 @@ from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
 from fzero.ir.program import WHOLE, Line, Placement, Program, Value
 from fzero.sharding.layout import cut_over
-from fzero.sharding.shard_regions import Along, uneven
+from fzero.sharding.shard_regions import DimShard, uneven
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix for a violation that a pass of this package made."""
@@ -239,7 +239,7 @@ class _Checker:
         cuts = [axis for axis, _ in at.cuts]
         if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
             return f"{value.name} is {at}: an axis cuts a value once"
-        along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+        along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
         if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
             return f"{value.name} is {at}: {why}"
         self.possible.add((value.shape, at))

@@ -47,7 +47,7 @@ def tables(plan: Plan) -> list[TextTable]:
         ("at rest", size(plan.persistent_bytes), "the state between steps"),
         ("the process", size(plan.process_bytes), f"beside the peak: {_largest_part(plan)}"),
         *(
-            [("wards", size(plan.peer_replica_bytes), "host memory of fz.run: another rank's state")]
+            [("peer replicas", size(plan.peer_replica_bytes), "host memory of fz.run: another rank's state")]
             if plan.peer_replica_bytes
             else []
         ),

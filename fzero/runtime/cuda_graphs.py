@@ -154,7 +154,7 @@ class Replayed:
         self._num_runs += 1
         if self._num_runs != WARM_UP + 1:
             return
-        reasons = agreement.everyones(self._mesh, "step", lambda: self._capture(trees))
+        reasons = agreement.all_gather_values(self._mesh, "step", lambda: self._capture(trees))
         if not any(reasons):
             return
         self.drop()

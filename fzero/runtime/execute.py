@@ -60,7 +60,7 @@ def executable(
         **{name: named for row in OPS.values() for name, named in row.names(running).items()},
         "pool": places,
         "apart": places,
-        "wards": replicated_leaves(program),
+        "replicas": replicated_leaves(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
 
@@ -132,8 +132,8 @@ class _Running:
     ) -> Any:
         """Sends tensors to another rank, which stores them for the leaves with the paths `into`. Sends nothing if no
         rank stores them, or if they are not due now."""
-        wards = self.mesh.context.wards
-        if wards is None or (places := wards.places(into, every, once)) is None:
+        peer_replicas = self.mesh.context.peer_replicas
+        if peer_replicas is None or (places := peer_replicas.places(into, every, once)) is None:
             return TierCopy(lambda: None, ())
         moving = self.carrier.replicate_start(values, axis, shift, places, through)
         return TierCopy(lambda: self.carrier.wait(moving, ()), ())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.comm import collective_sequence
-from fzero.comm.agreement import Talk, unbroken
+from fzero.comm.agreement import StoreChannel, unbroken
 from fzero.errors import DivergenceError
 from fzero.ir.printer import show
 from fzero.ir.program import Program
@@ -40,21 +40,21 @@ def made_together(
         return lowered, build()()
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.builds()
-    talk = Talk(mesh, "compile", why)
-    lowered, build = talk.reporting(make)
+    channel = StoreChannel(mesh, "compile", why)
+    lowered, build = channel.reporting(make)
     text = describe(*lowered.programs)
-    if (other := talk.differing(text)) is not None:
+    if (other := channel.differing(text)) is not None:
         rank, first, theirs = other
         what, fix = (
             f"rank {rank} would run another program than rank 0",
             "run the same code, flags and batch shapes on every rank",
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
-    connect = talk.reporting(build)
-    talk.everyone({"built": True})
+    connect = channel.reporting(build)
+    channel.everyone({"built": True})
     with unbroken(mesh):
-        connected = talk.reporting(connect)
-    talk.everyone({"ok": True})
+        connected = channel.reporting(connect)
+    channel.everyone({"ok": True})
     return lowered, connected
 
 

@@ -68,7 +68,7 @@ class ReadValues:
                 else f"runs {name_of(program)} {program.name}"
             )
             # every rank raises, even if a value changed on only one rank
-            agreement.everywhere(mesh, self._owner, lambda: self._check(traced), about)
+            agreement.run_on_all_ranks(mesh, self._owner, lambda: self._check(traced), about)
 
     def _check(self, traced: Settings) -> None:
         """Raises if a value differs from the one at trace time."""

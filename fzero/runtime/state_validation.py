@@ -47,7 +47,7 @@ def check_first_step(
     if all(x in checked for x in leaves):
         return
     trained = step.trains(abstract_params(params))
-    agreement.everywhere(mesh, "step", lambda: check_finite(state.params, params, trained, mesh))
+    agreement.run_on_all_ranks(mesh, "step", lambda: check_finite(state.params, params, trained, mesh))
     compare_replicas(state, mesh)
     _compare_batch(batch, step, mesh)
     checked.update((x, True) for x in leaves)

@@ -97,7 +97,7 @@ class StepResolution:
         """
         asked = any(isinstance(t, Offload) for t in self.step.transforms) or open_formats(self.step) is not None
         if self._budget is None and (asked or self._limits != (None, None, None)):
-            device = agreement.from_first(
+            device = agreement.broadcast_from_rank0(
                 self._mesh, "compile", lambda: get_device(None, self._mesh.device_type).to_json()
             )
             nbytes, host, disk = self._limits

@@ -41,7 +41,7 @@ import torch
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.ops.block_quantization import granule
-from fzero.sharding.shard_regions import Along, Boxes, Dim, part_shape, uneven
+from fzero.sharding.shard_regions import Boxes, Dim, DimShard, part_shape, uneven
 from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
@@ -186,7 +186,7 @@ class Cut(NamedTuple):
     axes: tuple[str, ...]
     size: int
     grid: int = 1
-    along: tuple[Along, ...] = ()
+    along: tuple[DimShard, ...] = ()
 
     @property
     def num_parts(self) -> int:
@@ -214,7 +214,7 @@ class Cut(NamedTuple):
 
 def cut_over(mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Cut:
     """How a layout, or the placement of a value, shards tensors on a mesh."""
-    along = tuple(Along(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
+    along = tuple(DimShard(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
     return Cut(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
 
 

@@ -29,7 +29,7 @@ class Dim(NamedTuple):
     groups: int = 1
 
 
-class Along(NamedTuple):
+class DimShard(NamedTuple):
     """A sharding along a dim into `size` equal parts, each with a run of every group."""
 
     dim: int
@@ -43,11 +43,11 @@ Run = tuple[int, int, int]
 and its length."""
 
 
-def part_shape(shape: Sequence[int], along: Sequence[Along]) -> tuple[int, ...]:
+def part_shape(shape: Sequence[int], along: Sequence[DimShard]) -> tuple[int, ...]:
     """The shape of each part if a tensor of this shape is sharded along these dims, one after the other.
 
     Example:
-        >>> part_shape((6, 8), [Along(1, 2, 2), Along(0, 1, 3)])
+        >>> part_shape((6, 8), [DimShard(1, 2, 2), DimShard(0, 1, 3)])
         (2, 4)
     """
     out = list(shape)
@@ -56,7 +56,7 @@ def part_shape(shape: Sequence[int], along: Sequence[Along]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def uneven(shape: Sequence[int], along: Sequence[Along]) -> str | None:
+def uneven(shape: Sequence[int], along: Sequence[DimShard]) -> str | None:
     """Why a tensor of this shape cannot be sharded along these dims; None if it can."""
     left = [*shape]
     for dim, groups, size in along:
@@ -75,12 +75,12 @@ class Boxes:
     sharded `along` dims.
 
     Example:
-        >>> Boxes((2, 8), (Along(1, 2, 2),), 1, 0, 8).take(torch.arange(16).view(2, 8))
+        >>> Boxes((2, 8), (DimShard(1, 2, 2),), 1, 0, 8).take(torch.arange(16).view(2, 8))
         tensor([ 2,  3,  6,  7, 10, 11, 14, 15])
     """
 
     shape: tuple[int, ...]
-    along: tuple[Along, ...]
+    along: tuple[DimShard, ...]
     place: int
     start: int
     stop: int
@@ -139,7 +139,7 @@ class Boxes:
         here, its start in the other, and its length.
 
         Example:
-            >>> rows, columns = Boxes((4, 4), (), 0, 4, 12), Boxes((4, 4), (Along(1, 1, 2),), 1, 0, 8)
+            >>> rows, columns = Boxes((4, 4), (), 0, 4, 12), Boxes((4, 4), (DimShard(1, 1, 2),), 1, 0, 8)
             >>> rows.runs(columns)
             [(2, 2, 2), (6, 4, 2)]
         """
@@ -198,7 +198,7 @@ def claimed(left: Sequence[Range], runs: Sequence[Run]) -> tuple[list[Run], list
     return found, rest
 
 
-def parts_of(shape: Sequence[int], along: tuple[Along, ...]) -> list[Boxes]:
+def parts_of(shape: Sequence[int], along: tuple[DimShard, ...]) -> list[Boxes]:
     """The parts into which sharding along these dims divides a tensor of this shape, each of them complete."""
     stop = math.prod(part_shape(shape, along))
     return [Boxes(tuple(shape), along, place, 0, stop) for place in range(math.prod(a.size for a in along))]

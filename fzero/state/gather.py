@@ -25,7 +25,7 @@ def gathered(state: State, mesh: Mesh) -> State:
     error."""
     check_state(state, "gather what train.init, train.restore or a step returned", "gather")
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
-        agreement.everywhere(mesh, "gather", lambda: None)
+        agreement.run_on_all_ranks(mesh, "gather", lambda: None)
     with agreement.unbroken(mesh):
         return whole(state, mesh)
 

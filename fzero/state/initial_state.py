@@ -118,7 +118,7 @@ def params_of_load(
     found = InitialParams(*recorded(params, mesh.device_type), key) if callable(params) else None
     found = found or InitialParams(params, None, key)
     check_params(found.values, "load")
-    agreement.everywhere(mesh, "load", lambda: check_model("load", model, found.values))
+    agreement.run_on_all_ranks(mesh, "load", lambda: check_model("load", model, found.values))
     return weights, found
 
 
@@ -196,9 +196,9 @@ def _first_state(
     stored = dict[int, torch.Tensor]()
     with nullcontext() if read is None else agreement.unbroken(mesh):
         if read is not None:
-            stored = agreement.everywhere(mesh, owner, lambda: read(put))
+            stored = agreement.run_on_all_ranks(mesh, owner, lambda: read(put))
         # if a disk or a file fails on one rank, every rank raises the error
-        made, opt = agreement.everywhere(mesh, owner, make_leaves) if places or read else make_leaves()
+        made, opt = agreement.run_on_all_ranks(mesh, owner, make_leaves) if places or read else make_leaves()
     rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
     state = assembled(step, mesh, inputs, opt_inputs, made, opt, rest, places, owner)
     if places:  # the leaves were made in host memory, which has now been freed

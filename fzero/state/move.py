@@ -71,7 +71,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
     with mesh.alone("move"):
         places = iter(tensor_storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
         moved = (
-            agreement.everywhere(mesh, "move", run)
+            agreement.run_on_all_ranks(mesh, "move", run)
             if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves)
             else run()
         )

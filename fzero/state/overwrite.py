@@ -38,7 +38,7 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
                 tensor_storage.fill(copies[name], tensor_storage.cast(leaves[name], copies[name].dtype))
 
     with torch.no_grad():
-        agreement.everywhere(mesh, "overwrite", write)
+        agreement.run_on_all_ranks(mesh, "overwrite", write)
 
 
 def _named(values: object) -> dict[str, torch.Tensor]:

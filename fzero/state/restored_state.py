@@ -31,7 +31,7 @@ def describe(path: str | os.PathLike[str] | Index, mesh: Mesh, model: Any) -> In
     """Returns the index of the checkpoint that a state is restored from, the same on all ranks. Raises if `model` has
     changed."""
     index = checkpoint.describe(path, mesh)
-    agreement.everywhere(mesh, "restore", lambda: check_model("restore", model))
+    agreement.run_on_all_ranks(mesh, "restore", lambda: check_model("restore", model))
     return index
 
 

@@ -158,7 +158,7 @@ def assembled(
         put = lambda value, leaf: tensor_storage.put(value, leaf, places, mesh)  # noqa: E731
         return {leaves[i].path: x for i, x in tensor_init.slots(step, params, slots, wanted, load, mesh, put).items()}
 
-    rest |= agreement.everywhere(mesh, owner, begin) if places and leaves else begin()
+    rest |= agreement.run_on_all_ranks(mesh, owner, begin) if places and leaves else begin()
     on = lambda leaf: rest[leaf.path] if leaf.path in places else rest[leaf.path].to(mesh.device)  # noqa: E731
     few = {p: place(on(leaf), leaf, mesh, extent_of(rest[p])) for p, leaf in slots.leaves.items()}
     anew = leaves_made_anew(step, mesh, params)
@@ -168,7 +168,9 @@ def assembled(
         return {i: tensor_storage.put(value(i, leaf), leaf, places, mesh) for i, leaf in anew[name].items()}
 
     extras = {
-        name: params.rebuild(agreement.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
+        name: params.rebuild(
+            agreement.run_on_all_ranks(mesh, owner, lambda name=name: make(name)) if places else make(name)
+        )
         for name in anew
     }
     return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | slots.of(few))

@@ -113,10 +113,12 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
             sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
-        agreement.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
-        places["disk"] = iter(agreement.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
+        agreement.run_on_all_ranks(
+            mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local))
+        )
+        places["disk"] = iter(agreement.run_on_all_ranks(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
-        made = agreement.everywhere(
+        made = agreement.run_on_all_ranks(
             mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
         )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
@@ -163,8 +165,8 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
                 offset += disk.padded(extent.nbytes)
 
     try:
-        agreement.everywhere(mesh, "offload", room)
-        agreement.everywhere(mesh, "offload", take)
+        agreement.run_on_all_ranks(mesh, "offload", room)
+        agreement.run_on_all_ranks(mesh, "offload", take)
     except FzeroValueError as error:
         logger.warning(
             "fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write "

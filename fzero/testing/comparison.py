@@ -40,7 +40,7 @@ def compare(setting: Comparison) -> Report:
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
                 worst[path] = ratio, difference
     mine = list(worst.items())
-    everyone = [mine] if s.simulated else everyones(mine, s.mesh, tuple[str, tuple[float, Difference]])
+    everyone = [mine] if s.simulated else all_gather_notes(mine, s.mesh, tuple[str, tuple[float, Difference]])
     merged: dict[str, tuple[float, Difference]] = {}
     for path, entry in (item for one in everyone for item in one):
         if path not in merged or entry[0] > merged[path][0]:
@@ -99,6 +99,6 @@ def most_skipped(step: Step) -> int:
     return scale.hysteresis + math.ceil(math.log(scale.minimum / scale.initial) / math.log(scale.backoff_factor))
 
 
-def everyones(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
+def all_gather_notes(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
     """Returns the messages of each rank, on every rank. `form`: the type of a message (bounded_json.py)."""
     return [mine] if mesh.size == 1 else exchanged(mine, list[form], "check_equivalent")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.agreement import everyones
+from fzero.comm.agreement import all_gather_values
 from fzero.errors import DivergenceError, FzeroTypeError
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
@@ -46,7 +46,9 @@ def check_deterministic(train: CompiledStep, state: State, batch: Any) -> None:
     results = [train(copy.deepcopy(state), batch) for _ in range(2)]
     first, second = (dict(tree.with_names({"loss": metrics["loss"], **after._asdict()})) for after, metrics in results)
     differing = [name for name in first if not torch.equal(_bits(first[name]), _bits(second[name]))]
-    found = everyones(train.mesh, "check_deterministic", lambda: differing[:1] and [differing[0], len(differing)])
+    found = all_gather_values(
+        train.mesh, "check_deterministic", lambda: differing[:1] and [differing[0], len(differing)]
+    )
     problems = [f"rank {rank}: {x[0]} (tensors that differ: {x[1]})" for rank, x in enumerate(found) if x]
     if problems:
         what = "two runs of a step from the same state gave different bits; the first tensor that differs on each rank:"

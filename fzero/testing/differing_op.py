@@ -16,7 +16,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.state.tensor_storage import load
 from fzero.step import State
-from fzero.testing.comparison import compiled, everyones, most_skipped, overflowed
+from fzero.testing.comparison import all_gather_notes, compiled, most_skipped, overflowed
 from fzero.testing.comparison_setting import Comparison
 from fzero.testing.first_difference import Reference, first_line, part_values
 from fzero.testing.global_batch import rows
@@ -45,7 +45,7 @@ def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine
         reference, axes = _reference(s, whole, leaves, culprit, program, names)
         loose = 0.0 if s.backend == "eager" else s.size.value * 4
         found = first_line(ran, program, s.mesh, leaves, reference, axes, loose)
-        everyone = [line for one in everyones([found] if found else [], s.mesh, FirstLine) for line in one]
+        everyone = [line for one in all_gather_notes([found] if found else [], s.mesh, FirstLine) for line in one]
         if everyone:
             return min(everyone, key=lambda line: (line.number, line.turn, line.rank)), step
     return None, s.steps

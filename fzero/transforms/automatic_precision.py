@@ -187,7 +187,7 @@ class Promotion:
             return step
         highest = [max(pair) for pair in zip(*(x.tolist() for x in counts), strict=True)]
         mine = [x.path for x, count in zip(leaves, highest, strict=True) if count >= LIMIT and record.selects(x)]
-        safer = tuple(agreement.from_first(self._mesh, "mixed_precision", lambda: mine))
+        safer = tuple(agreement.broadcast_from_rank0(self._mesh, "mixed_precision", lambda: mine))
         return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
 
     def before_build(

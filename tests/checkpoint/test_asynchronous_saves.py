@@ -433,7 +433,7 @@ LEFT = """
         params: dict
 
     mesh = fz.make_mesh(device="cpu", timeout=60)
-    mesh.turns
+    mesh.collective_sequence
     state = State(3, {"w": torch.arange(8.0)})
     fz.checkpoint.save(sys.argv[1], state)
     write = saving.write_rank_file

@@ -20,7 +20,7 @@ from fzero.ir.ops import transfer_bytes
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Layout, Leaf, shard
 from fzero.sharding.layout import place as place_on
-from fzero.sharding.shard_regions import Along, Boxes, Dim, part_shape, parts_of, uneven
+from fzero.sharding.shard_regions import Boxes, Dim, DimShard, part_shape, parts_of, uneven
 
 # --- boxes ---
 
@@ -28,9 +28,9 @@ from fzero.sharding.shard_regions import Along, Boxes, Dim, part_shape, parts_of
 @st.composite
 def _cuts(draw: Any, shape: tuple[int, ...]) -> Boxes:
     """Any elements of a part."""
-    along: list[Along] = []
+    along: list[DimShard] = []
     for _ in range(draw(st.integers(0, 2)) if shape else 0):
-        one = Along(*(draw(st.integers(*n)) for n in ((0, len(shape) - 1), (1, 3), (1, 3))))
+        one = DimShard(*(draw(st.integers(*n)) for n in ((0, len(shape) - 1), (1, 3), (1, 3))))
         along += [one] * (uneven(shape, [*along, one]) is None)
     numel, place = math.prod(part_shape(shape, along)), draw(st.integers(0, math.prod(a.size for a in along) - 1))
     start = draw(st.integers(0, numel))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import fzero as fz
 from fzero import optim
-from fzero.comm.collective_sequence import Turns
+from fzero.comm.collective_sequence import CollectiveSequence
 from fzero.errors import DivergenceError
 from fzero.runtime import read_values
 
@@ -84,7 +84,7 @@ PARTINGS: dict[str, tuple[Any, str]] = {
 def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     """What one rank does while the others take a step; and the errors."""
     # never: between two calls at which ranks compare settings
-    told, Turns.pause, read_values.LOOKED_AT_EVERY = ([], 0.2, float("nan"))
+    told, CollectiveSequence.pause, read_values.LOOKED_AT_EVERY = ([], 0.2, float("nan"))
     for case in cases:
         run = Run(folder, **kwargs)
         run.mesh.store.set(f"ready/{run.mesh.rank}", "")
@@ -95,7 +95,7 @@ def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
         except DivergenceError as error:
             told.append(str(error))
         fz.close_mesh()
-    Turns.pause, read_values.LOOKED_AT_EVERY = 1.0, 16
+    CollectiveSequence.pause, read_values.LOOKED_AT_EVERY = 1.0, 16
     return told
 
 
@@ -133,14 +133,14 @@ def _meeting(kinds: list[list[str]]) -> list[str]:
     store, told = dist.HashStore(), [""] * len(kinds)
 
     def rank(index: int) -> None:
-        turns = Turns(store, index, len(kinds), timeout=60.0)
+        sequence = CollectiveSequence(store, index, len(kinds), timeout=60.0)
         try:
             for kind in kinds[index]:
-                turns.begin(kind, say=False)
-                turns.meet("step")
+                sequence.begin(kind, say=False)
+                sequence.meet("step")
         except DivergenceError as error:
             told[index] = str(error)
-        turns.leave()
+        sequence.leave()
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(kinds))]
     for thread in threads:
@@ -163,7 +163,7 @@ def test_ranks_meet_in_turns_of_one_kind() -> None:
 
 def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
     store = dist.HashStore()
-    ahead, here = Turns(store, 0, 2), Turns(store, 1, 2)
+    ahead, here = CollectiveSequence(store, 0, 2), CollectiveSequence(store, 1, 2)
     for _ in range(2):
         ahead.begin("b")
     here.begin("a")
@@ -180,7 +180,7 @@ def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
 
 def test_a_process_of_this_host_that_is_gone_is_noticed() -> None:
     store, ended = dist.HashStore(), subprocess.Popen([sys.executable, "-c", ""])
-    here, _ = Turns(store, 0, 2), Turns(store, 1, 2)
+    here, _ = CollectiveSequence(store, 0, 2), CollectiveSequence(store, 1, 2)
     note = json.loads(store.get("fzero/turns/of/1"))
     here.begin("a")
     here.look("step")

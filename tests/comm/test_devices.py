@@ -227,7 +227,7 @@ def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transfers_end_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abort_transfers, "_EVERY", 0.01)
     gone, aborted = set[int](), threading.Event()
-    mesh = SimpleNamespace(device_type="cuda", size=2, turns=SimpleNamespace(gone=lambda: gone))
+    mesh = SimpleNamespace(device_type="cuda", size=2, collective_sequence=SimpleNamespace(gone=lambda: gone))
     monkeypatch.setattr(compat, "abort_groups", aborted.set)
     with abort_transfers.freed(mesh):  # type: ignore[arg-type]
         assert not aborted.wait(0.1)

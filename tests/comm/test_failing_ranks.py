@@ -55,7 +55,7 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float, list[str]]:
             here=mesh.rank == 0,
         ),
         "stopped": fails(
-            torch, "ones", KeyboardInterrupt(), lambda: agreement.everywhere(mesh, "init", lambda: torch.ones(1))
+            torch, "ones", KeyboardInterrupt(), lambda: agreement.run_on_all_ranks(mesh, "init", lambda: torch.ones(1))
         ),
         "compared": fails(tensor_digests, "digest", RuntimeError("out of memory"), lambda: train.init(PARAMS)),
         "saved": fails(

@@ -12,7 +12,7 @@ import torch
 from test_run import ended, keepers, logged, plainly
 
 import fzero as fz
-from fzero.elastic.memory_checkpoint import Damage, Vault, held, let_go_of_damaged
+from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint, held, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
 
@@ -96,10 +96,10 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
     params = {str(i): torch.arange(1, 2 * i + 4).to(dtype) for i, dtype in enumerate(kinds)}
     state = fz.State(torch.tensor(4), params, {}, fz.random.key(0), {})
-    vault = Vault(tmp_path, 0, 1, [0])
-    vault.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
+    memory_checkpoint.open(state, 0)
     for number in (3, 4):
-        vault.keep(state, number)
+        memory_checkpoint.keep(state, number)
     assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
     newest = next(tmp_path.glob("of-*/*.1.safetensors"))
     whole, index = newest.read_bytes(), held(tmp_path)[4, 1]

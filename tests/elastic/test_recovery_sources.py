@@ -17,8 +17,8 @@ from fzero.checkpoint.index import Index, StoredPart
 from fzero.comm import point_to_point
 from fzero.comm.all_ranks import world
 from fzero.elastic import recovery_source
-from fzero.elastic.memory_checkpoint import Vault, is_whole
-from fzero.sharding.shard_regions import Along, Boxes, claimed, whole
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint, is_whole
+from fzero.sharding.shard_regions import Boxes, DimShard, claimed, whole
 
 STAGES = ("shard_params", "shard_opt_state", "data_parallel")
 
@@ -37,14 +37,16 @@ def kept(root: str, hosts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         state = train.init(survivor.init, fz.random.key(0))
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
-        vault = Vault(memory, mesh.rank, mesh.size, [r for r, h in enumerate(hosts) if h == hosts[mesh.rank]])
-        vault.open(state, 0)
+        memory_checkpoint = MemoryCheckpoint(
+            memory, mesh.rank, mesh.size, [r for r, h in enumerate(hosts) if h == hosts[mesh.rank]]
+        )
+        memory_checkpoint.open(state, 0)
         for index in range(3):
             state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
             if index == 2 and mesh.rank == mesh.size - 1:
-                vault._sealed[0].fill_(0)
+                memory_checkpoint._sealed[0].fill_(0)
             else:
-                vault.keep(state, index + 1)
+                memory_checkpoint.keep(state, index + 1)
             if index == 1:
                 whole_states[stage] = [x.clone() for x in fz.tree.leaves(train.gather(state))]
     fz.close_mesh()
@@ -172,7 +174,7 @@ def test_claims_of_ranges() -> None:
         found = {"x": tuple(StoredPart("", "x", b, 0) for b in parts)}
         return Index(Path(), 0, {"x": (shape, torch.float32)}, {}, None, {}, {}, found)
 
-    cuts: list[tuple[Along, ...]] = [(), (Along(1, 1, 2),), (Along(0, 1, 2), Along(1, 3, 2))]
+    cuts: list[tuple[DimShard, ...]] = [(), (DimShard(1, 1, 2),), (DimShard(0, 1, 2), DimShard(1, 3, 2))]
     boxes = [Boxes(shape, a, place, start, stop) for a in cuts for place in (0, 1) for start, stop in ((0, 5), (3, 6))]
     boxes = [b for b in boxes if b.along or not b.place]
     for first in boxes:

@@ -26,7 +26,7 @@ from scripts import ROOT, environment
 
 import fzero as fz
 from fzero.elastic import host_directory, supervisor
-from fzero.elastic.memory_checkpoint import Vault, held, is_whole, let_go_of_damaged
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint, held, is_whole, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
@@ -381,14 +381,14 @@ def kept(memory: str, stage: str) -> list[Any]:
     step = getattr(fz, stage)(fz.train_step(survivor.loss_fn, fz.optim.adamw(1e-2)))
     train = fz.compile(step, mesh, backend="eager")
     state = train.init(survivor.init, fz.random.key(0))
-    vault = Vault(Path(memory), mesh.rank, mesh.size, range(mesh.size))
-    vault.open(state, 0)
-    vault.keep(state, 0)
+    memory_checkpoint = MemoryCheckpoint(Path(memory), mesh.rank, mesh.size, range(mesh.size))
+    memory_checkpoint.open(state, 0)
+    memory_checkpoint.keep(state, 0)
     for index in range(2):
         state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
-        vault.keep(state, index + 1)
+        memory_checkpoint.keep(state, index + 1)
     if mesh.rank == 1:  # killed while it keeps the next
-        vault._sealed[0].fill_(0)
+        memory_checkpoint._sealed[0].fill_(0)
     whole = train.gather(state)
     fz.close_mesh()
     return [x.clone() for x in fz.tree.leaves(whole)]
@@ -414,11 +414,11 @@ def test_states_kept_by_two_ranks_are_read_by_any_number(run_ranks: Any, tmp_pat
 def test_a_slot_whose_number_is_damaged_is_let_go(tmp_path: Path) -> None:
     train = fz.compile(PLAIN, fz.make_mesh(), backend="eager")
     state = train.init({"w": torch.ones(3)})
-    vault = Vault(tmp_path, 0, 1, [0])
-    vault.open(state, 4)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
+    memory_checkpoint.open(state, 4)
     for number in (4, 5):
-        vault.keep(state, number)
-    vault._sealed[1].fill_(-7202199355712626690)
+        memory_checkpoint.keep(state, number)
+    memory_checkpoint._sealed[1].fill_(-7202199355712626690)
     assert let_go_of_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
     assert sorted(held(tmp_path)) == [(4, 1)]
 
@@ -427,11 +427,11 @@ def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> No
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     state = train.init({"w": torch.ones(3)})
-    vault = Vault(tmp_path, 0, 1, [0])
-    vault.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
+    memory_checkpoint.open(state, 0)
     for number in (4, 5):
-        vault.keep(state, number)
-    again = Vault(tmp_path, 0, 1, [0])
+        memory_checkpoint.keep(state, number)
+    again = MemoryCheckpoint(tmp_path, 0, 1, [0])
     again.open(state, 4)
     assert sorted(held(tmp_path)) == [(4, 1)]
     again.keep(state, 5)

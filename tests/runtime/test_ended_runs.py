@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.comm.collective_sequence import Turns
+from fzero.comm.collective_sequence import CollectiveSequence
 from fzero.runtime import read_values
 
 PARAMS = {"t": torch.linspace(-1, 1, 20).view(5, 4), "w": torch.linspace(-1, 1, 12).view(4, 3)}
@@ -85,7 +85,7 @@ def parted(shared: bool) -> list[str]:
     mesh = fz.make_mesh(shared_memory=shared)
     train = fz.compile(STEP, mesh, backend="eager")
     state, _ = train(train.init(PARAMS), GOOD)
-    with patch.object(read_values, "LOOKED_AT_EVERY", float("nan")), patch.object(Turns, "pause", 0.2):
+    with patch.object(read_values, "LOOKED_AT_EVERY", float("nan")), patch.object(CollectiveSequence, "pause", 0.2):
         texts = [raised(lambda: train(state, LONGER if mesh.rank == 1 else GOOD)), raised(lambda: train.init(PARAMS))]
     fz.close_mesh()
     return texts

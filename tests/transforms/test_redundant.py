@@ -18,8 +18,8 @@ import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
 from fzero.comm.transport import transport
-from fzero.elastic.memory_checkpoint import Vault, held, is_whole
-from fzero.elastic.peer_replicas import Ward
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint, held, is_whole
+from fzero.elastic.peer_replicas import PeerReplica
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.ir.verifier import verify
 from fzero.testing import simulate
@@ -70,12 +70,12 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
     state, carrier = train.init(init, fz.random.key(0)), transport(mesh)
     spec: Any = step.transforms[-1]
     sent, replicate_start = [0], carrier.replicate_start
-    vault = None
+    memory_checkpoint = None
     if memory is not None:
-        vault = Vault(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
+        memory_checkpoint = MemoryCheckpoint(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
         (memory / f"host-{mesh.rank}").mkdir()
-        vault.open(state, 0, 1, mesh, Ward(spec, spec.shift(mesh)))
-        mesh.context.wards = vault.wards
+        memory_checkpoint.open(state, 0, 1, mesh, PeerReplica(spec, spec.shift(mesh)))
+        mesh.context.peer_replicas = memory_checkpoint.peer_replicas
 
         def counted(values: Any, *rest: Any) -> Any:
             sent[0] += sum(x.nbytes for x in values)
@@ -83,17 +83,17 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
 
         carrier.replicate_start = counted  # type: ignore[method-assign]
     for index in range(steps):
-        if vault is not None and vault.wards is not None:
-            vault.wards.begin(index)
+        if memory_checkpoint is not None and memory_checkpoint.peer_replicas is not None:
+            memory_checkpoint.peer_replicas.begin(index)
         state, _ = train(state, batch_at(index, mesh))
-        if vault is not None:
-            assert vault.wards is not None
-            vault.wards.seal(index + 1)
-            vault.keep(state, index + 1)
-    if vault is not None:
+        if memory_checkpoint is not None:
+            assert memory_checkpoint.peer_replicas is not None
+            memory_checkpoint.peer_replicas.seal(index + 1)
+            memory_checkpoint.keep(state, index + 1)
+    if memory_checkpoint is not None:
         carrier.replicate_start = replicate_start  # type: ignore[method-assign]
-        mesh.context.wards = None
-    planned = 0 if vault is None else train.plan.channels[f"replicate:{spec.axis}"].bytes
+        mesh.context.peer_replicas = None
+    planned = 0 if memory_checkpoint is None else train.plan.channels[f"replicate:{spec.axis}"].bytes
     return train.gather(state), sent[0], planned
 
 
@@ -215,23 +215,23 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     carrier.replicate_start = counted  # type: ignore[method-assign]
     here = Path(memory) / f"host-{mesh.rank}"
     here.mkdir()
-    wards: Any = None
+    peer_replicas: Any = None
     for turn in range(10):
         if turn in (0, 7):  # a run that begins, and one that goes on
-            vault = Vault(here, mesh.rank, mesh.size, [mesh.rank])
-            vault.open(state, turn, 1, mesh, Ward(step.transforms[-1], 1))
-            vault.keep(state, turn)
-            mesh.context.wards = wards = vault.wards
-        wards.begin(turn)
+            memory_checkpoint = MemoryCheckpoint(here, mesh.rank, mesh.size, [mesh.rank])
+            memory_checkpoint.open(state, turn, 1, mesh, PeerReplica(step.transforms[-1], 1))
+            memory_checkpoint.keep(state, turn)
+            mesh.context.peer_replicas = peer_replicas = memory_checkpoint.peer_replicas
+        peer_replicas.begin(turn)
         state, _ = train(state, batch_at(turn, mesh))
         if turn == 3:
             state, _ = train(state, batch_at(turn, mesh))
         if turn < 9:
-            wards.seal(turn + 1)
-            vault.keep(state, turn + 1)
+            peer_replicas.seal(turn + 1)
+            memory_checkpoint.keep(state, turn + 1)
         if turn == 8:
             shutil.copytree(here, Path(memory) / f"then-{mesh.rank}")
-    wards.begin(10)
+    peer_replicas.begin(10)
     fz.close_mesh()
     log.removeFilter(heard)
     return counts, said

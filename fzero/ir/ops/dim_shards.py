@@ -19,7 +19,7 @@ from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, over
 from fzero.ir.program import Line, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import cut_over
-from fzero.sharding.shard_regions import Along, Dim, part_shape, parts_of
+from fzero.sharding.shard_regions import Dim, DimShard, part_shape, parts_of
 
 
 class Rearranged(Op[Over]):
@@ -38,7 +38,7 @@ class Rearranged(Op[Over]):
         """Returns the value as shards, and the joined value."""
         raise NotImplementedError(self.name)
 
-    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: DimShard) -> torch.Tensor:
         """Fills and returns `out`. `shape` is the shape of the joined value, without padding."""
         raise NotImplementedError(self.name)
 
@@ -75,14 +75,14 @@ class Rearranged(Op[Over]):
             into: Sequence[torch.Tensor] | None = None,
         ) -> torch.Tensor:
             out = x.new_empty(shape if size is None else size) if into is None else into[0]
-            return self.rearrange(x, out, shape, Along(dim, groups, on.mesh.axis_size(axis)))
+            return self.rearrange(x, out, shape, DimShard(dim, groups, on.mesh.axis_size(axis)))
 
         return on.tiers.settled(rearranged, lambda *args: args[-1])
 
     def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         shape, dim = self.cut(line, told.program.values_by_name[line.args[0]], told.mesh)
         out = args[0].new_empty(line.out[0].held(told.mesh))
-        return [self.rearrange(args[0], out, shape, Along(*dim, told.mesh.axis_size(line.attrs.axes)))]
+        return [self.rearrange(args[0], out, shape, DimShard(*dim, told.mesh.axis_size(line.attrs.axes)))]
 
     def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
         of.same(line.out[0].name, line.args[0])
@@ -96,7 +96,7 @@ class JoinParts(Rearranged):
     def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
         return arg, line.out[0]
 
-    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: DimShard) -> torch.Tensor:
         numel, rows = math.prod(shape), x.view(along.size, -1)
         for row, boxes in zip(rows, parts_of(shape, (along,)), strict=True):
             boxes.put(row[: boxes.numel], out.view(-1)[:numel].view(*shape))
@@ -112,7 +112,7 @@ class SplitParts(Rearranged):
     def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
         return line.out[0], arg
 
-    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: DimShard) -> torch.Tensor:
         whole = x.reshape(-1)[: math.prod(shape)].view(*shape)
         for row, boxes in zip(out.view(along.size, -1), parts_of(shape, (along,)), strict=True):
             row[: boxes.numel].copy_(boxes.take(whole))

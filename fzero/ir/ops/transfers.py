@@ -281,7 +281,7 @@ class Replicate(Start[ReplicateAttrs]):
         how = [over(line), f"shift={said.shift}"]
         how += [f"every={said.every}"] if said.every > 1 else []
         how += ["once=True"] if said.once else []
-        how += [f"into=wards[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
+        how += [f"into=replicas[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
         when = ", once" if said.once else f", every {said.every} steps" if said.every > 1 else ""
         remark = f">>> sends {size(whole)} over {', '.join(said.axes)}{when}"
         return Text(f"replicate_start([{', '.join(line.args)}], {', '.join(how)})", remark)

@@ -74,7 +74,7 @@ class Share:
 
     def _exchange(self, topic: str, note: dict[str, str], ranks: Sequence[int]) -> dict[int, dict[str, str]]:
         self._notes.write(topic, note)
-        missing = {ranks[i] for i in self._mesh.turns.absent(self._notes.keys(topic, ranks), "compile")}
+        missing = {ranks[i] for i in self._mesh.collective_sequence.absent(self._notes.keys(topic, ranks), "compile")}
         notes = self._notes.read(topic, [r for r in ranks if r not in missing], dict[str, str])
         problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
         problems += [f"rank {r} {timed_out(self._mesh.timeout)}" for r in sorted(missing)]
