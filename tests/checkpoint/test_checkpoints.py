@@ -419,6 +419,28 @@ def test_types_that_have_moved_since_are_found(tmp_path: Path, transform: Any, s
             assert torch.equal(a, b)
 
 
+def test_optimizer_states_of_0_2_are_found(tmp_path: Path) -> None:
+    """Types of an optimizer's state whose module has another name since."""
+    parts = (optim.clip_by_global_norm(1.0), optim.scale_by_schedule(lambda count: -0.1 * (1 + count)))
+    step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), optim.chain(*parts))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    batch = torch.linspace(-1, 1, 16).reshape(4, 4)
+    state, _ = train(train.init({"w": torch.eye(4)}), batch)
+    checkpoint.save(tmp_path, state)
+    old = {"base:EmptyState", "transforms:ScaleByScheduleState"}
+    for name in old:
+        module = f"fzero.optim.{name}"
+        edit(
+            checkpoint.latest(tmp_path),
+            lambda content, module=module: content.update(skeleton=_before_the_rooms(content["skeleton"], module)),
+        )
+    assert all(name in (checkpoint.latest(tmp_path) / "index.json").read_text() for name in old)
+    again = train.restore(tmp_path)
+    assert [type(x) for x in again.opt_state] == [type(x) for x in state.opt_state]
+    for got, want in zip(tree.leaves(train(again, batch)[0]), tree.leaves(train(state, batch)[0]), strict=True):
+        assert torch.equal(got, want)
+
+
 class Fp8State(NamedTuple):
     """A slot of a state as 0.1 had it."""
 
