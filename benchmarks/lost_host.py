@@ -1,4 +1,4 @@
-"""Seconds from the loss of a host to the next step, under stock torchrun with a keeper for each rank (docs/elastic.md).
+"""Seconds from the loss of a host to the next step, with a keeper for each rank (docs/guides/fault-tolerance.md).
 
     python benchmarks/lost_host.py                  # about 10 minutes on 2 cores
 

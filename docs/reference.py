@@ -1,8 +1,8 @@
-"""Makes the API reference: a page for each public name, from its docstring, and the index that leads to them.
+"""Makes the API reference: a page for each public name, from its docstring, and the index of these pages.
 
-`mkdocs build` calls the hooks at the end of this file; the pages exist in the built site alone. The index, docs/api.md,
-is in the repository, where its links lead to the source: `python tests/docs/test_pages.py docs/api.md` writes it, and a
-test compares it. Links to results, a paragraph each, become the tables themselves in the site.
+`mkdocs build` calls the hooks at the end of this file. The pages and the index exist only in the built site; the index
+follows the text of docs/reference/api.md. In a page at the root of docs/, a paragraph that is only a link to a table
+of results becomes the table itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import inspect
 import posixpath
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,8 +37,8 @@ ROOMS = {
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MARK = "<!-- names: python tests/docs/test_pages.py docs/api.md -->\n"
-"""What follows it in docs/api.md is written by `index`."""
+API = "reference/api.md"
+"""The page that the index follows, from docs/."""
 
 
 class Name(NamedTuple):
@@ -51,15 +50,8 @@ class Name(NamedTuple):
 
     @property
     def page(self) -> str:
-        """Its page, from the root of the site."""
-        return f"api/{self.text}.md"
-
-    @property
-    def source(self) -> str:
-        """The file that defines it, from docs/."""
-        file = sys.modules[self.home.rpartition(".")[0]].__file__
-        assert file is not None
-        return f"../{Path(file).relative_to(ROOT).as_posix()}"
+        """Its page, from docs/."""
+        return f"reference/api/{self.text}.md"
 
     @property
     def summary(self) -> str:
@@ -89,12 +81,13 @@ def signature(name: Name) -> str | None:
     return f"{name.text}{inspect.Signature(plain)}"
 
 
-def index(before: str) -> str:
-    """The text of docs/api.md; up to the mark as it was before."""
-    out = [before.partition(MARK)[0] + MARK]
+def index() -> str:
+    """The tables of names, module by module, each with the signatures of its functions."""
+    out = []
     for room, (_, title) in ROOMS.items():
-        rows = [f"| [`{n.text}`]({n.source}) | {n.summary.replace('|', chr(92) + '|')} |" for n in sorted(names(room))]
-        called = [text for n in sorted(names(room)) if (text := signature(n)) is not None]
+        found = sorted(names(room))
+        rows = [f"| [`{n.text}`](api/{n.text}.md) | {n.summary.replace('|', chr(92) + '|')} |" for n in found]
+        called = [text for n in found if (text := signature(n)) is not None]
         fence = ["", "```text", *called, "```"] if called else []
         out.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows, *fence]) + "\n")
     return "\n".join(out)
@@ -105,17 +98,22 @@ def page(name: Name) -> str:
     return f"# {name.text}\n\n::: {name.home}\n"
 
 
-def of_site(markdown: str) -> str:
-    """A page's text as the site has it: names lead to their pages, and a link to results that is a paragraph is what it
-    leads to."""
-    markdown = re.sub(
-        r"^\| \[`(fz\.[\w.]+)`\]\(\.\./[\w/]+\.py\)", r"| [`\1`](api/\1.md)", markdown, flags=re.MULTILINE
-    )
+def of_site(markdown: str, path: str) -> str:
+    """Returns the text of a page as the site shows it.
+
+    Tables of results replace the paragraphs that are only links to them, and the page `API` ends with the index.
+
+    Args:
+        markdown: The text in the repository.
+        path: The page, from docs/.
+    """
 
     def table(found: re.Match[str]) -> str:
         text = (ROOT / "docs" / found[1]).read_text().rstrip("\n")
         return re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", lambda x: posixpath.normpath(f"results/{x[0]}"), text)
 
+    if path == API:
+        return f"{markdown}\n{index()}"
     return re.sub(r"^\[[^\]]+\]\((results/\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
 
 
@@ -123,8 +121,8 @@ def of_site(markdown: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads a page to what the site has."""
-    return of_site(markdown)
+    """Returns the text of a page as the site shows it."""
+    return of_site(markdown, page.file.src_uri)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

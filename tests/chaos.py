@@ -13,9 +13,9 @@ at a random moment of that step or at the line that the kind names. There are th
 - resized: the same on one rank less and again on all, over and over. Its keepers are started as torchrun starts them
   when hosts leave and come: all are ended, the memory of a host is lost, the others begin anew on fewer ranks.
 
-Afterwards each is compared with one without faults, and what docs/elastic.md promises is checked, condition by
-condition: how it was judged, and how many faults of these runs it was judged by. The log, and a summary as Markdown
-and JSON, are written to `--results`.
+Afterwards each is compared with one without faults, and what docs/guides/fault-tolerance.md promises is checked,
+condition by condition: how it was judged, and how many faults of these runs it was judged by. The log, and a summary as
+Markdown and JSON, are written to `--results`.
 """
 
 from __future__ import annotations
@@ -688,7 +688,7 @@ def seconds(drivers: list[Driver]) -> dict[str, list[float]]:
 
 
 def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[Condition]:
-    """Checks what docs/elastic.md promises, of runs and those without faults."""
+    """Checks what docs/guides/fault-tolerance.md promises, of runs and those without faults."""
     import fzero as fz
 
     drivers = [one for one, _ in runs]

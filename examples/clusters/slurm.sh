@@ -18,7 +18,7 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*} # where the ranks find each other
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ${SLURM_GPUS_ON_NODE:-8}))
 export FZERO_CACHE=${FZERO_CACHE:-/tmp/fzero-$USER}  # compiled functions: on a disk of the node's own
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else PyTorch 2.13 keeps the address of the first start (docs/clusters.md)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else PyTorch 2.13 keeps the address of the first start (docs/guides/clusters.md)
 
 # one torchrun a node, which starts a rank a GPU
 srun --kill-on-bad-exit=1 torchrun \

@@ -173,9 +173,9 @@ def load_config(
     """Translates a DeepSpeed configuration, key by key, to fzero.
 
     Every key of DeepSpeed 0.19.8 is supported, rejected, or ignored because it has no effect in fzero:
-    docs/from_deepspeed.md lists them, and `report()` shows how each key of this configuration is handled. Defaults are
-    DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping` says otherwise, "Adam" is AdamW, a
-    warm-up is logarithmic. DeepSpeed itself is not needed.
+    docs/migrate/deepspeed.md lists them, and `report()` shows how each key of this configuration is handled. Defaults
+    are DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping` says otherwise, "Adam" is AdamW,
+    a warm-up is logarithmic. DeepSpeed itself is not needed.
 
     Args:
         config: the path of a JSON file, or of an HJSON file if hjson is installed; a dict; or the base64 text that

@@ -50,10 +50,10 @@ def run(
 ) -> T:
     """Calls `main`, and calls it again on a new mesh whenever a rank was lost, until it returns.
 
-    Under `python -m fzero.run` (docs/elastic.md) only the process that died is restarted; the others keep running,
-    with their memory and their compiled code. If the script is started by torchrun without it, torchrun restarts all
-    processes. In both cases `run.state` finds the state that `run.commit` stored in the memory of the hosts. In a
-    single process with neither, `main` is called once.
+    Under `python -m fzero.run` (docs/guides/fault-tolerance.md) only the process that died is restarted; the others
+    keep running, with their memory and their compiled code. If the script is started by torchrun without it, torchrun
+    restarts all processes. In both cases `run.state` finds the state that `run.commit` stored in the memory of the
+    hosts. In a single process with neither, `main` is called once.
 
     Args:
         main: the training function. It takes a `Run` and trains on `run.mesh`, from `run.state(...)`, over

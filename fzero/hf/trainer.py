@@ -86,8 +86,8 @@ class Trainer(Base):
             makes the mesh and `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, if they are not given. Samples,
             tokens and steps are counted once per shard of the data.
         loss: "chunked" computes the cross entropies of a loss by `fz.chunked_cross_entropy`, in training and
-            evaluation, so that a step never holds all logits (docs/hugging_face.md). By default they are computed from
-            all logits. An evaluation that returns logits still holds them.
+            evaluation, so that a step never holds all logits (docs/migrate/huggingface.md). By default they are
+            computed from all logits. An evaluation that returns logits still holds them.
         lengths: the lengths to which ragged batches of any model are padded, as a collator would, even if that
             changes the results. By default, powers of two, if padding changes nothing.
         save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or for

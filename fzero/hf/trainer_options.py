@@ -61,7 +61,7 @@ NOTES = {
 """Options that are accepted but have no effect, and why."""
 
 REFUSED = {
-    "fsdp": "write it as transforms: Trainer(transforms=[fz.shard_params()]) (docs/from_fsdp.md)",
+    "fsdp": "write it as transforms: Trainer(transforms=[fz.shard_params()]) (docs/migrate/fsdp.md)",
     "parallelism_config": "one axis of data parallelism: Trainer(mesh=fz.make_mesh(...), transforms=[...])",
     "use_liger_kernel": "its kernels are no operations that a step can be recorded of",
     "neftune_noise_alpha": "its noise is drawn in a hook, from torch's generator",

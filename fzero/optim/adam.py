@@ -68,7 +68,8 @@ def adamw(
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     `updates = -lr * (mu / (1 - b1**t)) / (sqrt(nu) / sqrt(1 - b2**t) + eps) - lr * weight_decay * params` in update
-    number t = 1, 2, ... All parameters share one t; torch counts the updates of each parameter (docs/optimizers.md).
+    number t = 1, 2, ... All parameters share one t; torch counts the updates of each parameter
+    (docs/guides/optimizers.md).
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.

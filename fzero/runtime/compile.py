@@ -65,8 +65,8 @@ def compile(
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program
             operation by operation.
         cuda_graphs: whether runs are captured as a CUDA graph and replayed. This saves the CPU nearly all of its work
-            in a step, and keeps the memory of temporaries reserved for the program (docs/gpu.md). With True, it is an
-            error if the step uses the host or a disk, if a capture fails, or if the mesh has no CUDA devices. By
+            in a step, and keeps the memory of temporaries reserved for the program (docs/guides/gpus.md). With True, it
+            is an error if the step uses the host or a disk, if a capture fails, or if the mesh has no CUDA devices. By
             default, a training step on a single CUDA device that uses only this device is captured after three ordinary
             runs. If the capture fails, the step continues without it, with a line in the log `fzero`. By default no
             other step is captured. Results are the same to the bit.

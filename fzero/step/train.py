@@ -280,7 +280,7 @@ def train_step(
             left out, None, or unchanged. The values are assigned at the end of the step. Floating-point values are
             averaged over ranks and micro-batches, others must be the same on all of them. Mutable leaves get no
             gradient and no optimizer state, and are stored unsharded and in their own dtype. None: no leaf; for
-            `model.loss` and `model.calling`, those of `model.mutable`. See docs/mutable.md.
+            `model.loss` and `model.calling`, those of `model.mutable`. See docs/guides/buffers.md.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 

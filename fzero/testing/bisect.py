@@ -53,7 +53,7 @@ _OF_STATISTICS = (
     "the loss of a batch is not the mean of its parts' losses, and there are leaves of `mutable`: a batch norm in "
     "training mode normalises each part "
     "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process "
-    "without accumulate (docs/checking.md). "
+    "without accumulate (docs/guides/verifying.md). "
     "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
 )
 _AUX = (

@@ -38,8 +38,8 @@ def check_equivalent(
 
     The plain step has the same loss and optimizer but no transforms, and sees the complete batch at once: the parts
     of all ranks, concatenated along dim 0 in the order of the ranks. Every tensor has its own tolerance, which
-    follows from dtypes and the lengths of reductions (docs/checking.md). If a tensor differs by more than that, the
-    check searches for the transform that causes the difference, and for the first op of the program whose value
+    follows from dtypes and the lengths of reductions (docs/guides/verifying.md). If a tensor differs by more than that,
+    the check searches for the transform that causes the difference, and for the first op of the program whose value
     differs. A step that is skipped because its scaled gradients overflow is repeated with the next scale. The
     tolerance for the rounding of `mixed_precision` could hide faults of other transforms, so a step that has both is
     also compared without `mixed_precision`. Every call of a block is traced: a block that reads something unseen (see

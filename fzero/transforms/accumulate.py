@@ -124,8 +124,8 @@ def accumulate(
     batch, a `weighted` loss is divided by the count of the whole batch, and random numbers drawn with the step's key
     equal those drawn for the whole batch. Operations inside the loss that combine samples see only the samples of one
     micro-batch: batch statistics, and a hook or `torch.autograd.Function` whose backward combines samples, such as
-    clipping by norm (docs/losses.md). `schedule` changes the order of the operations but not what they compute: on one
-    process the results are bitwise identical.
+    clipping by norm (docs/guides/losses-metrics.md). `schedule` changes the order of the operations but not what they
+    compute: on one process the results are bitwise identical.
 
     Args:
         step: a step, or the number of micro-batches when called without a step: `accumulate(4)`.

@@ -375,7 +375,7 @@ def test_the_readmes_figures_are_those_measured():
         name, *figures = (cell.strip() for cell in row.strip("|").split("|"))
         other = [large[name][i] for i in (0, 5, 3)] if name in large else ["", "", ""]
         assert figures == [*(small[name][i] for i in (0, 5, 3)), *other], name
-    plan = (ROOT / "docs" / "cli.md").read_text().partition("--hf examples/llama_3_8b.json")[2]
+    plan = (ROOT / "docs" / "reference" / "cli.md").read_text().partition("--hf examples/llama_3_8b.json")[2]
     rows = (r"a step\s+│\s+([\d.]+) ms", r"([\d,]+) tokens/s", r"in all\s+│\s+([\d.]+ GiB)")
     step, rate, whole = (re.search(row, plan)[1] for row in rows)
     assert f"{float(step):.0f} ms a step, {rate} tokens/s, {whole} for each process" in readme

@@ -402,7 +402,7 @@ def large_init(key, width=25600, layers=12, vocab=50304, seq=2048):
 
 
 def test_a_hundred_billion_parameters_on_a_thousand_devices():
-    """A trillion, searched: docs/cli.md."""
+    """A trillion, searched: docs/reference/cli.md."""
     ranks = 1024
     step = fz.train_step(large_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))(step)

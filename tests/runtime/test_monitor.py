@@ -63,7 +63,7 @@ def test_json_lines_and_what_goes_on_from_them(tmp_path):
 
 
 def test_a_schedule_is_called_as_the_optimizer_calls_it():
-    """The schedule of docs/porting.md, which uses torch functions of the step."""
+    """The schedule of docs/migrate/pytorch.md, which uses torch functions of the step."""
 
     def schedule(step):
         return 0.1 * torch.clamp((step + 1) / 4, max=1.0) * 0.5 * (1 + torch.cos(math.pi * step / 40))

@@ -90,7 +90,7 @@ def test_it_does_what_processes_do(run_ranks: Any) -> None:
 
 
 def _page() -> dict[str, Any]:
-    """The toy transform, op and optimizer of docs/extending.md, and its step."""
+    """The toy transform, op and optimizer of docs/internals/extending.md, and its step."""
     namespace: dict[str, Any] = {"__name__": "docs"}
     with contextlib.redirect_stdout(io.StringIO()):
         for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):

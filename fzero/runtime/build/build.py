@@ -68,7 +68,8 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
 
     With the inductor backend each subgraph is compiled once: what an earlier run has compiled is loaded from the cache
     (runtime/build/artifact_cache.py), and the rest is divided among the ranks that share a cache. The first rank shows
-    its progress, and the log `fzero` has a line for each subgraph, at level INFO. See docs/build.md.
+    its progress, and the log `fzero` has a line for each subgraph, at level INFO. See
+    docs/internals/compilation-cache.md.
 
     Args:
         functions: the subgraphs, by name.

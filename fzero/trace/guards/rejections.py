@@ -145,7 +145,7 @@ _REFUSED = [
         "is not differentiable with respect to argument 'running_",
         "trains the running statistics of a norm",
         "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or "
-        "'num_batches' in path), see docs/mutable.md",
+        "'num_batches' in path), see docs/guides/buffers.md",
     ),
     (
         "Inference tensors cannot be saved",
