@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fzero._utils.bounded_json import MOST, Malformed, dumped, parsed
 from fzero.errors import DivergenceError
 
-STRANGERS = "let nobody but this run's hosts reach the port of its store (docs/guides/restarts.md, Who may join)"
+STRANGERS = "let nobody but this run's hosts reach the port of its store (docs/guides/security.md)"
 _FIX = "look at the other ranks: they run the same version of fzero, and nobody else connects to this run"
 
 

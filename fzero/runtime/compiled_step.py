@@ -262,7 +262,7 @@ class CompiledStep(Compiled):
                 step later.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas`
                 reports them; ranks that make different calls; a call that has ended in the middle on some rank, at that
-                call and every later one on the mesh (docs/guides/restarts.md).
+                call and every later one on the mesh (docs/guides/fault-tolerance.md, Errors in a step).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
                 `fz.checkpoint.save` are for one thread at a time.
             OutOfMemory: the device or the host is out of memory. After anything that ends a step in the middle, Ctrl-C

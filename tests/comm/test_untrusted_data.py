@@ -128,7 +128,7 @@ def test_a_strangers_note_of_a_save_is_refused_by_name(tmp_path: Path, monkeypat
         for thread in threads:
             thread.join(20)
         assert "notes in the store are not this save's" in said[0] and "rank 1: it was not written by" in said[0]
-        assert "Who may join" in said[0]
+        assert "docs/guides/security.md" in said[0]
         assert "rank 0 has given up" in said[1], "the other rank, which has read the right note, does not wait"
     assert not list(tmp_path.iterdir()), "nothing ran"
 
