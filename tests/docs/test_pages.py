@@ -93,7 +93,7 @@ def run(path: Path, long: bool = True) -> list[tuple[Block, str, Block | None]]:
     return out
 
 
-@pytest.mark.full(keep=["benchmarks.md", "build.md", "clusters.md"])
+@pytest.mark.full(keep=["benchmarks.md", "internals/compilation-cache.md", "guides/clusters.md"])
 @pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
