@@ -90,18 +90,22 @@ class PlanCommand(StepCommand):
 
     def _compare(self) -> int:
         """Plans several meshes, with the parallel transforms for each. Returns the exit code: 1 if none fits."""
+        if self.has_auto and self.mesh != (("auto",),):
+            what = "--mesh auto already compares all meshes, so no other mesh can be given with it"
+            fix = "give --mesh auto alone, or only meshes with their sizes: --mesh data=8 --mesh data=4 model=2"
+            raise UsageError("mesh", what, fix=fix)
         problems = self._step_problems()
-        problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
+        problems += [] if self.devices else ["--devices NUMBERxNAME is missing, such as 64xh100"]
         given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
         given |= {"trace": self.trace, "picture": self.picture}
         problems += [f"--{name} is for one mesh" for name, value in given.items() if value is not None]
         if problems or self.devices is None:
             fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
-            raise UsageError("mesh", "several meshes of a number of devices are planned", problems, fix)
+            raise UsageError("mesh", "meshes are compared for a step and a number of devices", problems, fix)
         with usage_errors():
             number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
             budget = self.budget_bytes
-            meshes = [] if self.mesh == (("auto",),) else [AbstractMesh(**axes_of(mesh)) for mesh in self.mesh]
+            meshes = [] if self.has_auto else [AbstractMesh(**axes_of(mesh)) for mesh in self.mesh]
             for mesh in meshes:
                 if mesh.size != number:
                     raise UsageError("mesh", f"--devices {self.devices}: --mesh {mesh} has another number of devices")

@@ -82,7 +82,12 @@ class StepCommand:
     @property
     def compares(self) -> bool:
         """Whether several meshes are to be planned."""
-        return len(self.mesh) > 1 or self.mesh == (("auto",),)
+        return len(self.mesh) > 1 or self.has_auto
+
+    @property
+    def has_auto(self) -> bool:
+        """Whether the meshes to compare are to be listed by `choose_mesh`."""
+        return any("auto" in text.split(",") for mesh in self.mesh for text in mesh)
 
     @property
     def budget_bytes(self) -> int | None:

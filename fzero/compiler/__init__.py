@@ -49,4 +49,5 @@ folder imports nothing from `state/` or `runtime/`.
 | `auto_stages.py` | chooses the blocks of each stage of a `pipeline` |
 | `auto_compress.py` | chooses the formats of `compress("auto")` for each mesh axis |
 | `auto_mesh.py` | `fz.choose_mesh`: plans a step on several meshes and sorts them by time |
+| `mesh_candidates.py` | lists the meshes of a number of devices, and the transforms for the axes of each |
 """

@@ -12,7 +12,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.cli import main
-from fzero.compiler.auto_mesh import MOST, choose_mesh
+from fzero.compiler.auto_mesh import MAX_MESHES, choose_mesh
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 
 
@@ -75,7 +75,8 @@ def test_named_meshes_are_compared_and_what_cannot_be_had_is_last_with_its_reaso
     found = choose_mesh(step, params, batch, meshes=meshes, device="h100", backend="eager")
     assert [x.mesh.axes for x in found.found] == [{"data": 2}, {"data": 4}, {"data": 2, "pipe": 3}]
     assert (
-        "6 rows do not divide into 4 parts" in found.found[1].text and "more stages than blocks" in found.found[2].text
+        "6 samples cannot be divided among 4 shards" in found.found[1].text
+        and "more stages than blocks" in found.found[2].text
     )
     tight = choose_mesh(step, params, batch, meshes=meshes[2:], device="h100", backend="eager", memory_budget="350KiB")
     with pytest.raises(FzeroValueError, match=r"no mesh fits the step\n  data=2: .*350.0 KiB"):
@@ -91,7 +92,7 @@ def test_named_meshes_are_compared_and_what_cannot_be_had_is_last_with_its_reaso
 def test_more_meshes_than_are_planned_are_named() -> None:
     step, params, batch = given(rows=1)  # does not divide, so that nothing is traced
     found = choose_mesh(step, params, batch, devices=2**10, device="h100", backend="eager")
-    assert len(found.found) == MOST and found.left_out and "data=256, seq=2, model=2" in found.left_out
+    assert len(found.found) == MAX_MESHES and found.left_out and "data=256, seq=2, model=2" in found.left_out
     assert {"data": 1024} in [x.mesh.axes for x in found.found] and {"node": 128, "data": 8} in [
         x.mesh.axes for x in found.found
     ]
@@ -123,6 +124,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         and "--include-process: is about --budget" in said
         and "--trace is for one mesh" in said
     )
+    for mixed in (["--mesh", "auto", "--mesh", "data=2"], ["--mesh", "auto", "data=2"], ["--mesh", "auto,data=2"]):
+        assert main([*name, *mixed]) == 2
+        said = capsys.readouterr().err
+        assert "no other mesh can be given with it" in said and "Fix: give --mesh auto alone" in said
     assert main(["show", *name[1:], "--mesh", "data=2", "--mesh", "model=2"]) == 2
     assert "is for fzero plan" in capsys.readouterr().err
 
