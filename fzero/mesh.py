@@ -6,6 +6,7 @@ laid out in row-major order of the axes as given. A mesh of one device needs no 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import difflib
 import itertools
@@ -15,7 +16,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from fzero._compat import allocator, compat
 from fzero._utils import cpu_affinity
 from fzero._utils.arguments import flag, number, plain_numbers, python_numbers
-from fzero._utils.exclusive import Exclusive, Holding
 from fzero.comm import launcher
 from fzero.comm.collective_sequence import CollectiveSequence, leave_all
 from fzero.comm.control_messages import gathered
@@ -126,7 +126,7 @@ class Context:
         collective_sequence: numbers the collective actions of the ranks (comm/collective_sequence.py).
         peer_replicas: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if
             nothing stores it.
-        exclusive: held by the call that has exclusive use of the mesh.
+        holder: has an object of the call that has exclusive use of the mesh, if there is one.
         groups: the process group along each axis, cached because a DeviceMesh of several axes takes a millisecond to
             find it.
     """
@@ -138,7 +138,7 @@ class Context:
         self.graphs: Any = None
         self.collective_sequence: CollectiveSequence | None = None
         self.peer_replicas: Keeps | None = None
-        self.exclusive = Exclusive()
+        self.holder: dict[str, object] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,8 @@ class Mesh(AbstractMesh):
             fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
             raise FzeroValueError("mesh", f"the mesh {self} is closed", fix=fix)
 
-    def alone(self, owner: str) -> Holding:
+    @contextlib.contextmanager
+    def alone(self, owner: str) -> Iterator[None]:
         """Returns a context manager that gives its body exclusive use of the mesh.
 
         Steps share resources that are not thread-safe, and a step writes its state in place. Takes microseconds.
@@ -255,19 +256,15 @@ class Mesh(AbstractMesh):
         """
         if self.context.collective_sequence is not None:
             self.context.collective_sequence.check(owner)
-
-        def busy() -> Exception:
-            what = (
-                "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in "
-                "another thread, or above this call"
-            )
-            fix = (
-                "call these one after the other, from one thread; what another thread is to have, copy first: "
-                "train.gather(state)"
-            )
-            return BusyError(owner, what, fix=fix)
-
-        return Holding(self.context.exclusive, busy)
+        holder, this_call = self.context.holder, object()
+        try:
+            if holder.setdefault("call", this_call) is not this_call:  # atomic: of two threads, one comes first
+                raise _busy(owner)
+            yield
+        finally:
+            # This calls no function, so Python raises no KeyboardInterrupt before the mesh is released.
+            if "call" in holder and holder["call"] is this_call:
+                del holder["call"]
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -292,6 +289,18 @@ class Mesh(AbstractMesh):
         raise FzeroTypeError(
             "mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix
         )
+
+
+def _busy(owner: str) -> BusyError:
+    what = (
+        "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another "
+        "thread, or above this call"
+    )
+    fix = (
+        "call these one after the other, from one thread; what another thread is to have, copy first: "
+        "train.gather(state)"
+    )
+    return BusyError(owner, what, fix=fix)
 
 
 @plain_numbers

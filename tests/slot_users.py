@@ -65,7 +65,7 @@ class Feedback(Transform):
     after: ClassVar[str] = "shard"
 
     def slots(self, params: Any) -> Any:
-        return {"residual": fz.tree.map(lambda p: Local(torch.zeros_like(p, dtype=torch.float32), adds=True), params)}
+        return {"residual": fz.tree.map(lambda p: Local(torch.zeros_like(p, dtype=torch.float32)), params)}
 
     def rewrite(self, program: Any) -> Any:
         return own_gradients(program, rounded, "residual", self.name)

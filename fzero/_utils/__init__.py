@@ -14,6 +14,5 @@ supervises a rank (`elastic/supervisor.py`) must stay small.
 | `path_permissions.py` | finds out which other users could change a path, and whether a folder is writable |
 | `host_memory.py` | allocates host memory for state and copies, page-locked if the device is a GPU |
 | `cpu_affinity.py` | finds the CPU cores of a rank, and binds a rank to the cores closest to its GPU |
-| `exclusive.py` | grants a resource, such as a mesh, to one call at a time, even if a call is interrupted |
 | `out_of_memory_error.py` | defines `OutOfMemory`, which is also PyTorch's out-of-memory error |
 """

@@ -10,7 +10,6 @@ files.
 | `tensor_init.py` | initializes each tensor as a shard, without making the whole tensor where possible |
 | `load.py` | loads parameters from safetensors files, and decides which ones to initialize instead |
 | `restored_state.py` | restores a state from a checkpoint of any mesh |
-| `rank_local.py` | restores state that differs between ranks, on another number of ranks |
 | `tensor_storage.py` | allocates the tensors of a state on their memory tiers, and writes them there |
 | `state_comparison.py` | assembles a state from its tensors, and lists its differences from the expected one |
 | `gather.py` | gathers the unsharded state on every rank |

@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError
 from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Leaf, in_slot
-from fzero.state import rank_local, tensor_storage
+from fzero.state import tensor_storage
 from fzero.state.state_comparison import abstract_state, assembled, check_model, state_leaves
 from fzero.step import State, Step
 
@@ -53,9 +53,7 @@ class RestorePlan:
     Attributes:
         index: the index of the checkpoint, without slots that the step does not have.
         inputs, opt_inputs, slots: the leaf tables of the state.
-        names: by stored name, the leaves that the checkpoint has.
-        others: those of them that differ between ranks and were saved by another number of ranks
-            (`state/rank_local.py`).
+        names: by stored name, the leaves that are read from the checkpoint.
     """
 
     index: Index
@@ -63,7 +61,6 @@ class RestorePlan:
     opt_inputs: Inputs
     slots: Slots
     names: dict[str, Leaf]
-    others: dict[str, Leaf]
 
     def precision_counts(self, mesh: Mesh) -> Any | None:
         """The counters of `mixed_precision("auto")` in the checkpoint; None if it has none.
@@ -93,17 +90,28 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
         )
     )
     stored = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
-    anew = {n: leaf for n, leaf in names.items() if in_slot(leaf) and leaf.role not in stored.values()}
+    anew = {
+        n: leaf
+        for n, leaf in names.items()
+        if in_slot(leaf) and (leaf.role not in stored.values() or _of_other_ranks(index, n, leaf, slots))
+    }
     names = {n: leaf for n, leaf in names.items() if n not in anew}
     if anew and mesh.rank == 0:
         leaves = ", ".join(leaf.path for leaf in anew.values())
-        logger.warning("%s has no values of these leaves, which begin anew: %s", index, leaves)
+        logger.warning("%s has no values of these leaves for this mesh, so they begin anew: %s", index, leaves)
     # slots that this step does not have are not restored
-    held = {n: x for n, x in index.leaves.items() if n not in stored or stored[n] in slots.owners}
+    held = {n: x for n, x in index.leaves.items() if n not in anew and (n not in stored or stored[n] in slots.owners)}
     index = replace(index, leaves=held)
-    others = rank_local.of_other_ranks(index, names, slots)
-    checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in (names | others).items()})
-    return RestorePlan(index, inputs, opt_inputs, slots, names, others)
+    checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+    return RestorePlan(index, inputs, opt_inputs, slots, names)
+
+
+def _of_other_ranks(index: Index, name: str, leaf: Leaf, slots: Slots) -> bool:
+    """Whether a leaf has a separate value on each rank, and the checkpoint was saved by another number of ranks."""
+    if leaf.path not in slots.local or name not in index.leaves:
+        return False
+    shape = index.leaves[name][0]
+    return shape[0] != leaf.shape[0] and shape[1:] == leaf.shape[1:]
 
 
 def restore_state(plan: RestorePlan, step: Step, mesh: Mesh, limits: Sequence[int | None]) -> State:
@@ -112,10 +120,9 @@ def restore_state(plan: RestorePlan, step: Step, mesh: Mesh, limits: Sequence[in
     Args:
         limits: as in `tensor_storage.reserve`.
     """
-    inputs, opt_inputs, names, others = plan.inputs, plan.opt_inputs, plan.names, plan.others
+    inputs, opt_inputs, names = plan.inputs, plan.opt_inputs, plan.names
     places = tensor_storage.reserve(step, mesh, limits, inputs, opt_inputs, "restore")
-    read = checkpoint.read(plan.index, {n: leaf for n, leaf in names.items() if n not in others}, mesh, into=places)
-    read |= rank_local.read_added(plan.index, others, names, mesh)
+    read = checkpoint.read(plan.index, names, mesh, into=places)
     by_path: dict[str, torch.Tensor] = {leaf.path: read[n] for n, leaf in names.items()}
     made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
     opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}

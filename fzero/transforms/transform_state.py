@@ -15,16 +15,15 @@ class Local:
     """A slot that has a separate value on each rank along the axes that shard the batch, with zeros before the first
     step.
 
-    In the state it is one tensor with a row for each rank, so that a checkpoint contains all values.
+    In the state it is one tensor with a row for each rank, so that a checkpoint contains all values. On another number
+    of ranks the slot begins anew with zeros, and the log names it.
 
     Args:
         like: a tensor with the shape and dtype of one value.
-        adds: whether the values are summands of one value. On another number of ranks, such a slot is restored with the
-            same sum; restoring any other slot is then an error.
     """
 
-    def __init__(self, like: torch.Tensor, adds: bool = False):
-        self.like, self.adds = like, adds
+    def __init__(self, like: torch.Tensor):
+        self.like = like
 
 
 @dataclass(frozen=True, eq=False)
