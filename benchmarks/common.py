@@ -19,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-if "FAKE_GPUS" in os.environ:  # the caller runs on a device that computes no values: no_gpu.py --hour
-    from stand_in import no_values
+SOURCE = Path(__file__).resolve().parent.parent
+
+if "FAKE_GPUS" in os.environ:  # tests/cuda_stub runs this script on its stub device, which computes no values
+    sys.path.append(str(SOURCE / "tests" / "cuda_stub"))
+    from stub_device import no_values
 
     no_values.install()
 
-SOURCE = Path(__file__).resolve().parent.parent
 RESULTS = SOURCE / "docs" / "results"
 
 

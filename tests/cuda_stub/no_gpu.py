@@ -1,14 +1,15 @@
 """Runs the CUDA path on a device that computes nothing: launches, waits, allocations, captures, peaks beside plans.
 
-    python benchmarks/no_gpu.py                            # eager: 26 compositions on 1, 2 and 4 ranks
-    python benchmarks/no_gpu.py --backend inductor         # those that are compiled too, by Triton and ptxas
-    python benchmarks/no_gpu.py --shapes                   # models of other sizes
-    python benchmarks/no_gpu.py --peers                    # memory beside FSDP2, a vocabulary of 65 thousand, 2 ranks
-    python benchmarks/no_gpu.py --plant                    # faults that it must find
-    python benchmarks/no_gpu.py --lost                     # a rank that is lost while another waits for its transfer
-    python benchmarks/no_gpu.py --hour                     # gpu_hour.sh, every check of it
+    cd tests/cuda_stub
+    python no_gpu.py                          # eager: 26 compositions on 1, 2 and 4 ranks
+    python no_gpu.py --backend inductor       # those that are compiled too, by Triton and ptxas
+    python no_gpu.py --shapes                 # models of other sizes
+    python no_gpu.py --peers                  # memory compared with FSDP2, a vocabulary of 65 thousand, 2 ranks
+    python no_gpu.py --plant                  # injected faults, which the checks must find
+    python no_gpu.py --lost                   # a rank fails while another one waits for its transfer
+    python no_gpu.py --hour                   # every check of benchmarks/gpu_hour.sh
 
-PyTorch's CUDA build runs over stand-ins of NVIDIA's libraries (stand_in/). Memory and copies are real, kernels are
+PyTorch's CUDA build runs over stubs of NVIDIA's libraries (stub_device/). Memory and copies are real, kernels are
 counted, and captures keep CUDA's rules: streams that are not joined, waits on what is not captured, calls that may not
 be. Seconds of the host are real too, without the driver's own. It takes g++, and the CUDA wheel of PyTorch (527 MB).
 """
@@ -27,9 +28,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import publish, script_flags, settings, verdict
+from benchmark_modules import BENCHMARKS  # isort: skip - before the modules of benchmarks/
+from common import publish, script_flags, settings
 from gpu_hour import attempts, ended
-from stand_in.build import HERE, TRITON, built, environment_of_rank
+from stub_device.build import HERE, TRITON, built, environment_of_rank
 
 PEAK_LIMIT, FREED_LIMIT, PEER_LIMIT = 0.05, 10.0, 0.85
 PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index", "module")
@@ -125,7 +127,7 @@ def judged(x: dict[str, Any]) -> list[str]:
 
 
 def beside_peers(args: argparse.Namespace, env: dict[str, str]) -> bool:
-    """Publishes peaks of memory of fzero's ZeRO-3 and of FSDP2. Returns whether all bounds are met."""
+    """Publishes peaks of memory of fzero's ZeRO-3 and of FSDP2. Returns whether all bounds hold."""
     found = dict[str, dict[str, Any]]()
     for who in ("FSDP2", "FSDP2, bf16", *(f"fzero ZeRO-3{x}" for x in ("", ", bf16"))):
         print(who, file=sys.stderr, flush=True)
@@ -145,9 +147,7 @@ def beside_peers(args: argparse.Namespace, env: dict[str, str]) -> bool:
         fits = ratios[0] <= PEER_LIMIT
         met = met and planned and fits
         notes.append(
-            f"{who}: {ratios[0]:.2f} of FSDP2's peak (at most {PEER_LIMIT}: {'met' if fits else 'MISSED'}), "
-            f"{ratios[1]:.2f} of what it has the allocator reserve; beside the plan at most {PEAK_LIMIT:.0%}: "
-            f"{'met' if planned else 'MISSED'}."
+            f"{who}: {ratios[0]:.2f} of FSDP2's peak, {ratios[1]:.2f} of the bytes that it has the allocator reserve."
         )
     columns = ("2 ranks", "peak MiB (beside the plan)", "reserved MiB")
     about = (
@@ -167,7 +167,7 @@ def rehearsed(args: argparse.Namespace, env: dict[str, str]) -> bool:
     check came to its end, or said why it has nothing to show."""
     rows, failed, every = [], 0, list[Any]()
     with tempfile.TemporaryDirectory(prefix="fzero-hour-") as folder:
-        script = [str(HERE.parent / "gpu_hour.sh"), "--patience", "20", "--minutes", "60", "--home", f"{folder}/home"]
+        script = [str(BENCHMARKS / "gpu_hour.sh"), "--patience", "20", "--minutes", "60", "--home", f"{folder}/home"]
         for small, calls in ((False, "1"), (True, "234")):
             out = ["--out", f"{folder}/{calls}"]
             only = ["--only", *args.only] if args.only else []
@@ -188,7 +188,7 @@ def rehearsed(args: argparse.Namespace, env: dict[str, str]) -> bool:
         f"torch {args.torch}, CUDA build. Seconds are of this machine's cores, and of a GPU that takes no time.",
         "What the checks find is not looked at: no number is computed. Values, losses and rates are of empty memory.",
         f"{shared} functions are compiled for all checks of the first call, besides those of rates and full remat.",
-        f"Checks that failed: {failed} (0: {verdict(failed, 0)})",
+        f"Checks that failed: {failed} ",
     ]
     columns = ("call, check", "sizes", "s", "functions compiled", "numbers", "ended")
     data = {"settings": settings(args, "folder"), "lines": every}
@@ -239,7 +239,6 @@ def main() -> None:
         title, name = "A rank of two is lost", f"{args.name}_lost"
         notes = [
             f"torch {args.torch}, CUDA build, `python -m fzero.run`. Rank 1 is killed. What rank 0 begins never ends.",
-            f"At most {FREED_LIMIT:.0f} s wanted, and without aborts rank 0 is to wait: {verdict(failed, 0)}.",
         ]
         publish(name, title, columns, rows, notes, {"settings": settings(args, "folder"), "found": found}, args.out)
         sys.exit(bool(failed))
@@ -252,7 +251,7 @@ def main() -> None:
                 (x,), said = ranks_of({**env, **own}, size, [f"--plant={plant}", *compiled])
             wrong = judged(x)
             failed += not wrong
-            rows.append((plant, "found" if wrong else "MISSED", " ".join("; ".join(wrong).split())[:200]))
+            rows.append((plant, "found" if wrong else "not found", " ".join("; ".join(wrong).split())[:200]))
             print(*rows[-1], sep=": ", file=sys.stderr, flush=True)
         columns, title, name = ("planted", "", "by"), "Faults that are planted", f"{args.name}_planted"
     else:
@@ -298,8 +297,7 @@ def main() -> None:
             if of("functions")
             else []
         ),
-        f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
-        f"(0: {verdict(failed, 0)})",
+        f"{failed} of {len(rows)} {'injected faults not found' if args.plant else 'with a problem'}.",
     ]
     publish(name, title, columns, rows, notes, {"settings": settings(args, "folder"), "found": found}, args.out)
     sys.exit(bool(failed))

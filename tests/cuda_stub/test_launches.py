@@ -1,4 +1,4 @@
-"""What benchmarks/launches.py counts: all that a program tells a device, and nothing twice; and faults that it is
+"""What launches.py counts: all that a program tells a device, and nothing twice; and faults that it is
 there to find."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +17,13 @@ import torch
 import fzero as fz
 from fzero.ir.ops import COPIES, STARTS
 
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    sys.path.insert(0, BENCHMARKS)
-    try:
-        yield SimpleNamespace(
-            **{name: importlib.import_module(name) for name in ("cuda_code", "launches", "model", "rehearsal")}
-        )
-    finally:
-        sys.path.remove(BENCHMARKS)
+def bench() -> Any:
+    names = ("benchmark_modules", "cuda_code", "launches", "model", "rehearsal")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 def lowered(bench: Any, size: int, *transforms: Any) -> Any:

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import benchmark_modules  # noqa: F401
 import torch
 from model import Config, make_batches, make_init, make_loss
-from stand_in import no_values
+from stub_device import no_values
 
 import fzero as fz
 from fzero import optim

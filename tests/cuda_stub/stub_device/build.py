@@ -48,7 +48,7 @@ def built(folder: Path, torch: str) -> dict[str, str]:
     for name in SONAMES:
         if not (links / name).is_symlink():
             (links / name).symlink_to(library)
-    paths = [str(site), str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(site), str(HERE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "LD_PRELOAD": str(library),

@@ -1,9 +1,9 @@
 """Counts what the CPU does in one step on a GPU, without one: calls, launches, collectives, and an estimate of their
 time.
 
-    python benchmarks/launches.py                       # 64 layers of width 1,024; about a minute
-    python benchmarks/launches.py --before FILE.json    # beside earlier counts
-    python benchmarks/launches.py --only "one device"
+    python tests/cuda_stub/launches.py                       # 64 layers of width 1,024; about a minute
+    python tests/cuda_stub/launches.py --before FILE.json    # beside earlier counts
+    python tests/cuda_stub/launches.py --only "one device"
 
 Programs are traced on the CPU and run without computing (rehearsal.py): what PyTorch and c10d are told is counted as
 they are told. In a virtual environment with a CUDA build of PyTorch, which needs no GPU, the launches in compiled
@@ -19,6 +19,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import benchmark_modules  # noqa: F401 - before the modules of benchmarks/
 import cuda_code
 import torch
 from common import model_flags, publish, script_flags, settings

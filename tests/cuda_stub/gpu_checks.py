@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmark_modules import BENCHMARKS  # isort: skip - before the modules of benchmarks/
 from common import SOURCE, environment
 from gpu import LR, MAX_NORM, WEIGHT_DECAY
 from model import Config, make_batches, make_init, make_loss
@@ -66,10 +68,10 @@ class Found:
 
     def target(self, what: str, value: float, least: float | None = None, most: float | None = None) -> None:
         """A number that has to be at least, or at most, another."""
-        met = (least is None or value >= least) and (most is None or value <= most)  # NaN meets neither
+        reached = (least is None or value >= least) and (most is None or value <= most)  # NaN reaches neither
         sides = [f"at least {least:g}"] if least is not None else []
         wanted = ", ".join(sides + ([f"at most {most:g}"] if most is not None else []))
-        self.line("target", what=what, value=value, wanted=wanted, verdict="met" if met else "MISSED")
+        self.line("target", what=what, value=value, wanted=wanted, verdict="reached" if reached else "not reached")
         print(f"{what}: {shown(value)}, wanted {wanted}", flush=True)
 
 
@@ -199,10 +201,10 @@ def farthest(one: list[float], other: list[float]) -> float:
 
 
 def script(args: argparse.Namespace, name: str, *flags: str) -> dict[str, Any]:
-    """Runs a script of this folder, and returns its results."""
+    """Run a script of benchmarks/ and return its results."""
     result = args.work / f"{flags[flags.index('--name') + 1]}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *flags, "--out", str(args.work)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *flags, "--out", str(args.work)]
     subprocess.run(command, check=True)
     return json.loads(result.read_text())
 

@@ -1,8 +1,8 @@
 """The first half hour on a GPU: what has to hold there and was never seen, each with its target, in four calls.
 
     OUT=DIR benchmarks/gpu_hour.sh 1              # a call; those of `gpu_checks.py`, at most nine minutes each
-    python benchmarks/gpu_hour.py --page DIR ...  # gpu_hour.md and .json of all that was found
-    python benchmarks/gpu_hour.py --list
+    benchmarks/gpu_hour.sh --page DIR ...         # gpu_hour.md and .json of all that was found
+    benchmarks/gpu_hour.sh --list
 
 Each check runs in a process of its own, with a limit: what fails or hangs takes none of the others with it. Every
 number goes to DIR/results.jsonl as soon as it is known. A call that was cut short goes on where it was. What it wrote
@@ -12,8 +12,8 @@ compiled functions, if they are few enough. `--kept FILE` begins with such funct
 Send home DIR: results.jsonl is enough for the page, which takes several folders. A machine without an index wants
 `--wheels W` in every call, made by `pip download -d W optree einops safetensors rich tyro numpy pytest pytest-xdist`.
 
-With `--device cpu --small` the same code runs in minutes; what only a GPU can show is skipped there by name. On a
-device that computes nothing `no_gpu.py --hour` rehearses it.
+With `--device cpu --small` the same code runs in minutes; what only a GPU can show is skipped there by name. `no_gpu.py
+--hour` runs it on the stub device, which computes nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import benchmark_modules  # noqa: F401 - before the modules of benchmarks/
 import torch
 from common import publish
 from gpu_checks import CALLS, CHECKS, Check, Found, Skipped, shown
@@ -187,7 +188,8 @@ def pack(archive: Path, folder: Path, whole: bool = False) -> None:
 
 
 def page(folders: list[Path]) -> int:
-    """Writes gpu_hour.md and .json of all results in folders, into the first. Returns the number of missed targets."""
+    """Write gpu_hour.md and .json of all results in `folders` into the first one. Return how many targets were not
+    reached."""
     last = attempts(folders)
     rows, notes, missed = [], [], 0
     left = sum(name not in last for name in CHECKS)
@@ -200,7 +202,7 @@ def page(folders: list[Path]) -> int:
         end = ended(lines)
         for x in (x for x in lines if x["kind"] == "target"):
             rows.append((name, x["what"], shown(x["value"]), x["wanted"], x["verdict"]))
-            missed += x["verdict"] == "MISSED"
+            missed += x["verdict"] == "not reached"
         if end["how"] != "done":
             missed += end["how"] == "failed"
             what = f"skipped: {end['why']}" if end["how"] == "skipped" else f"FAILED: {end['why'].splitlines()[0]}"
@@ -223,7 +225,8 @@ def page(folders: list[Path]) -> int:
         folders[0],
     )
     print(
-        f"  {missed} of the targets are missed, or could not be seen because a check failed; {left} checks not run yet"
+        f"  {missed} of the targets are not reached, or could not be seen because a check failed; {left} checks have "
+        "not run yet"
     )
     return missed
 
