@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,9 @@ if "FAKE_GPUS" in os.environ:  # tests/cuda_stub runs this script on its stub de
 
     no_values.install()
 
-RESULTS = SOURCE / "docs" / "results"
+PUBLIC, RESULTS = SOURCE / "docs" / "results", SOURCE / "results"
+"""The tables that the documentation shows, and everything else that was measured."""
+OUT_HELP = "folder to write to; by default docs/results for the tables that stand there, and results"
 
 
 # --- processes on command ---
@@ -185,20 +187,24 @@ def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
     return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
 
 
+def chosen(parser: argparse.ArgumentParser, given: Sequence[str], options: Iterable[str]) -> list[str]:
+    """The arguments of `nargs="*"`, by default all options."""
+    known = list(options)
+    if unknown := [name for name in given if name not in known]:
+        parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
+    return list(given) or known
+
+
 def script_flags(parser: argparse.ArgumentParser, name: str) -> None:
     """What a script takes whose results are `name`, and which starts itself as its workers."""
     parser.add_argument("--name", default=name, help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
 def settings(args: argparse.Namespace, *hidden: str) -> dict[str, Any]:
     """Flags as results keep them: without those about the run alone, or the machine's own."""
     return {k: v for k, v in vars(args).items() if k not in ("worker", "out", *hidden)}
-
-
-def verdict(value: float, limit: float) -> str:
-    return "met" if value <= limit else "MISSED"
 
 
 # --- memory of this process ---
@@ -274,7 +280,7 @@ def _commit() -> str:
             ["git", "rev-parse", "--short", "HEAD"],
             capture_output=True,
             text=True,
-            cwd=RESULTS.parent.parent,
+            cwd=SOURCE,
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
@@ -289,15 +295,18 @@ def publish(
     rows: Sequence[Sequence[Any]],
     notes: Sequence[str],
     data: Mapping[str, Any],
-    out: Path = RESULTS,
+    out: Path | None = None,
     draw: Callable[[Any], None] | None = None,
     how: str = "Measured",
 ) -> None:
-    """Prints a table and writes `name.json` (everything) and `name.md` (the table, the notes, where it was measured, or
-    `how` it came about) to `out`.
+    """Print a table; write `name.json` (all values) and `name.md` (the table, the notes, where it was measured).
 
-    With `draw`, which is given a matplotlib figure, also `name.svg`, which the .md shows. Without matplotlib there is
-    no picture.
+    Args:
+        out: The folder of all files. By default the table goes to docs/results if a table of this name stands there,
+            and to results otherwise; all values go to results.
+        draw: Draws on a matplotlib figure, which becomes `name.svg` and is shown by `name.md`. Without matplotlib
+            there is no picture.
+        how: How the numbers came about: "Measured" or "Planned".
     """
     from rich.console import Console
     from rich.table import Table
@@ -319,13 +328,17 @@ def publish(
     lines += [f"- {how} {where['when']}: fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python "
               f"{where['python']}, {where['system']}, "
               f"{where['cores']} cores of {where['cpu']} ({simd}), {where['memory_gib']} GiB."]  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    drawn = draw is not None and _picture(out / f"{name}.svg", draw)
+    tables = out or (PUBLIC if (PUBLIC / f"{name}.md").exists() else RESULTS)
+    values = out or RESULTS
+    for folder in (tables, values):
+        folder.mkdir(parents=True, exist_ok=True)
+    drawn = draw is not None and _picture(tables / f"{name}.svg", draw)
     if drawn:
         lines += ["", f"![{title}]({name}.svg)"]
-    (out / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1) + "\n")
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
-    console.print(f"  written: {out / name}.json, .md{', .svg' if drawn else ''}", highlight=False)
+    (values / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1) + "\n")
+    (tables / f"{name}.md").write_text("\n".join(lines) + "\n")
+    written = [values / f"{name}.json", tables / f"{name}.md", *([tables / f"{name}.svg"] if drawn else [])]
+    console.print(f"  written: {', '.join(map(str, written))}", highlight=False)
 
 
 def _picture(path: Path, draw: Callable[[Any], None]) -> bool:

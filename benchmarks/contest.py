@@ -1,12 +1,15 @@
-"""A contest of step functions: one group of processes for each contestant. All live throughout and step in rounds.
+"""Contests of step functions on several processes: the contestants of an axis (axes/) take turns, step by step.
 
-The contestants of a round come in an order of their own, and ratios are of one round."""
+All processes live throughout and step in rounds. The order of the contestants in a round is random, and ratios are of
+one round.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import os
 import random
 import shutil
@@ -14,50 +17,73 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import MODEL, Group, model_flags, passed_on, script_flags, verdict
+from common import MODEL, Group, passed_on
+from model import Config, make_batches
 
 Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
-LOSS_LIMIT, CPU_LIMIT = 1e-5, 0.9
-COLUMNS = ("who", "CPU s", "wall s", "last loss")
+LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 3e-4, 0.01, 1.0, 16
 
 
-def arguments(
-    doc: str | None,
-    name: str,
-    titles: Iterable[str],
-    there: Sequence[str],
-    small: Mapping[str, int],
-    steps: int = 4,
-    **model: int,
-) -> argparse.Namespace:
-    """The flags of a contest. `titles`: the contestants; `there`: those that can run here; `small`: a tiny model."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
-    model_flags(parser, **model)
-    parser.add_argument("--processes", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    parser.add_argument("--steps", type=int, default=steps, help="a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
-    parser.add_argument("--only", nargs="+", choices=list(titles), default=there)
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
-    parser.add_argument("--contestant", choices=list(titles), help=argparse.SUPPRESS)
-    script_flags(parser, name)
-    args = parser.parse_args()
-    for key, value in small.items() if args.small else ():
-        setattr(args, key, value)
-    return args
+@dataclass(frozen=True)
+class Axis:
+    """An axis of parallelism and its contestants.
+
+    Attributes:
+        make: From a contestant, the model, the rank, the number of ranks, fzero's backend and this rank's first batch
+            to its step.
+        shard: From a contestant, the rank and the number of ranks to the number of this rank's shard of the batch, and
+            how many shards there are.
+        titles: The contestants.
+        pairs: Contestants whose CPU seconds are compared.
+        model: Sizes of the model and the batch; `small` replaces some with --small.
+        processes: Numbers of processes; `fixed` has those of contestants with another number.
+        stages: Whether the ranks of fzero are stages, whose planned bubbles are noted.
+        steps: Steps per round.
+        counted: Whether the bytes that are sent are counted: a counter is of all processes of a network.
+        formulas: Contestants whose names begin so compute another formula: only their losses are compared with each
+            other.
+        note: About the table.
+    """
+
+    make: Callable[[str, Config, int, int, str, Any], Step]
+    shard: Callable[[str, int, int], tuple[int, int]]
+    titles: Mapping[str, str]
+    pairs: Sequence[tuple[str, str]]
+    model: Mapping[str, int]
+    small: Mapping[str, int]
+    note: str
+    processes: Sequence[int] = (2, 4)
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    stages: bool = False
+    steps: int = 4
+    counted: bool = True
+    formulas: Mapping[str, str] = field(default_factory=dict)
+
+    def installed(self) -> list[str]:
+        """The contestants that can run here: DeepSpeed comes with the extra `bench`."""
+        there = importlib.util.find_spec("deepspeed") is not None
+        return [name for name in self.titles if there or not name.startswith(("deepspeed", "autotp"))]
 
 
-def of_rank(make: Callable[[], Step], batches: Sequence[Any]) -> dict[str, Callable[..., Any]]:
-    """The commands of a contestant's rank. `planned` gives the bytes that it sends in a step by fzero's plan."""
+# --- one rank ---
+
+
+def worker(axis: Axis, args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    """The commands of a contestant's rank. `planned` returns the bytes that it sends per step by fzero's plan."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = Config(*(getattr(args, name) for name in MODEL))
+    index, count = axis.shard(args.contestant, rank, size)
+    batches = [tuple(x.chunk(count)[index] for x in both) for both in make_batches(config, NUM_BATCHES)]
     live: dict[str, Any] = {"done": 0}
 
     def build() -> None:
-        live["step"] = make()
+        live["step"] = axis.make(args.contestant, config, rank, size, args.backend, batches[0])
 
     def steps(count: int) -> dict[str, Any]:
         losses, before = [], _sent()
@@ -72,107 +98,99 @@ def of_rank(make: Callable[[], Step], batches: Sequence[Any]) -> dict[str, Calla
         from fzero.ir.ops import COLLECTIVES, transfer_bytes
 
         program = live["step"].train.program
-        lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "recv_start"]
-        return sum(times * transfer_bytes(x, program.values_by_name, program.mesh) for x, times in lines)
+        sends = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "recv_start"]
+        return sum(times * transfer_bytes(x, program.values_by_name, program.mesh) for x, times in sends)
 
-    def bubbles() -> tuple[float, float]:
-        """The share of the last round's steps in which this stage waited, and in which it waits by plan."""
-        train, measured = live["step"].train, live["step"].bubbles
+    def bubble() -> float:
+        """The share of a step in which this stage waits for other stages, by plan."""
+        train = live["step"].train
         axis = next(t.axis for t in train.resolved.transforms if t.name == "pipeline")
-        return statistics.mean(measured[len(measured) // 2 :]), train.plan.stages[train.mesh.index(axis)].bubble
+        return train.plan.stages[train.mesh.index(axis)].bubble
 
-    return {"build": build, "steps": steps, "planned": planned, "bubbles": bubbles}
+    return {"build": build, "steps": steps, "planned": planned, "bubble": bubble}
 
 
 def stepped(train: Any, state: Any) -> Step:
-    """fzero's step as a contestant takes it: a batch in, its loss out."""
+    """fzero's step as a function of a batch that returns the loss."""
 
     def run(batch: Any) -> Any:
         nonlocal state
         state, metrics = train(state, batch)
-        run.bubbles.append(metrics.get("bubble"))  # type: ignore[attr-defined]
         return metrics["loss"]
 
-    run.train, run.bubbles = train, []  # type: ignore[attr-defined]
+    run.train = train  # type: ignore[attr-defined]
     return run
 
 
-def contest(
-    args: argparse.Namespace, script: str, size: int, others: Mapping[str, int] | None = None, stages: bool = False
-) -> dict[str, dict[str, Any]]:
-    """By contestant its losses and, for each round, seconds a step and process and bytes that all ranks sent a step.
+# --- all of them ---
 
-    Args:
-        script: the file whose `worker` is a rank's.
-        size: processes of a contestant; of some, `others` has another number.
-        stages: whether fzero's processes are stages, whose bubbles are asked for.
-    """
+
+def contest(name: str, axis: Axis, args: argparse.Namespace, script: str, size: int) -> dict[str, dict[str, Any]]:
+    """For each contestant its losses and, for each round, seconds per step and process and bytes that all ranks sent
+    per step. `script` runs `worker` as a rank."""
     found, groups = dict[str, dict[str, Any]](), dict[str, Group]()
+    only = [who for who in axis.installed() if args.only is None or who in args.only]
     with contextlib.ExitStack() as stack:
 
-        def measured(name: str) -> None:
-            answers, count = groups[name].ask("steps", count=args.steps), args.steps
-            found[name]["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
+        def measure(who: str) -> None:
+            answers, count = groups[who].ask("steps", count=args.steps), args.steps
+            found[who]["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
             seconds = {kind: sum(a[kind] for a in answers) / len(answers) / count for kind in ("cpu_s", "wall_s")}
             first, last = min(a["sent"][0] for a in answers), max(a["sent"][1] for a in answers)
-            found[name]["rounds"].append({**seconds, "sent_bytes": (last - first) / count})
+            found[who]["rounds"].append({**seconds, "sent_bytes": (last - first) / count})
 
-        for name in args.only:
-            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
-            groups[name] = stack.enter_context(Group(script, (others or {}).get(name, size), given, timeout=300))
-            groups[name].ask("build")
-            found[name] = {"losses": [], "rounds": []}
-            measured(name)  # compiles
-            found[name]["rounds"].clear()
-            print(f"{size} processes, {name}: ready", file=sys.stderr, flush=True)
+        for who in only:
+            given = [f"--axis={name}", f"--contestant={who}", *passed_on(args, *MODEL, "backend")]
+            processes = axis.fixed.get(who, size)
+            groups[who] = stack.enter_context(Group(script, processes, given, timeout=300))
+            groups[who].ask("build")
+            found[who] = {"processes": processes, "losses": [], "rounds": []}
+            measure(who)  # compiles
+            found[who]["rounds"].clear()
+            print(f"{name}, {processes} processes, {who}: ready", file=sys.stderr, flush=True)
         for number in range(args.rounds):
-            for name in random.Random(number).sample(args.only, len(args.only)):
-                measured(name)
-        for name in args.only:
-            if name.startswith("fzero"):
-                found[name]["planned_bytes"] = sum(groups[name].ask("planned"))
-            if name.startswith("fzero") and stages:
-                found[name]["bubbles"] = [*zip(*groups[name].ask("bubbles"), strict=True)]
+            for who in random.Random(number).sample(only, len(only)):
+                measure(who)
+        for who in (who for who in only if who.startswith("fzero")):
+            if axis.counted:
+                found[who]["planned_bytes"] = sum(groups[who].ask("planned"))
+            if axis.stages:
+                found[who]["bubble"] = statistics.mean(groups[who].ask("bubble"))
     for x in found.values():
         x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s", "sent_bytes")}
     return found
 
 
-def compared(
-    size: int, found: dict[str, dict[str, Any]], pairs: Iterable[tuple[str, str]], sent_limit: float = 0.1
-) -> list[str]:
-    """Losses, the CPU seconds of each pair, and bytes sent beside those planned, with what is wanted of them."""
-    losses = [x["losses"][:20] for x in found.values()]
-    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
-    notes = [f"losses of {len(losses[0])} steps agree to {apart:.1e} ({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"]
-    for ours, theirs in pairs:
+def compared(axis: Axis, found: dict[str, dict[str, Any]]) -> list[str]:
+    """Differences of losses, CPU seconds of each pair, bytes sent compared with the plan, and bubbles."""
+    groups: dict[str, list[list[float]]] = {}
+    for who, x in found.items():
+        formula = next((text for start, text in axis.formulas.items() if who.startswith(start)), "")
+        groups.setdefault(formula, []).append(x["losses"])
+    notes = []
+    for formula, losses in groups.items():
+        differ = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
+        whose = f"losses of {formula}'s contestants" if formula else "losses"
+        notes.append(f"{whose} agree to {differ:.1e} in {len(losses[0])} steps")
+    for ours, theirs in axis.pairs:
         if {ours, theirs} <= found.keys():
             rounds = zip(found[ours]["rounds"], found[theirs]["rounds"], strict=True)
             ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in rounds)
-            notes.append(f"CPU seconds of {ours} / {theirs}: {ratio:.2f} ({CPU_LIMIT}: {verdict(ratio, CPU_LIMIT)})")
-    for name, x in found.items():
-        if _counted() and "planned_bytes" in x:
+            notes.append(f"CPU seconds of {ours} / {theirs}: {ratio:.2f}")
+    for who, x in found.items():
+        if is_counted() and "planned_bytes" in x:
             off = x["sent_bytes"] / x["planned_bytes"] - 1
-            met = verdict(abs(off), sent_limit)
-            notes.append(f"{name} sends {off:+.1%} beside the plan (within {sent_limit:.0%}: {met})")
-    return [f"{size} processes: {note}" for note in notes]
-
-
-def row(title: str, x: Mapping[str, Any]) -> tuple[str, ...]:
-    """A contestant's row under `COLUMNS`."""
-    return title, f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}", f"{x['losses'][-1]:.6f}"
-
-
-def how(args: argparse.Namespace) -> str:
-    return f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps."
+            notes.append(f"{who} sends {off:+.1%} compared with the plan")
+        if "bubble" in x:
+            notes.append(f"{who}: a stage waits for other stages {x['bubble']:.1%} of a step, by plan")
+    return notes
 
 
 # --- bytes sent ---
 
 
 def own_network() -> None:
-    """Gives this process, and those that it starts, a loopback device of their own, if the system lets it: nothing but
-    the ranks is on it then."""
+    """Give this process and its children their own loopback device, if the system allows it. Only the ranks use it."""
     clone_newuser, clone_newnet = 0x10000000, 0x40000000
     if os.environ.get("FZERO_OWN_NETWORK"):
         return
@@ -186,11 +204,11 @@ def own_network() -> None:
 
 def _sent() -> int:
     """Bytes that the loopback device has sent."""
-    if not _counted():
+    if not is_counted():
         return 0
     lines = Path("/proc/self/net/dev").read_text().splitlines()  # of this process's network, as /sys is not
     return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))
 
 
-def _counted() -> bool:
+def is_counted() -> bool:
     return os.environ.get("FZERO_OWN_NETWORK") == "1"

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import publish, script_flags, settings, verdict
+from common import publish, script_flags, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -33,10 +33,6 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "bf16-nearest": {"dtype": "bf16", "params": "bf16", "rounding": "nearest"},
 }
 """Flags of the example."""
-LIMITS = {"bf16": 0.01, "fp16": 0.01, "bf16-stochastic": 0.02, "bf16-stochastic, int8 moments": 0.02}
-"""How much more than fp32's the held-out loss may be, of it."""
-MOST_BYTES = {"bf16-stochastic, int8 moments": 6.0}
-"""Of parameters and optimizer state at rest, a parameter."""
 LAST = 30  # steps whose training loss is averaged
 
 
@@ -104,16 +100,6 @@ def run(args: argparse.Namespace) -> None:
                 f"{r['bytes']:.2f}",
             ]
         )
-        if more is not None and name in LIMITS:
-            notes.append(
-                f"{name}: {100 * more:+.2f} % of fp32's held-out loss, at most {100 * LIMITS[name]:g} % wanted: "
-                f"{verdict(more, LIMITS[name])}"
-            )
-        if name in MOST_BYTES:
-            notes.append(
-                f"{name}: {r['bytes']:.2f} bytes a parameter at rest, at most {MOST_BYTES[name]:g} wanted: "
-                f"{verdict(r['bytes'], MOST_BYTES[name])}"
-            )
     size = (
         f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, AdamW at {args.lr:g} with "
         f"warmup and cosine"
@@ -124,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         *refused,
     ]
     columns = ["", "held-out loss", "beside fp32", f"training loss, last {LAST}", "bytes a parameter"]
-    data = {"settings": settings(args), "found": found, "limits": LIMITS, "most_bytes": MOST_BYTES}
+    data = {"settings": settings(args), "found": found}
     publish(
         args.name,
         "Convergence in other precisions",

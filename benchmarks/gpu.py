@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, model_flags, peak_mib, publish, reset_peak, rss_mib, verdict
+from common import OUT_HELP, model_flags, peak_mib, publish, reset_peak, rss_mib
 from model import GPT, Config, make_batches, make_init, make_loss
 
 import fzero as fz
 from fzero import optim
 
 LR, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
-LOSS_LIMIT = 2e-2  # relative: bf16 arithmetic in different orders
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12}
 """Dense bf16 products in FLOP/s by part of a device's name (datasheets, SXM where there are several)."""
 
@@ -221,10 +220,9 @@ def report(args: argparse.Namespace, config: Config, mesh: Any, found: dict[str,
         f"heads, vocabulary {config.vocab}), sequence "
         f"{config.seq}, global batch {config.batch}; {mesh.size} x {name}, {args.backend}; medians of {args.rounds} "
         f"interleaved rounds of {args.steps} steps.",
-        f"tokens/s, fzero / the fastest peer: {speed:.3f}, at least 1 wanted: {verdict(1.0, speed)}",
-        f"peak memory, fzero / the smallest peer: {memory:.3f}, at most 1 wanted: {verdict(memory, 1.0)}",
-        f"losses agree, largest relative difference: {spread:.1e}, at most {LOSS_LIMIT:g} wanted: "
-        f"{verdict(spread, LOSS_LIMIT)}",
+        f"tokens/s, fzero / the fastest peer: {speed:.3f}",
+        f"peak memory, fzero / the smallest peer: {memory:.3f}",
+        f"losses agree, largest relative difference: {spread:.1e}",
         f"MFU: {flops_per_token(config) / 1e9:.2f} GFLOP a token of "
         + (f"{peak / 1e12:.0f} TFLOP/s a device." if peak else "an unknown peak: give --peak-tflops."),
     ]
@@ -278,7 +276,7 @@ def _arguments() -> argparse.Namespace:
         "--backend", choices=["inductor", "eager"], default="inductor", help="of all: eager compiles nothing"
     )
     parser.add_argument("--name", default="gpu", help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     return parser.parse_args()
 
 

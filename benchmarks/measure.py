@@ -1,4 +1,4 @@
-"""Measures steps, their times, memory and numbers, and writes a table to docs/results/.
+"""Measures steps, their times, memory and losses, and writes a table of them.
 
     python benchmarks/measure.py --help             # all cases, and about how long each takes
     python benchmarks/measure.py CASE --help        # one of them, with its flags
@@ -21,30 +21,23 @@ from typing import Any
 from cases import (
     TINY,
     Case,
-    compositions,
     contestants,
-    determinism,
     disks,
-    host,
-    idle,
     memory,
     model,
     modules,
     peers,
     plans,
-    same,
     steps,
     wire,
 )
 from cases.contestants import CONTESTANTS
-from common import RESULTS, publish, serve, settings
+from common import OUT_HELP, publish, serve, settings
 
 TEMPORARY = tempfile.gettempdir()
 CHOICES: dict[str, Any] = {
     "backend": ("inductor", "eager"),
     "optimizer": ("fused", "foreach", "loop"),
-    "stages": ("zero0", "zero1", "zero2", "zero3"),
-    "watch": ("fp32", "bf16"),
     "where": memory.WHERE,
 }
 HELP = {
@@ -53,13 +46,10 @@ HELP = {
     "optimizer": "the peers' AdamW",
     "path": "directories on the disk to be used",
     "steps": "measured steps, of each round where there are rounds",
-    "turns": "one contestant alive at a time, started anew every round",
+    "turns": "one contestant alive at a time, started again in every round",
     "warmup": "steps that are not measured",
     "threads": "of all processes",
-    "millions": "of parameters, times 2^20",
     "device": "name or calibration file to plan with",
-    "rows": "of the table, from the top",
-    "first": "number of the first composition",
     "smaller": "widths are divided by it",
 }
 CONTEST = {"optimizer": "fused", "backend": "inductor"}
@@ -68,146 +58,71 @@ PEERS = {**model(4, 512, 8, 128, 8), "processes": 2, "warmup": 2, "rounds": 15, 
 LARGE = {**model(8, 768, 12, 256, 8), "warmup": 1, "rounds": 3, "turns": True}
 FEW = {**EAGER, "warmup": 1, "rounds": 2}
 MODULES = {**PEERS, **model(8, 512, 8, 128, 8), "only": list(modules.NAMES)}
-TURNS = {**model(4, 512, 8, 128, 8), "processes": [1, 2], "warmup": 3, "steps": 30, "backend": "inductor",
-         "unclipped": False}  # fmt: skip
 ON_DISK = {**model(12, 768, 12, 256, 2), "batches": [1, 2, 4], "path": [TEMPORARY], "max_norm": float, "threads": 2,
            "rounds": 9, "backend": "inductor"}  # fmt: skip
-HOST = {"leaves": [1, 8], "millions": 64.0, "threads": 2, "rounds": 15, "avx2": False}
 
 CASES = {
     "peers": Case(
-        "a step, beside DDP, FSDP2 and DeepSpeed", 11, peers.peers, contestants.worker,
+        "a training step compared with DDP, FSDP2 and DeepSpeed", 11, peers.peers, contestants.worker,
         flags={**PEERS, "only": peers.default()},
         small={**FEW, "only": ["fzero_zero3", "ddp", "floor_module"]},
     ),
     "peers_large": Case(
-        "the same with 57 M parameters: 90 seconds a contestant", 27, peers.peers, contestants.worker,
+        "the same with 57 M parameters", 27, peers.peers, contestants.worker,
         flags={**PEERS, **LARGE, "only": peers.default()},
         small={**FEW, "only": ["fzero_zero3", "ddp"]},
     ),
     "peers_vocabulary": Case(
-        "a step with a vocabulary of 65 thousand, its loss in chunks", 15, peers.peers, contestants.worker,
+        "a step with a vocabulary of 65,536, with a chunked loss", 15, peers.peers, contestants.worker,
         flags={**PEERS, "vocab": 65536, "rounds": 3, "turns": True, "only": list(peers.VOCABULARY)},
         small={**FEW, "vocab": 512, "rounds": 1, "only": list(peers.VOCABULARY[:2])},
     ),
     "peers_offload": Case(
-        "ZeRO-3 with the optimizer on the host, beside DeepSpeed's", 3, peers.peers, contestants.worker,
+        "ZeRO-3 with the optimizer on the host, compared with DeepSpeed", 3, peers.peers, contestants.worker,
         flags={**PEERS, "only": list(peers.OFFLOAD)},
         small={**FEW, "only": list(peers.OFFLOAD[:2])},
     ),
     "modules_speed": Case(
-        "a module of transformers, beside functions and peers", 8, modules.speed, contestants.worker,
+        "a module of transformers, as functions, FSDP2 and DeepSpeed", 8, modules.speed, contestants.worker,
         flags=MODULES,
         small={**FEW, "only": list(modules.NAMES[:2])},
     ),
     "modules_first": Case(
-        "the first step of that module alone", 6, modules.first, contestants.worker,
+        "the first step of that module, from empty caches", 6, modules.first, contestants.worker,
         flags={**MODULES, "layers": 4, "rounds": 3},
         small={**FEW, "rounds": 1, "only": list(modules.NAMES[:2])},
     ),
-    "modules_build": Case(
-        "building that module over depth", 4, modules.build, modules.build_worker,
-        flags={**model(0, 64, 4, 32, 4), "depths": [4, 32], "rounds": 2, "backend": "inductor"},
-        small={**EAGER, "depths": [1, 2], "rounds": 1},
-    ),
     "build_time": Case(
-        "building over depth", 4, steps.build_time, steps.build_worker,
+        "tracing and building by depth", 4, steps.build_time, steps.build_worker,
         flags={**model(0, 64, 4, 32, 8), "layers": [4, 16, 64], "peers": [int], "processes": 2, "backend": "inductor"},
         small={**EAGER, "layers": [2, 3]},
     ),
-    "rounding": Case(
-        "stochastic rounding, its build and its step", 2, steps.rounding, steps.rounding_worker,
-        flags={**model(4, 128, 4, 32, 8), "rounds": 5, "steps": 5, "backend": "inductor"},
-        small={**EAGER, "rounds": 2, "steps": 2},
-    ),
-    "overhead": Case(
-        "Python's part of a step", 3, steps.overhead, steps.overhead_worker,
-        flags={**model(64, 64, 4, 8, 2), "stages": ["zero3", "zero1"], "processes": [1, 2], "warmup": 5, "steps": 30,
-               "backend": "inductor"},
-        small={**EAGER, "warmup": 1, "steps": 3},
-    ),
-    "precision_overhead": Case(
-        "dynamic loss scaling", 4, steps.precision, steps.precision_worker,
-        flags={**TURNS, "watch": str},
-        small={**EAGER, "warmup": 1, "steps": 3},
-    ),
-    "precision_watch": Case(
-        "the precision watch", 4, steps.precision, steps.precision_worker,
-        flags={**TURNS, "watch": "fp32"},
-        small={**EAGER, "warmup": 1, "steps": 3},
-    ),
     "plan_time": Case(
-        "planned and measured time", 10, steps.plan_time, steps.plan_worker,
+        "planned and measured step time", 10, steps.plan_time, steps.plan_worker,
         flags={**dict.fromkeys(TINY, int), "numbers": list(range(len(steps.PLANNED))), "device": str, "seconds": 5.0,
                "picture": str, "processes": 2, "warmup": 3, "rounds": 5, "steps": 3, "backend": "inductor"},
         small={**EAGER, "numbers": [0, 3], "device": "cpu", "rounds": 2, "steps": 1, "warmup": 1},
     ),
     "plan_memory": Case(
-        "planned and measured memory", 2, memory.plan_memory, memory.plan_worker,
+        "planned and measured peak memory", 2, memory.plan_memory, memory.plan_worker,
         flags={**model(0, 0, 4, 0, 8), "ranks": [1, 2], "sizes": len(memory.PLAN_SIZES), "backend": "eager"},
         small={"ranks": [1], "sizes": 1},
     ),
-    "memory_at_rest": Case(
-        "the state at rest, by stage", 1, memory.at_rest, memory.rest_worker,
-        flags={**model(4, 512, 8, 32, 8), "ranks": [1, 2, 3], "backend": "eager"},
-        small={**EAGER, "batch": 6},
-    ),
-    "memory_gathered": Case(
-        "gathered parameters alive at once", 1, memory.gathers, memory.gathered_worker,
-        flags={**model(4, 512, 8, 32, 8), "backend": "eager"},
-        small=EAGER,
-    ),
-    "memory_over_ranks": Case(
-        "memory of processes over the number of ranks", 18, memory.over_ranks, contestants.worker,
-        flags={**model(8, 768, 12, 128, 4), "ranks": [1, 2, 4], "only": memory.OVER_RANKS, **CONTEST},
-        small={**EAGER, "ranks": [1, 2], "only": ["fzero_zero3", "ddp"]},
-    ),
-    "host_optimizer": Case(
-        "an optimizer on the host, beside its peers", 5, host.host_optimizer, host.worker,
-        flags=HOST,
-        small={"leaves": [2], "millions": 0.25, "rounds": 3},
-    ),
-    "host_optimizer_avx2": Case(
-        "the same as on a CPU without AVX-512", 5, host.host_optimizer, host.worker,
-        flags={**HOST, "avx2": True},
-        small={"leaves": [2], "millions": 0.25, "rounds": 3},
-    ),
-    "disk_stream": Case(
-        "the disk through fzero, beside a C program", 1, disks.disk_stream,
-        flags={"path": [TEMPORARY], "mib": 1024, "chunk": 32, "threads": 4, "rounds": 7},
-        small={"mib": 16, "chunk": 4, "threads": 2, "rounds": 2},
-    ),
     "offload_time": Case(
-        "a step over leaves on disk, beside compute and disk alone", 5, disks.offload_time, disks.time_worker,
+        "a step with its state on disk, compared with compute and disk alone", 5, disks.offload_time, disks.time_worker,
         flags=ON_DISK,
         small={**EAGER, "batches": [2], "rounds": 2},
     ),
-    "offload_time_clipped": Case(
-        "the same with updates on a guess", 5, disks.offload_time, disks.time_worker,
-        flags={**ON_DISK, "batches": [1, 2], "max_norm": 1000.0, "rounds": 7},
-        small={**EAGER, "width": 256, "batches": [2], "rounds": 2},
-    ),
     "offload_memory": Case(
-        "a model larger than memory", 12, memory.offload_memory, memory.offload_worker,
+        "a model larger than the memory it may use", 12, memory.offload_memory, memory.offload_worker,
         flags={**model(40, 1024, 16, 256, 2), "path": [TEMPORARY], "processes": [1, 2], "where": memory.WHERE,
                "threads": 2, "steps": 2, "backend": "inductor"},
         small={**EAGER, "steps": 1},
     ),
-    "load": Case(
-        "a model of 2 GB of transformers onto a disk and back", 3, disks.load, disks.load_worker,
-        flags={"path": [TEMPORARY], "layers": 16, "width": 2048, "vocab": 32000, "ranks": [1, 2]},
-        small={"layers": 1, "width": 64, "vocab": 256, "ranks": [2]},
-    ),
     "headline": Case(
-        "plans for 7 billion parameters on 24 GB", 2, plans.headline,
+        "plans of 7 billion parameters on 24 GB", 2, plans.headline,
         flags={"device": "rtx4090", "layers": int},
         small={"layers": 2},
-        how="Planned",
-    ),
-    "memory_idle": Case(
-        "planned peaks, and what of them is idle", 6, idle.memory_idle,
-        flags={"before": str, "only": str, "layers": int},
-        small={"layers": 2, "only": "8 x"},
         how="Planned",
     ),
     "model_plans": Case(
@@ -217,42 +132,22 @@ CASES = {
         how="Planned",
     ),
     "sequence_plans": Case(
-        "plans of long sequences, whose positions are cut", 1, plans.sequence_plans,
+        "plans of long sequences under sequence_parallel", 1, plans.sequence_plans,
         flags={"layers": 8, "shorter": 1},
         small={"layers": 1, "shorter": 64},
         how="Planned",
     ),
     "pipeline_plans": Case(
-        "plans of stages, and of a trillion parameters in 16", 10, plans.pipeline_plans,
+        "plans of pipelines, and of a trillion parameters in 16 stages", 10, plans.pipeline_plans,
         flags={"layers": 128, "pipe": 16, "micro": [32, 128], "smaller": 1},
         small={"layers": 4, "pipe": 2, "micro": [4], "smaller": 64},
         how="Planned",
     ),
     "compressed_plans": Case(
-        "plans of 1,024 devices over five networks, with codes on the wire", 8, wire.compressed_plans,
+        "plans of 1,024 devices over five networks with compress", 8, wire.compressed_plans,
         flags={"layers": int, "seq": 4096, "nodes": 128, "only": [str]},
         small={"layers": 2, "seq": 64, "nodes": 2},
         how="Planned",
-    ),
-    "determinism": Case(
-        "which runs are the same to the bit", 30, determinism.determinism, determinism.worker,
-        flags={**model(2, 128, 4, 64, 12), "steps": 20, "seed": 0, "only": [str]},
-        small={**TINY, "batch": 12, "steps": 3, "only": ["gloo and shared memory, 2", "draws: eager"]},
-    ),
-    "deepspeed_same": Case(
-        "losses beside DeepSpeed's, by one configuration", 5, same.deepspeed_same, same.worker,
-        flags={"rows": len(same.CONFIGURATIONS), "only": [str]},
-        small={"rows": 1},
-    ),
-    "trainer_same": Case(
-        "losses beside transformers' Trainer, alone and with DeepSpeed", 8, same.trainer_same, same.worker,
-        flags={"rows": len(same.TRAININGS), "only": [str]},
-        small={"rows": 1},
-    ),
-    "compositions": Case(
-        "random compositions beside the plain step", 120, compositions.compositions,
-        flags={"first": 0, "numbers": 2000, "steps": 3, "processes": 2},
-        small={"numbers": 4, "processes": 1},
     ),
 }  # fmt: skip
 
@@ -266,7 +161,7 @@ def main() -> None:
         parser = argparse.ArgumentParser(
             description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"cases:\n{listed}"
         )
-        parser.add_argument("case", choices=CASES, metavar="CASE", help="with its own flags behind it")
+        parser.add_argument("case", choices=CASES, metavar="CASE", help="followed by its flags")
         parser.parse_args()
     case, args = CASES[sys.argv[1]], parsed(sys.argv[1], sys.argv[2:])
     found = case.run(args)
@@ -296,10 +191,10 @@ def parsed(name: str, given: list[str]) -> argparse.Namespace:
             contest = flag == "only" and first in CONTESTANTS
             options["choices"] = list(CONTESTANTS) if contest else CHOICES.get(flag)
         parser.add_argument(f"--{flag.replace('_', '-')}", **options)
-    out = Path(TEMPORARY) / "fzero-small" if "--small" in given else RESULTS
+    out = Path(TEMPORARY) / "fzero-small" if "--small" in given else None
     parser.add_argument("--small", action="store_true", help="tiny sizes and few rounds: results say nothing")
     parser.add_argument("--name", default=name, help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--out", type=Path, default=out, help=OUT_HELP)
     return argparse.Namespace(**vars(parser.parse_args(given)), case=name)
 
 

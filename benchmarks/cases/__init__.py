@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import MODEL, Group, verdict
+from common import MODEL, Group
 
 MEASURE = str(Path(__file__).resolve().parent.parent / "measure.py")
 ZERO = ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")
@@ -76,25 +76,10 @@ def sizes(args: argparse.Namespace, batch: bool = True) -> str:
     return f"{text}, global batch {args.batch}" if batch else text
 
 
-def wanted(text: str, value: float, limit: float, form: str = ".2f", unit: str = "") -> str:
-    """A note: the value, its upper limit, and whether it is met."""
-    return f"{text}: {value:{form}}{unit}, at most {limit:g}{unit} wanted: {verdict(value, limit)}"
-
-
-def kept(limits: str, missed: int) -> str:
-    return f"{limits}: {f'MISSED by {missed}' if missed else 'met'}"
-
-
-def within_rounds(name: str, each: Sequence[float], limit: float | None) -> tuple[dict[str, Any], str]:
-    """Ratios of the rounds as data and as a note: their median, their range, the limit if there is one."""
+def within_rounds(name: str, each: Sequence[float]) -> tuple[dict[str, Any], str]:
+    """Ratios of the rounds, as data and as a note: their median and their range."""
     middle, least, most = statistics.median(each), min(each), max(each)
-    text = f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f}){at_most(middle, limit)}"
-    return {"median": middle, "min": least, "max": most, "limit": limit}, text
-
-
-def at_most(value: float, limit: float | None) -> str:
-    """The end of a note: an upper limit, if there is one, and whether it is met."""
-    return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
+    return {"median": middle, "min": least, "max": most}, f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f})"
 
 
 def number(count: int, noun: str = "process", plural: str = "es") -> str:

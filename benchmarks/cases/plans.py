@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import SOURCE, verdict
+from common import SOURCE
 
 from cases import Table
 
@@ -314,7 +314,7 @@ def _uneven(args: argparse.Namespace) -> str:
     took, counts = slowest(None)
     what = f"{layers} layers of {model['width']} with a vocabulary of {model['vocab']:,} on {stages} stages"
     text = f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the best of all, {of_all}"
-    return f"{text} (1.1: {verdict(took / best, 1.1)})"
+    return f"{text}"
 
 
 def _staged_row(model: str, case: dict[str, Any]) -> list[Any]:

@@ -6,8 +6,6 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from common import verdict
-
 from cases import Table
 from cases.plans import PREDICTED
 
@@ -98,7 +96,7 @@ def _notes(found: list[dict[str, Any]], peaks: list[tuple[str, dict[str, int]]],
         "Each cell: seconds a step / seconds exposed / GB that a rank sends between hosts in a step. Leaves are cut "
         "over the devices of a host first, so each sends an eighth.",
         'int8: both axes, parameters too where they travel. "auto" never has 4 bits within a host, the first hop.',
-        f"auto at most takes {slower:.3f} times as long as without (1.02: {verdict(slower, 1.02)}), and "
+        f"auto at most takes {slower:.3f} times as long as without, and "
         f"{worst:.3f} times as long as the better of without and int8; at best it is {best:.1f} times as fast.",
         "peak GB: " + ", ".join(f"{name} {1e-9 * n:.1f}" for name, n in most.items()),
     ]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import restarting_ranks
 from forks import children
 from scripts import ROOT, environment
 
@@ -29,14 +30,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.exhaustive  # tests/examples/test_train_gpt.py restarts ranks too
-def test_ranks_that_start_again_join_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `benchmarks/restarts.py` does it twenty times."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import restarts
-
-    done, found = restarts.lives(1, tmp_path, 200.0)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("restarts", [1, 20])
+def test_ranks_that_start_again_join_and_train(restarts: int, tmp_path: Path) -> None:
+    done, found = restarting_ranks.lives(restarts, tmp_path, 200.0 + 60.0 * restarts)
     assert done.returncode == 0, done.stderr
-    assert [[loss for _, loss in life] for life in found] == [[40.0, 40.0]] * 2, found
+    assert [len(life) for life in found] == [2] * (restarts + 1), found
+    assert [loss for _, loss in found[-1]] == [40.0, 40.0], found
     assert "wait timeout" not in done.stderr, "c10d warns of every wait in vain"
 
 

@@ -1,13 +1,10 @@
-"""The loss of a rank, in fzero's `fz.run` and in torchrun's restarts with checkpoints: FSDP2 with
-torch.distributed.checkpoint, also behind the steps, and DeepSpeed's ZeRO-3.
-
-    python benchmarks/elastic_peers.py              # two ranks, 57 M parameters: about 10 minutes on 2 cores
-    python benchmarks/elastic_peers.py --layers 2 --width 128 --heads 2 --seq 32 --only fzero dcp    # small
+"""The failure of a rank under `fz.run` compared with torchrun's restarts from checkpoints: FSDP2 with
+torch.distributed.checkpoint, also asynchronous, and DeepSpeed's ZeRO-3.
 
 The same model from the same values, the same batches and the same faults, each a SIGKILL to one rank right before a
 step; all save every `--every` steps. Each contestant runs once without a fault, whose losses the other run must have.
-torch 2.13 restarts with gloo fail about every second time, by addresses of the life before in the store that it keeps:
-the peers run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, under which they join.
+With gloo, restarts of torch 2.13 fail about every second time, because of addresses of the life before in the store
+that it keeps; so the others run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import MODEL, model_flags, passed_on, publish, script_flags, settings
+from common import MODEL, passed_on
+
+from recovery_tables import Table, torchrun
 
 TITLES = {
     "fzero": "fz.run: memory, and a checkpoint",
@@ -204,21 +202,14 @@ def ran(args: argparse.Namespace, folder: Path, name: str, contestant: str, kill
     """The notes of each rank, in order, and when which step's rank was killed."""
     out = folder / name
     out.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FZERO_CACHE": str(folder / "cache")}
-    env |= {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "FZERO_PROGRESS": "off"}
-    if contestant == "fzero":
-        command += ["-m", "fzero.run"]
-    else:
-        command += [f"--max-restarts={len(kill) + 2}"]
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    command += [__file__, "--worker", f"--out={out}", f"--contestant={contestant}", "--kill", *map(str, kill)]
-    command += passed_on(args, *MODEL, "backend", "every", "steps", "processes")
+    given = [f"--out={out}", f"--contestant={contestant}", "--kill", *map(str, kill)]
+    given += passed_on(args, *MODEL, "backend", "every", "steps", "processes")
     begin = time.monotonic()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, cwd=folder)
-    if done.returncode:
-        raise SystemExit(f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    if contestant == "fzero":
+        torchrun("failed_rank", args.processes, folder, given, module="fzero.run")
+    else:
+        flags, store = [f"--max-restarts={len(kill) + 2}"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        torchrun("failed_rank", args.processes, folder, given, flags, env=store)
     notes = [
         [json.loads(line) for line in (out / f"notes-{rank}").read_text().splitlines()]
         for rank in range(args.processes)
@@ -256,11 +247,21 @@ def step_seconds(calm: dict[str, Any]) -> float:
     return sum((x[-1]["cpu_s"] - x[1]["cpu_s"]) / (len(x) - 2) for x in calm["notes"])
 
 
-def main() -> None:
-    args = _arguments()
-    if args.worker:
-        worker(args)
-        return
+DEFAULTS = {"layers": 8, "width": 768, "heads": 12, "seq": 64, "batch": 4, "processes": 2, "steps": 28, "every": 10,
+            "kill": [15, 26], "only": list(TITLES), "backend": "eager"}  # fmt: skip
+TINY = {
+    "layers": 2,
+    "width": 128,
+    "heads": 2,
+    "seq": 32,
+    "steps": 12,
+    "every": 4,
+    "kill": [6],
+    "only": ["fzero", "dcp"],
+}
+
+
+def measure(args: argparse.Namespace) -> Table:
     if "deepspeed" in args.only and importlib.util.find_spec("deepspeed") is None:
         print("no DeepSpeed here: it comes with the extra `bench`", file=sys.stderr)
         args.only.remove("deepspeed")
@@ -284,38 +285,18 @@ def main() -> None:
         f"{config.num_params / 1e6:.1f} M parameters ({args.layers} layers of width {args.width}, sequence {args.seq}, "
         f"global batch {args.batch}), fp32, AdamW, clipping, {args.processes} ranks of one thread each on one host, "
         f"CPU; {args.steps} steps, saved every {args.every} to one disk, a rank killed before steps "
-        f"{' and '.join(map(str, args.kill))} (ranks 1 and 0 in turn). fzero: {args.backend}; the peers are eager.",
-        "Done again: steps that had ended and were done a second time. CPU seconds: of all ranks, imports among them, "
-        "until a step has ended that none had before; for ranks that stayed, from the end of their last step on. "
-        "Seconds: from the kill until that step has ended on all ranks. Means of the losses.",
-        "Largest difference: of any loss from the same step's of a run without a fault, steps done again among them. A "
-        "step: CPU seconds of all ranks without a fault, of keeping and saving its share.",
-        "The peers run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it torch 2.13's restarts over gloo fail "
-        "about every second time. The CPU seconds in which they import fzero, for the model's text, are not counted.",
+        f"{' and '.join(map(str, args.kill))} (ranks 1 and 0 in turn). fzero: {args.backend}; the others are eager.",
+        "Repeated steps had ended and ran again. CPU seconds: of all ranks, including imports, until a step has ended "
+        "that had not ended before; for ranks that stayed, from the end of their last step. Seconds: from the "
+        "kill until that step has ended on all ranks. Means of the failures.",
+        "Largest difference: of any loss from the loss of the same step without a failure, including repeated steps. "
+        "CPU s per step: of all ranks without a failure, including the state that is kept and saved.",
+        "The others run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it torch 2.13's restarts over gloo fail "
+        "about every second time. The CPU seconds in which they import fzero, for the model, are not counted.",
     ]
     if "deepspeed" in args.only:
         from importlib.metadata import version
 
         versions.append(f"DeepSpeed {version('deepspeed')}.")
-    columns = ["", "steps done again", "CPU s", "s", "largest difference", "a step, CPU s"]
-    data = {"settings": settings(args, "path", "contestant"), "found": found}
-    publish(args.name, "The loss of a rank", columns, rows, [*notes, *versions], data, args.out)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=8, width=768, heads=12, seq=64, batch=4)
-    parser.add_argument("--path", type=Path, help="a folder on the disk to save to; default: one for temporary files")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--every", type=int, default=10, help="steps a save")
-    parser.add_argument("--kill", type=int, nargs="*", default=[15, 28], help="steps before which a rank is killed")
-    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="eager", help="fzero's")
-    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
-    script_flags(parser, "elastic_peers")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    columns = ["", "repeated steps", "CPU s", "s", "largest difference", "CPU s per step"]
+    return Table("elastic_peers", "The failure of a rank", columns, rows, [*notes, *versions], {"found": found})

@@ -1,36 +1,22 @@
-"""Experts over ranks beside a mixture written by hand: `fz.expert_parallel`, and `all_to_all_single` under autograd.
+"""`fz.expert_parallel` compared with a mixture of experts written by hand, with `all_to_all_single` under autograd.
 
-    python benchmarks/expert_peers.py                      # two processes: about 3 minutes on 2 cores
-    python benchmarks/expert_peers.py --steps 3 --small    # to see that it works
-
-One GPT whose feed-forwards are mixtures, each token's two best of eight experts; the same values, batches, AdamW and
-clipping for all, in fp32, and a capacity that drops nothing. Written by hand: gradients of all but experts are one
-all_reduce, the norm is one of each rank's experts and the rest. A process with all experts and rows is the reference.
+The feed-forwards of the GPT are mixtures: two of eight experts for each token, with a capacity that drops nothing. By
+hand, the gradients of all other parameters are one all_reduce, and the norm is that of each rank's experts and the
+rest. A process with all experts and samples is the reference for the losses.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import publish, serve, settings
-from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, row, stepped
-from model import Config, make_batches
+from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
+from model import Config
 
 from fzero.ops.experts import combine, dispatch
 
-EXPERTS, CHOICES, LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 8, 2, 3e-4, 0.01, 1.0, 16
-TITLES = {
-    "fzero": "fzero, expert=2",
-    "by_hand": "all_to_all_single by hand",
-    "by_hand_compile": "all_to_all_single by hand, compiled per part of a layer",
-    "dense": "one process, all rows and experts",
-}
-PAIRS = (("fzero", "by_hand"), ("fzero", "by_hand_compile"))
+EXPERTS, CHOICES = 8, 2
 OF_EXPERTS = ("up", "down")
 
 
@@ -50,7 +36,7 @@ def init(config: Config) -> dict[str, Any]:
 
 
 def before(p: Any, x: torch.Tensor, heads: int) -> tuple[Any, ...]:
-    """A layer up to the rows of its experts."""
+    """A layer up to the inputs of its experts."""
     h = F.layer_norm(x, x.shape[-1:], p["ln1"])
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (h @ p["qkv"]).chunk(3, -1))
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
@@ -63,7 +49,7 @@ def within(p: Any, rows: torch.Tensor) -> torch.Tensor:
     return F.gelu(rows @ p["up"], approximate="tanh") @ p["down"]
 
 
-def behind(x: torch.Tensor, rows: torch.Tensor, back: Any) -> torch.Tensor:
+def after(x: torch.Tensor, rows: torch.Tensor, back: Any) -> torch.Tensor:
     return x + combine(rows, back).view_as(x)
 
 
@@ -72,22 +58,14 @@ def loss_of(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    batches = [tuple(x.chunk(size)[rank] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    make = _fzero if args.contestant == "fzero" else _by_hand
-    return of_rank(lambda: make(args, config, rank, size), batches)
-
-
-def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+def _fzero(config: Config, size: int, backend: str) -> Step:
     import fzero as fz
     from fzero import optim
 
     @fz.block
     def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
         x, rows, back = before(p, x, config.heads)
-        return behind(x, within(p, rows), back)
+        return after(x, within(p, rows), back)
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         x = F.embedding(batch[0], params["tok"]) + params["pos"]
@@ -98,12 +76,12 @@ def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> St
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
     step = fz.expert_parallel(fz.train_step(loss_fn, optimizer), where=lambda path, leaf: leaf.ndim == 3)
     mesh = fz.make_mesh(device="cpu", shared_memory=False, expert=size)
-    train = fz.compile(step, mesh, backend=args.backend)
+    train = fz.compile(step, mesh, backend=backend)
     return stepped(train, train.init(init(config)))
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows of dim 0 to each rank, and theirs for this one; gradients go back the same way."""
+    """Sends one chunk of dim 0 to each rank and receives theirs; gradients take the same way back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -119,7 +97,7 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.forward(ctx, grad)
 
 
-def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+def _by_hand(config: Config, rank: int, size: int, compiled: bool) -> Step:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -132,8 +110,8 @@ def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> 
     of_all = [x.requires_grad_() for x in leaves if id(x) not in experts]
     of_here = [x.requires_grad_() for x in leaves if id(x) in experts]
     optimizer = torch.optim.AdamW([*of_all, *of_here], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    compiled: Any = torch.compile if args.contestant == "by_hand_compile" else lambda fn: fn
-    first, mixture, last = (compiled(fn) for fn in (before, within, behind))
+    wrap: Any = torch.compile if compiled else lambda fn: fn
+    first, mixture, last = (wrap(fn) for fn in (before, within, after))
     here = EXPERTS // size
 
     def exchanged(rows: torch.Tensor) -> torch.Tensor:
@@ -171,24 +149,25 @@ def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> 
     return run
 
 
-def main() -> None:
-    small = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
-    model = {"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8}
-    args = arguments(__doc__, "expert_peers", TITLES, list(TITLES), small, **model)
-    if args.worker:
-        serve(worker(args))
-        return
-    found = contest(args, __file__, 2, {"dense": 1})
-    notes = [
-        f"A GPT of {args.layers} layers, width {args.width}, {EXPERTS} experts of width {2 * args.width}, each "
-        f"token's {CHOICES} best, sequence {args.seq}, global batch {args.batch}; fp32, gloo, a thread a process.",
-        how(args),
-        *compared(2, found, PAIRS),
-    ]
-    rows = [row(TITLES[name], x) for name, x in found.items()]
-    data = {"settings": settings(args, "contestant"), "found": found}
-    publish(args.name, "Experts over ranks", COLUMNS, rows, notes, data, args.out)
+def make(name: str, config: Config, rank: int, size: int, backend: str, batch: Any) -> Step:
+    if name == "fzero":
+        return _fzero(config, size, backend)
+    return _by_hand(config, rank, size, compiled=name == "by_hand_compile")
 
 
-if __name__ == "__main__":
-    main()
+AXIS = Axis(
+    make,
+    shard=lambda name, rank, size: (rank, size),
+    titles={
+        "fzero": "fzero, expert=2",
+        "by_hand": "all_to_all_single by hand",
+        "by_hand_compile": "all_to_all_single by hand, compiled per part of a layer",
+        "dense": "one process, all samples and experts",
+    },
+    pairs=(("fzero", "by_hand"), ("fzero", "by_hand_compile")),
+    model={"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8},
+    small={"layers": 2, "width": 64, "heads": 4, "seq": 16},
+    processes=(2,),
+    fixed={"dense": 1},
+    note=f"{EXPERTS} experts of twice the width, the best {CHOICES} for each token",
+)

@@ -1,60 +1,25 @@
-"""Tensor parallel beside PyTorch's: `fz.tensor_parallel`, and DTensor's `parallelize_module` with FSDP2, over gloo.
+"""`fz.tensor_parallel` compared with DTensor's `parallelize_module` and FSDP2, and with DeepSpeed's AutoTP.
 
-    python benchmarks/tensor_peers.py                      # two and four processes: about 5 minutes on 2 cores
-    python benchmarks/tensor_peers.py --steps 3 --small    # to see that it works
-
-One GPT with separate queries, keys and values; the same values, batches, AdamW and clipping for all, in fp32. On two
-processes all axes are `model`; on four `data` cuts the batch, and the parameters too. All groups of a size live
-throughout, and step in rounds. With root's rights it counts the bytes of all ranks: a network of its own has nothing
-else on its loopback device.
+The GPT has separate queries, keys and values. On two processes the only axis is `model`; on four, `data` shards the
+batch and the parameters too.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import publish, serve, settings
-from contest import Step, arguments, compared, contest, how, of_rank, own_network, row, stepped
-from model import Config, make_batches
+from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
+from model import Config
 from torch import nn
 
-LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 3e-4, 0.01, 1.0, 16
 RULES: dict[str, int] = {
     "q": 0, "k": 0, "v": 0, "o": 1, "up": 0, "down": 1, "embed.tok": 0, "head.out": 0,
 }  # fmt: skip
 """Of matrices as nn.Linear has them, [outputs, inputs]."""
-
-
-@dataclass(frozen=True)
-class Contestant:
-    title: str
-    sequence: bool = False
-    compiled: bool = False
-
-
-CONTESTANTS = {
-    "fzero": Contestant("fzero"),
-    "dtensor": Contestant("DTensor"),
-    "dtensor_compile": Contestant("DTensor + compile per layer", compiled=True),
-    "fzero_sequence": Contestant("fzero, cut by position", sequence=True),
-    "dtensor_sequence": Contestant("DTensor, SequenceParallel", sequence=True),
-    "autotp": Contestant("DeepSpeed, AutoTP, ZeRO-1"),
-}
-THERE = [name for name in CONTESTANTS if name != "autotp" or importlib.util.find_spec("deepspeed")]
-PAIRS = (
-    ("fzero", "dtensor"),
-    ("fzero", "dtensor_compile"),
-    ("fzero_sequence", "dtensor_sequence"),
-    ("fzero", "autotp"),
-)
 
 
 # --- the model ---
@@ -144,20 +109,10 @@ def _at(params: Any, name: str) -> torch.Tensor:
     return params
 
 
-# --- one rank ---
+# --- the contestants ---
 
 
-def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    contestant = CONTESTANTS[args.contestant]
-    data = size // 2
-    batches = [tuple(x.chunk(data)[rank // 2] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    make = _fzero if args.contestant.startswith("fzero") else _autotp if args.contestant == "autotp" else _dtensor
-    return of_rank(lambda: make(args, contestant, config, data), batches)
-
-
-def _fzero(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+def _fzero(config: Config, data: int, backend: str, sequence: bool) -> Step:
     import fzero as fz
     from fzero import optim
 
@@ -189,12 +144,12 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Config, dat
         return head(params["head"], x, batch[1])
 
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    step = fz.tensor_parallel(fz.train_step(loss_fn, optimizer), rules=RULES, sequence=contestant.sequence)
-    train = fz.compile(fz.shard_params(step) if data > 1 else step, mesh, backend=args.backend)
+    step = fz.tensor_parallel(fz.train_step(loss_fn, optimizer), rules=RULES, sequence=sequence)
+    train = fz.compile(fz.shard_params(step) if data > 1 else step, mesh, backend=backend)
     return stepped(train, train.init(init(config)))
 
 
-def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+def _dtensor(config: Config, data: int, sequence: bool, compiled: bool) -> Step:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -210,13 +165,13 @@ def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, d
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "model"))
-    across, sequence = mesh["model"], contestant.sequence
+    across = mesh["model"]
     model: Any = GPT(config)
 
     def back() -> Any:
         return RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate(), use_local_output=not sequence)
 
-    norm = SequenceParallel if sequence else _whole_norm
+    norm = SequenceParallel if sequence else _replicated_norm
     for layer in model.layers:
         plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan |= {"ln1": norm(), "ln2": norm(), "o": back(), "down": back()}
@@ -229,7 +184,7 @@ def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, d
     if sequence:  # gathered once for all the products that read it
         for part in (*(x for layer in model.layers for x in (layer.ln1, layer.ln2)), model.head.ln):
             part.register_forward_hook(lambda _, __, out: out.redistribute(placements=[Replicate()]))
-    for layer in model.layers if contestant.compiled else ():
+    for layer in model.layers if compiled else ():
         layer.compile()
     if data > 1:
         for part in (model.embed, *model.layers, model.head, model):
@@ -249,7 +204,7 @@ def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, d
     return run
 
 
-def _autotp(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+def _autotp(config: Config, data: int) -> Step:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
@@ -273,7 +228,7 @@ def _autotp(args: argparse.Namespace, contestant: Contestant, config: Config, da
         "steps_per_print": 1 << 30,
     }
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-    assert model.layers[0].q.weight.shape[0] == config.width // 2, "AutoTP has cut nothing"
+    assert model.layers[0].q.weight.shape[0] == config.width // 2, "AutoTP has sharded nothing"
 
     def run(batch: Any) -> Any:
         tokens, targets = batch
@@ -287,52 +242,47 @@ def _autotp(args: argparse.Namespace, contestant: Contestant, config: Config, da
     return run
 
 
-def _whole_norm() -> Any:
-    """A norm on whole values, whose weight is a DTensor as all others are, for one global norm."""
+def _replicated_norm() -> Any:
+    """A norm on replicated values. Its weight is a DTensor like all others, for one global gradient norm."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    class WholeNorm(ParallelStyle):
+    class ReplicatedNorm(ParallelStyle):
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             weight: Any = module.weight
             module.weight = nn.Parameter(distribute_tensor(weight.data, device_mesh, [Replicate()]))
             module.register_forward_pre_hook(lambda _, x: DTensor.from_local(x[0], device_mesh, [Replicate()]))
             return module
 
-    return WholeNorm()
+    return ReplicatedNorm()
 
 
-# --- all of them ---
+def make(name: str, config: Config, rank: int, size: int, backend: str, batch: Any) -> Step:
+    if name.startswith("fzero"):
+        return _fzero(config, size // 2, backend, sequence="sequence" in name)
+    if name == "autotp":
+        return _autotp(config, size // 2)
+    return _dtensor(config, size // 2, sequence="sequence" in name, compiled="compile" in name)
 
 
-def main() -> None:
-    small = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
-    model = {"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8}
-    args = arguments(__doc__, "tensor_peers", CONTESTANTS, THERE, small, **model)
-    if args.worker:
-        serve(worker(args))
-        return
-    own_network()
-    data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
-    rows, notes = [], []
-    for size in args.processes:
-        found = data["found"][str(size)] = contest(args, __file__, size)
-        notes += compared(size, found, PAIRS)
-        for name, x in found.items():
-            title = CONTESTANTS[name].title + (", FSDP2" if name.startswith("dtensor") and size > 2 else "")
-            title += ", shard_params" if name.startswith("fzero") and size > 2 else ""
-            nbytes = (f"{b / 1e6:.2f}" if (b := x.get(kind)) else "" for kind in ("planned_bytes", "sent_bytes"))
-            rows.append((*row(f"{size}: {title}", x), *nbytes))
-    notes = [
-        f"A GPT of {args.layers} layers, width {args.width}, {args.heads} heads, sequence {args.seq}, global "
-        f"batch {args.batch}; fp32, gloo, one thread a process, model=2, and data=2 on four processes.",
-        how(args),
-        "MB: sent by all ranks in a step, by the plan and by the counter of the loopback device, headers among them.",
-        *notes,
-    ]
-    columns = ("processes: who", "CPU s", "wall s", "last loss", "planned MB", "sent MB")
-    publish(args.name, "Tensor parallel beside DTensor", columns, rows, notes, data, args.out)
-
-
-if __name__ == "__main__":
-    main()
+AXIS = Axis(
+    make,
+    shard=lambda name, rank, size: (rank // 2, size // 2),
+    titles={
+        "fzero": "fzero",
+        "dtensor": "DTensor",
+        "dtensor_compile": "DTensor + compile per layer",
+        "fzero_sequence": "fzero, sharded by position",
+        "dtensor_sequence": "DTensor, SequenceParallel",
+        "autotp": "DeepSpeed, AutoTP, ZeRO-1",
+    },
+    pairs=(
+        ("fzero", "dtensor"),
+        ("fzero", "dtensor_compile"),
+        ("fzero_sequence", "dtensor_sequence"),
+        ("fzero", "autotp"),
+    ),
+    model={"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8},
+    small={"layers": 2, "width": 64, "heads": 4, "seq": 16},
+    note="model=2, and data=2 on four processes, with shard_params or FSDP2",
+)

@@ -1,10 +1,8 @@
-"""Seconds from the loss of a host to the next step, with a keeper for each rank (docs/guides/fault-tolerance.md).
+"""Seconds from the failure of a host to the next step, under torchrun with a supervisor for each rank.
 
-    python benchmarks/lost_host.py                  # about 10 minutes on 2 cores
-
-Each host is a launcher with one rank on this machine (tests/launchers.py), the store in which launchers meet a process
-of its own. Three hosts train a small model (tests/resizer.py); then one is killed with all its processes, or stopped,
-as a host without power is: its connections stay open and nobody answers. The state comes from memory.
+Each host is a launcher with one rank on this machine (tests/launchers.py); the store of the rendezvous is a separate
+process. Three hosts train a small model (tests/resizer.py). Then one is killed with all its processes, or stopped like
+a host without power: its connections stay open and nobody answers. The state comes from memory.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import SOURCE, publish, script_flags, settings
+from common import SOURCE
+
+from recovery_tables import Table
 
 sys.path.insert(0, str(SOURCE / "tests"))
 from launchers import Launchers, launchers  # pyright: ignore[reportMissingImports]
@@ -50,11 +50,11 @@ def ran(folder: Path, name: str, how: Any, number: int, by: int) -> dict[str, fl
     """A loss, and a new host in place of the lost one: seconds to the next step, and steps done again."""
     out = folder / name
     out.mkdir()
-    keeper, conf = how
+    supervisor, conf = how
     script = [str(SOURCE / "tests" / "resizer.py"), str(out), "1000000"]
     with launchers(out, "2:3", script, conf, {"RESIZER_NAP": "0.1", "RESIZER_SHARED": ""}) as started:
         for _ in range(3):
-            started.start(keeper)
+            started.start(supervisor)
             time.sleep(0.5)  # ranks follow the order of the launchers
         first(started, out, 3, 0.0)
         time.sleep(2.0)
@@ -64,20 +64,20 @@ def ran(folder: Path, name: str, how: Any, number: int, by: int) -> dict[str, fl
         after = first(started, out, 2, struck)
         time.sleep(2.0)
         begun = time.time()
-        started.start(keeper)
+        started.start(supervisor)
         grown = first(started, out, 3, begun)
         sources = [line.split()[0] for line in (out / "sources").read_text().splitlines()]
         assert sources == ["init", "memory", "memory"], sources
     return {"lost_s": after[3] - struck, "again": last + 1 - after[1], "grown_s": grown[3] - begun}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=1)
-    script_flags(parser, "lost_host")
-    args = parser.parse_args()
+DEFAULTS = {"rounds": 1}
+TINY: dict[str, Any] = {"only": ["killed"]}
+
+
+def measure(args: argparse.Namespace) -> Table:
     cases = {
-        "killed, as torchrun and keepers come": (USUAL, 2, signal.SIGKILL),
+        "killed, default timeouts": (USUAL, 2, signal.SIGKILL),
         "killed": (FAST, 2, signal.SIGKILL),
         "stopped, as without power": (FAST, 2, signal.SIGSTOP),
         "killed, with rank 0 and the ranks' store": (FAST, 0, signal.SIGKILL),
@@ -85,7 +85,7 @@ def main() -> None:
     }
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="fzero-hosts-") as temporary:
-        for i, (name, case) in enumerate(cases.items()):
+        for i, (name, case) in enumerate((n, c) for n, c in cases.items() if not args.only or n in args.only):
             found[name] = [ran(Path(temporary), f"run-{i}-{k}", *case) for k in range(args.rounds)]
             print(name, found[name], flush=True)
     rows = [
@@ -93,8 +93,8 @@ def main() -> None:
         for name, runs in found.items()
     ]
     notes = [
-        "Three launchers of torchrun on one machine, each with a keeper and a rank, as if on hosts of their own; "
-        f"{args.rounds} loss{'es' * (args.rounds > 1)} each. The state came from memory each time.",
+        "Three launchers of torchrun on one machine, each with a supervisor and a rank, as if on separate hosts; "
+        f"{args.rounds} failure{'s' * (args.rounds > 1)} each. The state came from memory each time.",
         "First line: --heartbeat-timeout 45, and torchrun's last_call_timeout of 30 s, for which it waits for a third "
         "host. "
         "The others: --heartbeat-timeout 10 and --rdzv-conf last_call_timeout=3.",
@@ -102,11 +102,5 @@ def main() -> None:
         "end of the first step on three.",
         "Other programs ran on the machine at the same time, so these seconds are an upper bound.",
     ]
-    columns = ["a host is", "s to the next step", "steps done again", "s until a new host takes part"]
-    publish(
-        args.name, "The loss of a host", columns, rows, notes, {"settings": settings(args), "found": found}, args.out
-    )
-
-
-if __name__ == "__main__":
-    main()
+    columns = ["a host is", "s to the next step", "repeated steps", "s until a new host takes part"]
+    return Table("lost_host", "The failure of a host", columns, rows, notes, {"found": found})

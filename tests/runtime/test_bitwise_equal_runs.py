@@ -1,8 +1,12 @@
-"""Which runs are the same to the bit, and how far apart the others are: pairs of runs, trained from one start."""
+"""Which runs are equal to the bit, and how far apart the others are: a small GPT with dropout, trained twice.
+
+Compared are the losses of all steps, and all tensors of parameters and optimizer state after the first step and the
+last. All pairs with --exhaustive; without it a few. `PYTHONPATH=tests python tests/runtime/test_bitwise_equal_runs.py`
+writes results/determinism.md.
+"""
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
@@ -11,10 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import verdict
+import pytest
+import torch
+from pool import Pool
 
-from cases import Table, processes, sizes
+import fzero as fz
+from fzero import optim
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from common import publish
+from model import Config, embed, head, layer, make_batches, make_init
+
+LAYERS, WIDTH, HEADS, SEQ, BATCH, STEPS, SEED = 2, 128, 4, 64, 12, 20, 0
 LIMIT = 1e-5
 """How far the losses of a run in fp32 may be from those of one that sums in another order, of themselves."""
 LIMIT_LOW = 2e-2
@@ -125,53 +137,42 @@ def pairs() -> list[Pair]:
     ]
 
 
-# --- a process ---
+# --- one run ---
 
 
-def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    import torch
-
-    import fzero as fz
-
-    runs = {repr(run): run for pair in pairs() for run in (pair.first, pair.second)}
-
-    def train(name: str, folder: str, out: str) -> None:
-        """Losses and, of the first and the last step, the whole state: in a file, which rank 0 writes."""
-        run = runs[name]
-        mesh = fz.make_mesh(device="cpu", shared_memory=run.shared_memory, **dict(run.axes))
-        step, init, batches = MODELS[run.model](args)
-        transforms = [transform_of(text, run, folder) for text in run.transforms]
-        compiled = [
-            fz.compile(fz.compose(*reversed(transforms))(step), mesh, backend=run.backend)
-            for _ in range(1 + run.restored)
-        ]
-        axes = [name for name, _ in run.axes]
-        size, place = mesh.size, mesh.index(tuple(axes))
-        state, losses, states = compiled[0].init(init, fz.random.key(args.seed)), [], []
-        for i, batch in enumerate(batches):
-            if i == len(batches) // 2 and run.restored:
-                fz.checkpoint.save(Path(folder, "checkpoint"), state)
-                state = compiled[1].restore(Path(folder, "checkpoint"), params=init)
-            here = fz.tree.map(lambda x: x.chunk(size)[place].contiguous(), batch)
-            state, metrics = compiled[-1 if i >= len(batches) // 2 else 0](state, here)
-            losses.append(float(metrics["loss"]))
-            if i in (0, len(batches) - 1):
-                whole = compiled[0].gather(state)
-                states.append([x.clone() for x in fz.tree.leaves((whole.params, whole.opt_state))])
-        if mesh.rank == 0:
-            torch.save({"losses": losses, "states": states}, out)
-
-    return {"train": train}
+def train(run: Run, folder: str) -> dict[str, Any] | None:
+    """Losses, and the whole state after the first and the last step, from rank 0."""
+    torch.set_num_threads(run.threads)
+    try:
+        return trained(run, folder)
+    finally:
+        torch.set_num_threads(1)
 
 
-def gpt(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """The GPT of model.py with dropout on what enters each layer: a step, its parameters, its batches."""
-    from model import Config, embed, head, layer, make_batches, make_init
+def trained(run: Run, folder: str) -> dict[str, Any] | None:
+    mesh = fz.make_mesh(device="cpu", shared_memory=run.shared_memory, **dict(run.axes))
+    step, init, batches = MODELS[run.model]()
+    transforms = [transform_of(text, run, folder) for text in run.transforms]
+    whole_step = fz.compose(*reversed(transforms))(step)
+    compiled = [fz.compile(whole_step, mesh, backend=run.backend) for _ in range(1 + run.restored)]
+    size, place = mesh.size, mesh.index(tuple(name for name, _ in run.axes))
+    state, losses, states = compiled[0].init(init, fz.random.key(SEED)), [], []
+    for i, batch in enumerate(batches):
+        if i == len(batches) // 2 and run.restored:
+            fz.checkpoint.save(Path(folder, "checkpoint"), state)
+            state = compiled[1].restore(Path(folder, "checkpoint"), params=init)
+        here = fz.tree.map(lambda x: x.chunk(size)[place].contiguous(), batch)
+        state, metrics = compiled[-1 if i >= len(batches) // 2 else 0](state, here)
+        losses.append(float(metrics["loss"]))
+        if i in (0, len(batches) - 1):
+            whole = compiled[0].gather(state)
+            states.append([x.clone() for x in fz.tree.leaves((whole.params, whole.opt_state))])
+    return {"losses": losses, "states": states} if mesh.rank == 0 else None
 
-    import fzero as fz
-    from fzero import optim
 
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+def gpt() -> tuple[Any, Any, list[Any]]:
+    """The GPT of model.py with dropout on the input of each layer: a step, its parameters, its batches."""
+    config = Config(LAYERS, WIDTH, HEADS, SEQ, BATCH)
 
     def loss_fn(params: Any, batch: Any, *, key: Any) -> Any:
         tokens, targets = batch
@@ -181,16 +182,12 @@ def gpt(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         return head(params["head"], x, targets)
 
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
-    return step, make_init(config), make_batches(config, args.steps)
+    return step, make_init(config), make_batches(config, STEPS)
 
 
-def exact(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+def exact() -> tuple[Any, Any, list[Any]]:
     """A linear function of few bits, so that every sum is exact, in every order: what can differ is what dropout and
     stochastic rounding draw."""
-    import torch
-
-    import fzero as fz
-    from fzero import optim
 
     @fz.block
     def layer(p: Any, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -202,18 +199,16 @@ def exact(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     def init(key: torch.Tensor) -> Any:
         return [{"w": torch.ones(512)} for _ in range(2)]
 
-    generator = torch.Generator().manual_seed(args.seed)
-    batches = [torch.randint(-2, 3, (8, 512), generator=generator).float() for _ in range(args.steps)]
+    generator = torch.Generator().manual_seed(SEED)
+    batches = [torch.randint(-2, 3, (8, 512), generator=generator).float() for _ in range(STEPS)]
     return fz.train_step(loss_fn, optim.sgd(2.0**-10)), init, batches
 
 
-MODELS: dict[str, Callable[[argparse.Namespace], tuple[Any, Any, list[Any]]]] = {"gpt": gpt, "exact": exact}
+MODELS: dict[str, Callable[[], tuple[Any, Any, list[Any]]]] = {"gpt": gpt, "exact": exact}
 
 
 def transform_of(text: str, run: Run, folder: str) -> Any:
     """A transform by its name, and what it is given: `accumulate 2 layerwise`."""
-    import fzero as fz
-
     name, *given = text.split()
     if name == "accumulate":
         return fz.accumulate(int(given[0]), schedule="layerwise" if "layerwise" in given else "sequential")
@@ -231,26 +226,8 @@ def transform_of(text: str, run: Run, folder: str) -> Any:
 # --- comparing ---
 
 
-def trained(runs: list[Run], args: argparse.Namespace, folder: str) -> dict[Run, Any]:
-    """Losses and states of each run. Processes are started once for all runs on as many, with as many threads."""
-    import torch
-
-    found: dict[Run, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as cache:
-        for count, threads in sorted({run.needs for run in runs}):
-            with processes(args, count, threads=threads, cache=cache) as group:
-                for run in (run for run in runs if run.needs == (count, threads)):
-                    print(f"{run} ...", file=sys.stderr, flush=True)
-                    out = str(Path(folder, f"{len(found)}.pt"))
-                    group.ask("train", name=repr(run), folder=folder, out=out)
-                    found[run] = torch.load(out, weights_only=True)
-    return found
-
-
 def compared(pair: Pair, found: dict[Run, Any]) -> dict[str, Any]:
     """How far apart two runs are."""
-    import torch
-
     first, second = found[pair.first], found[pair.second]
     losses = max(abs(a - b) / abs(a) for a, b in zip(first["losses"], second["losses"], strict=True))
     states = list(zip(first["states"], second["states"], strict=True))
@@ -267,37 +244,58 @@ def distances(first: list[Any], second: list[Any]) -> Iterator[float]:
             yield float((a.double() - b.double()).abs().max()) / largest
 
 
-def determinism(args: argparse.Namespace) -> Table:
-    """Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained twice.
+RunRanks = Callable[..., list[Any]]
+known: dict[Run, dict[str, Any]] = {}
+"""Runs that several pairs need are trained once per process."""
 
-    Compared are the losses of all steps, and all leaves of parameters and optimizer state after the first step and
-    the last. No time is measured: other work may go on beside it. `--only TEXT`: the pairs whose names contain it.
-    """
-    chosen = [pair for pair in pairs() if not args.only or any(text in pair.name for text in args.only)]
-    runs = list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second)))
-    with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
-        found = trained(runs, args, folder)
-    results = {pair: compared(pair, found) for pair in chosen}
+
+def result_of(run: Run, run_ranks: RunRanks) -> dict[str, Any]:
+    if run not in known:
+        with tempfile.TemporaryDirectory(prefix="fzero-same-") as folder:
+            known[run] = run_ranks(run.needs[0], train, run, folder, timeout=280)[0]
+    return known[run]
+
+
+FEW = ("the same twice, 1 process", "restored and uninterrupted", "shard_grads and shard_params, 2 processes",
+       "draws: 1 and 2 processes")  # fmt: skip
+CASES = [pytest.param(pair, id=pair.name, marks=[] if pair.name in FEW else pytest.mark.exhaustive) for pair in pairs()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", CASES)
+def test_runs_have_the_same_bits_or_another_order_of_summation(pair: Pair, run_ranks: RunRanks) -> None:
+    found = compared(pair, {run: result_of(run, run_ranks) for run in (pair.first, pair.second)})
+    assert found["equal"] if pair.same else found["losses"] <= pair.limit, found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="fzero-same-") as folder:
+        pool = Pool(Path(folder), [])
+        try:
+            found = {
+                pair: compared(pair, {run: result_of(run, pool.run) for run in (pair.first, pair.second)})
+                for pair in pairs()
+            }
+        finally:
+            pool.close()
     rows = []
-    for pair, r in results.items():
-        distances = ("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"]))
-        rows.append((pair.name, "yes" if r["equal"] else "no", *distances, _kept(pair, r)))
+    for pair, r in found.items():
+        numbers = ("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"]))
+        rows.append((pair.name, "yes" if r["equal"] else "no", *numbers))
     notes = [
-        f"{sizes(args)}, dropout 0.1, AdamW after clipping by global norm, fp32, eager backend and one thread a "
-        f"process unless said otherwise; {args.steps} steps.",
-        "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest "
-        "difference of an element, relative to the largest element of its leaf.",
+        f"{LAYERS} layers, width {WIDTH}, sequence {SEQ}, global batch {BATCH}, dropout 0.1, AdamW after clipping by "
+        f"global norm, fp32, eager backend and one thread per process unless said otherwise; {STEPS} steps.",
+        "Losses: the largest relative difference of any step. Tensors, of parameters and optimizer state: the largest "
+        "difference of an element, relative to the largest element of its tensor.",
         "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only "
-        "what is drawn can differ.",
-        f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within "
-        f"{LIMIT_LOW:g}.",
+        "random numbers can differ.",
     ]
-    columns = ("", "same bits", "losses", "leaves after 1 step", f"after {args.steps}", "wanted")
-    data = {"pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()]}
-    return Table("Which runs are the same to the bit", columns, rows, notes, data)
+    columns = ("", "same bits", "losses", "tensors after 1 step", f"after {STEPS}")
+    data = {"pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in found.items()]}
+    publish("determinism", "Which runs are the same to the bit", columns, rows, notes, data)
 
 
-def _kept(pair: Pair, result: dict[str, Any]) -> str:
-    if pair.same:
-        return f"same bits: {verdict(0 if result['equal'] else 1, 0)}"
-    return f"{pair.limit:g}: {verdict(result['losses'], pair.limit)}"
+if __name__ == "__main__":
+    from test_bitwise_equal_runs import main  # by this name ranks find the functions
+
+    main()

@@ -1,61 +1,34 @@
-"""Positions over ranks beside Ulysses: `fz.sequence_parallel`, and `all_to_all_single` by hand and by DeepSpeed.
+"""`fz.sequence_parallel` compared with Ulysses, by hand with `all_to_all_single` and by DeepSpeed.
 
-    python benchmarks/sequence_peers.py                      # two and four processes: about 6 minutes on 2 cores
-    python benchmarks/sequence_peers.py --steps 3 --small    # to see that it works
-
-One GPT; the same values, batches, AdamW and clipping for all, in fp32. On two processes all axes are `seq`; on four
-`data` cuts the batch. fzero runs ZeRO-1 over both axes, DeepSpeed its `DistributedAttention` under its ZeRO-1. Written
-by hand: each layer compiled but for its exchanges, one all_reduce of all gradients, and every rank has the whole state.
-Without DeepSpeed in the environment it is left out. PyTorch's `context_parallel` has no rule for the CPU's attention.
+On two processes the only axis is `seq`; on four, `data` shards the batch. fzero runs ZeRO-1 over both axes, DeepSpeed
+its `DistributedAttention` under its ZeRO-1. By hand, each layer is compiled except for its exchanges, one all_reduce
+sums all gradients, and every rank has the whole state. PyTorch's `context_parallel` does not run here: DTensor has no
+sharding strategy for the CPU's attention.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import publish, serve, settings
-from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, row, stepped
-from model import Config, make_batches, make_init
+from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
+from model import Config, make_init, make_loss
 from torch import nn
 
-LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES, SEQ = 3e-4, 0.01, 1.0, 16, 2
-TITLES = {
-    "fzero": "fzero, heads",
-    "fzero_keys": "fzero, keys",
-    "by_hand": "Ulysses by hand, compiled per part of a layer",
-    "deepspeed": "DeepSpeed, DistributedAttention, ZeRO-1",
-}
-THERE = [name for name in TITLES if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
-PAIRS = (("fzero", "by_hand"), ("fzero", "deepspeed"))
+SEQ = 2
 
 
-def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    data = size // SEQ
-    batches = [tuple(x.chunk(data)[rank // SEQ] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    make = _fzero if args.contestant.startswith("fzero") else _by_hand if args.contestant == "by_hand" else _deepspeed
-    return of_rank(lambda: make(args, config, rank, size), batches)
-
-
-def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
-    from model import make_loss
-
+def _fzero(config: Config, size: int, backend: str, attention: str) -> Step:
     import fzero as fz
     from fzero import optim
 
     axes: dict[str, Any] = {"data": size // SEQ} if size > SEQ else {}
     mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, seq=SEQ)
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    attention = "keys" if args.contestant == "fzero_keys" else "heads"
     parallel = fz.sequence_parallel(fz.train_step(make_loss(config), optimizer), attention=attention)
-    train = fz.compile(fz.shard_opt_state(parallel, axis=(*axes, "seq")), mesh, backend=args.backend)
+    train = fz.compile(fz.shard_opt_state(parallel, axis=(*axes, "seq")), mesh, backend=backend)
     return stepped(train, train.init(make_init(config)(fz.random.key(0))))
 
 
@@ -63,15 +36,15 @@ def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> St
 
 
 class _Exchanged(torch.autograd.Function):
-    """Of [batch, positions, heads, size] each rank's part: of heads instead of positions, or back."""
+    """Reshards [batch, positions, heads, size] from positions to heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, to_heads: bool, group: Any) -> torch.Tensor:  # type: ignore[override]
         import torch.distributed as dist
 
         ctx.to_heads, ctx.group = to_heads, group
-        cut, joined = (2, 1) if to_heads else (1, 2)
-        sent = torch.stack([part.contiguous() for part in x.chunk(SEQ, cut)])
+        split, joined = (2, 1) if to_heads else (1, 2)
+        sent = torch.stack([part.contiguous() for part in x.chunk(SEQ, split)])
         out = torch.empty_like(sent)
         dist.all_to_all_single(out, sent, group=group)
         return torch.cat(out.unbind(0), joined)
@@ -96,7 +69,7 @@ class _Attention(nn.Module):
         return _attention(q, k, v)
 
 
-def _behind(x: torch.Tensor, mixed: torch.Tensor, p: Any) -> torch.Tensor:
+def _after(x: torch.Tensor, mixed: torch.Tensor, p: Any) -> torch.Tensor:
     x = x + F.linear(mixed.flatten(2), p["o"])
     up = F.linear(F.layer_norm(x, x.shape[-1:], p["ln2"]), p["up"])
     return x + F.linear(F.gelu(up, approximate="tanh"), p["down"])
@@ -114,7 +87,7 @@ class GPT(nn.Module):
         self.embed, self.head = (nn.ParameterDict(params[name]) for name in ("embed", "head"))
         self.layers = nn.ModuleList(nn.ParameterDict(p) for p in params["layers"])
         self.mixed = attention
-        self.first, self.last = compiled(_heads_of), compiled(_behind)
+        self.first, self.last = compiled(_heads_of), compiled(_after)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         tokens, targets, pos = (
@@ -128,7 +101,7 @@ class GPT(nn.Module):
         return summed / (targets.numel() * SEQ)
 
 
-def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+def _by_hand(config: Config, rank: int, size: int) -> Step:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -159,7 +132,7 @@ def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> 
     return run
 
 
-def _deepspeed(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+def _deepspeed(config: Config, rank: int, size: int) -> Step:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
@@ -194,31 +167,23 @@ def _deepspeed(args: argparse.Namespace, config: Config, rank: int, size: int) -
     return run
 
 
-# --- all of them ---
+def make(name: str, config: Config, rank: int, size: int, backend: str, batch: Any) -> Step:
+    if name.startswith("fzero"):
+        return _fzero(config, size, backend, "keys" if name == "fzero_keys" else "heads")
+    return {"by_hand": _by_hand, "deepspeed": _deepspeed}[name](config, rank, size)
 
 
-def main() -> None:
-    small = {"layers": 2, "width": 64, "heads": 4, "seq": 32, "rounds": 2}
-    model = {"layers": 4, "width": 256, "heads": 8, "seq": 512, "batch": 4}
-    args = arguments(__doc__, "sequence_peers", TITLES, THERE, small, **model)
-    if args.worker:
-        serve(worker(args))
-        return
-    data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
-    rows, notes = [], []
-    for size in args.processes:
-        found = data["found"][str(size)] = contest(args, __file__, size)
-        notes += compared(size, found, PAIRS)
-        rows += [row(f"{size}: {TITLES[name]}", x) for name, x in found.items()]
-    notes = [
-        f"A GPT of {args.layers} layers, width {args.width}, {args.heads} heads, sequence {args.seq}, global "
-        f"batch {args.batch}; fp32, gloo, one thread a process, seq=2, and data=2 on four processes.",
-        how(args),
-        "PyTorch's context_parallel does not run here: the CPU's attention has no sharding strategy in DTensor.",
-        *notes,
-    ]
-    publish(args.name, "Positions over ranks", COLUMNS, rows, notes, data, args.out)
-
-
-if __name__ == "__main__":
-    main()
+AXIS = Axis(
+    make,
+    shard=lambda name, rank, size: (rank // SEQ, size // SEQ),
+    titles={
+        "fzero": "fzero, heads",
+        "fzero_keys": "fzero, keys",
+        "by_hand": "Ulysses by hand, compiled per part of a layer",
+        "deepspeed": "DeepSpeed, DistributedAttention, ZeRO-1",
+    },
+    pairs=(("fzero", "by_hand"), ("fzero", "deepspeed")),
+    model={"layers": 4, "width": 256, "heads": 8, "seq": 512, "batch": 4},
+    small={"layers": 2, "width": 64, "heads": 4, "seq": 32},
+    note="seq=2, and data=2 on four processes",
+)

@@ -1,0 +1,1 @@
+"""Micro-benchmarks of fzero, run by asv: benchmarks/README.md."""

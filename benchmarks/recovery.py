@@ -1,0 +1,66 @@
+"""What failures and checkpoints cost: keeping states, failed ranks and hosts, asynchronous saves.
+
+    python benchmarks/recovery.py                        # all four tables: about 35 minutes on 2 cores
+    python benchmarks/recovery.py failed_rank            # one of them
+    python benchmarks/recovery.py --small                # tiny models, to see that it works
+
+Tables: `commit`, keeping each step's state in memory and replacing a rank (3 minutes); `failed_rank`, `fz.run` compared
+with torchrun's restarts of FSDP2 and DeepSpeed (8 minutes); `failed_host`, a host is killed or stopped and another one
+joins (10 minutes); `saves`, asynchronous checkpoints compared with torch's (10 minutes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import chosen, model_flags, publish, script_flags, settings
+from recovery_tables import commit, failed_host, failed_rank, saves
+
+TABLES: dict[str, Any] = {"commit": commit, "failed_rank": failed_rank, "failed_host": failed_host, "saves": saves}
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        TABLES[args.table].worker(args)
+        return
+    for name in args.tables:
+        module = TABLES[name]
+        preset = {**module.DEFAULTS, **(module.TINY if args.small else {})}
+        given = {key: value for key, value in vars(args).items() if value is not None or key not in preset}
+        own = argparse.Namespace(**{**preset, **given})
+        found = module.measure(own)
+        data = {"settings": settings(own, "path", "contestant", "table", "tables", "name"), **found.data}
+        publish(found.name, found.title, found.columns, found.rows, found.notes, data, args.out)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; default: all")
+    model_flags(parser)
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--warmup", type=int, help="steps that are not measured")
+    parser.add_argument("--every", type=int, help="steps per save")
+    parser.add_argument("--kill", type=int, nargs="*", help="steps before which a rank is killed")
+    parser.add_argument("--only", nargs="+", help=f"of failed_rank {', '.join(failed_rank.TITLES)}; of saves "
+                        f"{', '.join(saves.WAYS)}; of failed_host the first column")  # fmt: skip
+    parser.add_argument("--path", type=Path, help="folder on the disk to save to; default: the one of temporary files")
+    parser.add_argument("--backend", choices=["inductor", "eager"], help="of fzero")
+    parser.add_argument("--small", action="store_true", help="tiny models and few rounds")
+    parser.add_argument("--table", choices=list(TABLES), help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    script_flags(parser, "recovery")
+    args = parser.parse_args()
+    args.tables = chosen(parser, args.tables, TABLES)
+    if args.small:
+        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
+    return args
+
+
+if __name__ == "__main__":
+    main()
