@@ -356,7 +356,7 @@ class Condition:
 
     @property
     def verdict(self) -> str:
-        return "failed" if self.problems else "held" if self.times else "not exercised"
+        return "failed" if self.problems else "verified" if self.times else "not exercised"
 
 
 class Driver:
@@ -794,7 +794,7 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     told = ", ".join(f"{who} {x:.1f} (of {len(spent[who])})" for who, x in median.items())
     condition(
         "CPU seconds to the next step: at most 10 of who takes the place, 2 of who stays",
-        f"medians of the notes: {told}; not here: what keeping costs at 57 M parameters (benchmarks/elastic.py)",
+        f"medians of the notes: {told}; not here: what keeping costs at 57 M parameters (recovery.py commit)",
         sum(map(len, spent.values())),
         [f"{who}: {x:.1f}" for who, x in median.items() if x > CPU[who]],
     )

@@ -297,7 +297,7 @@ def _reason(o: Outcome) -> str:
 
 
 def table(columns: Sequence[str], rows: dict[str, Found], first: int | None) -> str:
-    """A table of docs/results: a line for each name that has samples, and their sum."""
+    """A table of results/: a line for each name that has samples, and their sum."""
     rows = {name: found for name, found in rows.items() if found["plain"]}
     kinds = {name: {o.kind for os in found.values() for o in os} for name, found in rows.items()}
     equal, refused = (sum(k == {kind} for k in kinds.values()) for kind in ("equal", "refused"))

@@ -2,7 +2,7 @@
 PyTorch, or are refused by name.
 
 Those that differ most; with --exhaustive all. `python tests/modules/test_functionalize_zoo.py [name ...]` writes
-docs/results/models.md (all), or prints the rows of some.
+results/models.md (all), or prints the rows of some.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import supported_models_page
 import torch
 from architectures import (
     GQA,
@@ -36,7 +37,7 @@ from plain_models import settings_of
 
 import fzero as fz
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
+PAGE = Path(__file__).parents[2] / "results" / "models.md"
 LIMIT = 1e-6  # of the largest gradient, and of the loss
 CONTRASTIVE = ("clip", "siglip")  # of which a loss of parts is none of the whole
 SOME = ["llama, tied", "t5", "resnet", "swin", "mixtral, router logits", "llava", "unet2d", "lstm language model"]
@@ -237,3 +238,4 @@ if __name__ == "__main__":
         print(*rows(some), *(f"{name}: {r}" for name, r in some.items() if isinstance(r, str)), sep="\n")
     else:
         PAGE.write_text(table(results(list(MODELS))))
+        supported_models_page.write()

@@ -2,7 +2,7 @@
 with sharded parameters.
 
 A part of the samples of torch.testing's `module_db`; with --exhaustive all of them. `python
-tests/modules/test_torch_modules.py [samples]` writes docs/results/modules.md: all samples of a
+tests/modules/test_torch_modules.py [samples]` writes results/modules.md: all samples of a
 module, or its first ones.
 """
 
@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import supported_models_page
 import torch
 from pool import Pool
 from torch_db import Found, Run, databases, faults, in_process, module_cases, on_ranks, table, told
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "modules.md"
+PAGE = Path(__file__).parents[2] / "results" / "modules.md"
 
 
 @pytest.mark.full
@@ -78,4 +79,5 @@ if __name__ == "__main__":
         found = told(sorted(databases().modules), lambda names: outcomes(names, first, pool.run))
         pool.close()
     PAGE.write_text(table(["module", "samples", "plain", "remat", "2 ranks", "refused because"], found, first))
+    supported_models_page.write()
     sys.exit("\n".join(fault for item in found.items() for fault in faults(*item)) or 0)

@@ -1,7 +1,7 @@
 """Models of `transformers`, their layers as blocks, have the loss and gradients that they have in PyTorch.
 
 Those that differ most; with --exhaustive all of tests/architectures.py.
-`python tests/modules/test_transformers_architectures.py` writes docs/results/architectures.md.
+`python tests/modules/test_transformers_architectures.py` writes results/architectures.md.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import supported_models_page
 import torch
 from architectures import NAMES, Result, compare, transformers
 
 import fzero as fz
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "architectures.md"
+PAGE = Path(__file__).parents[2] / "results" / "architectures.md"
 SOME = ["llama, tied", "bert", "t5", "resnet", "mixtral"]
 LIMIT = 1e-6  # of the largest gradient
 
@@ -65,3 +66,4 @@ def table(found: dict[str, Result]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     PAGE.write_text(table(results(NAMES)))
+    supported_models_page.write()

@@ -2,7 +2,7 @@
 refused.
 
 A part of what torch.testing's `op_db` differentiates in float32; with --exhaustive all of it. `python
-tests/ops/test_torch_operators.py [samples]` writes docs/results/ops.md.
+tests/ops/test_torch_operators.py [samples]` writes results/ops.md.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import supported_models_page
 import torch
 from torch_db import Found, databases, faults, in_process, operator_cases, table, told
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "ops.md"
+PAGE = Path(__file__).parents[2] / "results" / "ops.md"
 NUM_SAMPLES = 4
 
 
@@ -56,4 +57,5 @@ if __name__ == "__main__":
     first = int(sys.argv[1]) if sys.argv[1:] else NUM_SAMPLES
     found = told(sorted(databases().operators), lambda names: outcomes(names, first))
     PAGE.write_text(table(["operator", "samples", "plain", "block", "refused because"], found, first))
+    supported_models_page.write()
     sys.exit("\n".join(fault for item in found.items() for fault in faults(*item)) or 0)

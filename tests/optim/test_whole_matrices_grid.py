@@ -1,7 +1,7 @@
 """Optimizers of whole leaves against one process: 100 steps on ranks and tiers, and `check_equivalent` on stages x
 transforms.
 
-Without --exhaustive a few cases. `python tests/optim/test_whole_matrices_grid.py` writes docs/results/whole_steps.md.
+Without --exhaustive a few cases. `python tests/optim/test_whole_matrices_grid.py` writes results/whole_steps.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fzero import optim
 from fzero.errors import FzeroValueError
 from fzero.testing import Report, check_equivalent
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "whole_steps.md"
+PAGE = Path(__file__).parents[2] / "results" / "whole_steps.md"
 STEPS, WIDTH, LR = 100, 64, 1e-2
 
 # --- losses of 100 steps ---

@@ -1,6 +1,6 @@
 """One grad_norm, which clips, however positions, experts, parameters and the batch are cut.
 
-Without --exhaustive a few cases. `python tests/transforms/test_gradient_norm_grid.py` writes docs/results/norm_grid.md.
+Without --exhaustive a few cases. `python tests/transforms/test_gradient_norm_grid.py` writes results/norm_grid.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import fzero as fz
 from fzero.mesh import AbstractMesh
 from fzero.testing.simulate import simulated
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "norm_grid.md"
+PAGE = Path(__file__).parents[2] / "results" / "norm_grid.md"
 MESHES = {
     "seq=2": {"seq": 2},
     "data=2 x seq=2": {"data": 2, "seq": 2},

@@ -1,7 +1,7 @@
 """tensor_parallel on meshes x stages x turns x what is recomputed: losses, norms and gradients as of the plain step.
 
 Without --exhaustive a few cases. `python tests/transforms/test_tensor_parallel_grid.py` writes
-docs/results/tensor_grid.md.
+results/tensor_grid.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import fzero as fz
 from fzero.mesh import AbstractMesh
 from fzero.testing.simulate import simulated
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "tensor_grid.md"
+PAGE = Path(__file__).parents[2] / "results" / "tensor_grid.md"
 MESHES = {
     "model=2": {"data": 1, "model": 2},
     "model=4": {"data": 1, "model": 4},
