@@ -214,8 +214,7 @@ def plain_head(p, x, targets):
     reason="this release of torch has no chunked linear_cross_entropy",
 )
 def test_a_chunked_loss_in_the_last_block_holds_no_logits():
-    """What docs/transforms/remat.md says: it is one operation of the fused function, and its results are not of the
-    logits' size."""
+    """The chunked loss is one operation of the fused function, and its results are not of the logits' size."""
     params = {
         "token": torch.randn(50, 8, generator=torch.Generator().manual_seed(0)),
         "out": torch.linspace(-1, 1, 50 * 8).view(50, 8).sin(),
