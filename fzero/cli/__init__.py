@@ -13,6 +13,7 @@ and a traceback is shown only for the user's own code.
 | `hf_script.py` | writes the training script for a transformers model (`--hf`), and the step to plan from it |
 | `step_command.py` | makes the step and the mesh that `plan` and `show` lower |
 | `plan_command.py` | `fzero plan`: plans the step on one or several meshes, and prints or draws the plan |
+| `plan_page.py` | `fzero plan --html`: adds alternatives, suggestions and code to the page of a plan |
 | `commands.py` | lists the commands, and runs `show`, `check` and `calibrate` |
 | `plan_summary.py` | summarizes a plan in words: does the model fit, how fast does it train, what would help |
 | `printing.py` | prints plans, programs, devices and reports in colour, as plain text or as JSON |

@@ -84,7 +84,11 @@ def check_files(**files: Path | None) -> None:
         for flag, path in given.items()
         if flag == "picture" and path.suffix not in _PICTURES
     ]
+    problems += [f"--{flag} {path}: a page is a .html" for flag, path in given.items() if _is_no_page(flag, path)]
     if problems:
-        raise UsageError(
-            "files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg"
-        )
+        fix = "name files in folders that exist, pictures .png or .svg, pages .html"
+        raise UsageError("files", "cannot be written", problems, fix)
+
+
+def _is_no_page(flag: str, path: Path) -> bool:
+    return flag == "html" and path.suffix not in (".html", ".htm")

@@ -17,6 +17,7 @@ from fzero._utils.progress import shown
 from fzero.cli import printing
 from fzero.cli.flags import FILE, axes_of, check_files, usage_errors
 from fzero.cli.hf_script import as_flags, planned
+from fzero.cli.plan_page import write_page
 from fzero.cli.plan_summary import Answer
 from fzero.cli.step_command import StepCommand, unknown_keys_named
 from fzero.cli.target import UsageError, load, users_code
@@ -26,6 +27,7 @@ from fzero.errors import BudgetError
 from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import get_devices
+from fzero.plan.page.html_page import check_charts
 from fzero.plan.plan import fits
 from fzero.plan.process_memory import parts
 from fzero.step import Step
@@ -39,6 +41,10 @@ class PlanCommand(StepCommand):
     """write the timeline, for ui.perfetto.dev or chrome://tracing"""
     picture: Annotated[Path | None, FILE] = None
     """draw the memory over the ops of the step, as .png or .svg"""
+    html: Annotated[Path | None, FILE] = None
+    """write the plan as one page that opens in any browser, offline: memory, timeline, alternatives (which are planned,
+    too), the program and your lines with their cost
+    """
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
     """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes get an axis for
     them
@@ -46,26 +52,33 @@ class PlanCommand(StepCommand):
 
     def run(self) -> int:
         with usage_errors():
-            check_files(trace=self.trace, picture=self.picture)
+            check_files(trace=self.trace, picture=self.picture, html=self.html)
+            if self.html is not None:
+                check_charts()
         if self.compares:
             return self._compare()
         if self.experts:
             fix = "give --mesh auto, or fz.expert_parallel in the target's code"
             raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
         try:
-            lowered, made, interpreter, short = self.lowered()
+            found = self.lowered()
         except BudgetError as error:
             text = as_flags(str(error)) if self.model.hf else str(error)
+            if self.html is not None:
+                write_page(self, self.html, self.lowered(limited=False), text)
             if self.json:
                 print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": text}}, indent=1))
             raise BudgetError(text) from None
+        lowered, made, interpreter, short = found[:4]
         plan = lowered.plan
+        if self.html is not None:
+            write_page(self, self.html, found)
         if self.trace is not None:
             plan.save_trace(self.trace)
         if self.picture is not None:
             plan.save_picture(self.picture, self.budget_bytes)
         if made is not None:
-            found = Answer(
+            summary = Answer(
                 lowered,
                 plan,
                 self.model,
@@ -73,10 +86,10 @@ class PlanCommand(StepCommand):
                 parts(plan.device, plan.peak_bytes, interpreter, lowered.program.mesh.size > 1),
             )
             if self.json:
-                data = json_.loads(plan.to_json()) | printing.plan_data(lowered, plan) | found.data()
+                data = json_.loads(plan.to_json()) | printing.plan_data(lowered, plan) | summary.data()
                 print(json_.dumps(data, indent=1))
             else:
-                printing.print_answer(found)
+                printing.print_answer(summary)
             return 0
         # otherwise it is a generic device of its kind
         known = self.device is not None or self.devices is not None or plan.device.machine
@@ -97,7 +110,7 @@ class PlanCommand(StepCommand):
         problems = self._step_problems()
         problems += [] if self.devices else ["--devices NUMBERxNAME is missing, such as 64xh100"]
         given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
-        given |= {"trace": self.trace, "picture": self.picture}
+        given |= {"trace": self.trace, "picture": self.picture, "html": self.html}
         problems += [f"--{name} is for one mesh" for name, value in given.items() if value is not None]
         if problems or self.devices is None:
             fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"

@@ -38,12 +38,16 @@ class _Lowered(NamedTuple):
     Attributes:
         script, interpreter: for a transformers model, its script, and the bytes of the process that made it.
         short: without a budget, what a state needs that alone is larger than the device's memory.
+        step, params, batch: those that were lowered.
     """
 
     lowered: Lowered
     script: Script | None = None
     interpreter: int = 0
     short: str = ""
+    step: Any = None
+    params: Any = None
+    batch: Any = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,9 @@ class StepCommand:
         axes, device = self._devices()
         return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
 
-    def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = ()) -> _Lowered:
+    def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = (), limited: bool = True) -> _Lowered:
         """Lowers the target for the mesh and the device whose rates are used, without the passes to skip. `asked`: by
-        flag, the passes whose results are requested.
+        flag, the passes whose results are requested. `limited`: whether the result must fit its budgets.
         """
         with usage_errors():
             self._check()
@@ -137,6 +141,7 @@ class StepCommand:
                 limits = parse_budgets(*(n and f"{n}B" for n in map(bytes_of, budgets.values())))
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")
+            limits = limits if limited else (None, None, None)
             _check_passes(step, asked, skip)
             with users_code(self.target or ""):
                 if isinstance(step, Step) and not callable(params):
@@ -156,7 +161,7 @@ class StepCommand:
                     backend=self.backend,
                     skip=skip,
                 )
-        return _Lowered(lowered, made, interpreter, short)
+        return _Lowered(lowered, made, interpreter, short, step, params, batch)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
         """Returns the axes of the mesh, and its device. Without a mesh, all devices are along one axis."""

@@ -43,6 +43,7 @@ folder imports nothing from `state/` or `runtime/`.
 | `program_selection.py` | selects the program of a step; if none fits, the error says what would |
 | `budget_report.py` | memory budgets, the decisions that they forced, and the error if nothing fits |
 | `advice.py` | finds transforms that would lower the peak memory, each with the new peak |
+| `alternatives.py` | plans a step with other transforms and on other devices, for `fzero plan --html` |
 | `cost_bounds.py` | bounds memory and time of a state placement from below, without making a program |
 | `auto_offload.py` | resolves `offload("auto")`: which tensors are kept in host memory or on disk |
 | `auto_tensor_parallel.py` | chooses how `tensor_parallel` without rules shards each matrix |

@@ -55,10 +55,10 @@ def advise(
         return peak_bytes(program, budget.device, budget.backend)[:2]
 
     peaks: dict[Any, tuple[int, int]] = {}
-    for transform in _candidates(step, mesh, least):
+    for transform in candidates(step, mesh, least):
         if num_lines > LINES_FOR_ADVICE:
             break
-        more = _with(step, transform)
+        more = with_transform(step, transform)
         if more is None or (
             isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
         ):
@@ -83,7 +83,7 @@ def advise(
     if len(ordered) > 1 and peaks[ordered[0]][0] > limit:
         together, all_ = [], step
         for transform in ordered:
-            more = _with(all_, transform)
+            more = with_transform(all_, transform)
             if more is not None:
                 together, all_ = [t for t in (*together, transform) if t in more.transforms], more
         if len(together) > 1 and (n := peak(all_)) is not None and n[0] < peaks[ordered[0]][0]:
@@ -99,7 +99,7 @@ def _least(transform: Any) -> Any:
     return replace(transform, policy=0.0)
 
 
-def _with(step: Step, transform: Any) -> Step | None:
+def with_transform(step: Step, transform: Any) -> Step | None:
     """Returns the step with an additional transform; None if it already has it, or cannot have it.
 
     A different `accumulate` or `remat`, and lower ZeRO stages that the transform covers, are replaced.
@@ -124,7 +124,7 @@ def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple
     return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
 
 
-def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
+def candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
     """Returns transforms that may lower the peak of a plan, sorted by the share of the peak that they affect."""
     found = list[tuple[float, Any]]()
 

@@ -7,10 +7,11 @@ flat form with the number in brackets.
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fzero._utils.units import size
 from fzero.errors import FzeroTypeError
@@ -25,13 +26,16 @@ _LONGEST = 80  # statements in the body of a folded loop
 
 @dataclass(frozen=True)
 class Printed:
-    """A statement: `out = code`, the type of each result, and a remark. `depth` is its indentation in levels."""
+    """A statement: `out = code`, the type of each result, and a remark. `depth` is its indentation in levels. `ops`:
+    the indices, as `Program.walk` counts, of the ops that it stands for: several in a folded loop, none for a `del`.
+    """
 
     depth: int
     code: str
     out: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
     remark: str = ""
+    ops: tuple[int, ...] = ()
 
     def text(self) -> str:
         """Returns the statement as it runs."""
@@ -94,6 +98,11 @@ def show(program: Program, *, fold: bool = True) -> str:
     )
 
 
+def folded(program: Program) -> list[Printed]:
+    """Returns the statements of a program in the order of the text, with repeated layers folded into loops."""
+    return _fold(_flat(program.lines, program, 1))
+
+
 def name_of(program: Program) -> str:
     """Returns the name of the only function that a program's source defines."""
     return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
@@ -119,11 +128,12 @@ def _statement(line: Line, program: Program, depth: int) -> Printed:
     return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
 
 
-def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
+def _flat(lines: Sequence[Line], program: Program, depth: int, numbers: Iterator[int] | None = None) -> list[Printed]:
     """Returns one statement per op, and a `del` after the last read of a name. Names that the ops of several
-    micro-batches read get a separate `del`.
+    micro-batches read get a separate `del`. `numbers`: the indices of the ops.
     """
     out: list[Printed] = []
+    numbers = itertools.count() if numbers is None else numbers
     readers: dict[str, set[int]] = {}  # the micro-batches whose ops read a name
     for line in lines:
         if line.micro is not None:
@@ -133,10 +143,10 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
         if line.body:
             totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
             out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(_statement(line, program, depth))
-            out += _flat(line.body, program, depth + 1)
+            out.append(replace(_statement(line, program, depth), ops=(next(numbers),)))
+            out += _flat(line.body, program, depth + 1, numbers)
         else:
-            out.append(_statement(line, program, depth))
+            out.append(replace(_statement(line, program, depth), ops=(next(numbers),)))
         shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(line) else []
         for names in ([n for n in dead if n not in shared], shared):
             if names:
@@ -278,7 +288,13 @@ def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
             continue
         out.append(Printed(lines[i].depth, f"for {indices[0]} in range({count}):"))
         steps = [[b - a for a, b in zip(numbers[i + k], numbers[i + k + period], strict=True)] for k in range(period)]
-        body = [_indexed(lines[i + k], steps[k], indices[0]) for k in range(period)]
+        body = [
+            replace(
+                _indexed(lines[i + k], steps[k], indices[0]),
+                ops=tuple(n for turn in range(count) for n in lines[i + k + turn * period].ops),
+            )
+            for k in range(period)
+        ]
         out += _fold(body, indices[1:]) if indices[1:] else body
         i += period * count
     return out

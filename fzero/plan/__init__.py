@@ -17,5 +17,6 @@ made.
 | `process_memory.py` | the memory of the process besides its program: interpreter, libraries, device context |
 | `timeline.py` | simulates when every op and transfer starts and ends, and what waits for what |
 | `render.py` | renders a plan as text, JSON, HTML or a Chrome trace |
+| `page/` | renders a plan as an HTML page with charts, the program and the user's lines |
 | `picture.py` | draws a plan as a picture: the queues over time, and the memory below |
 """

@@ -97,7 +97,7 @@ def _add_legend(axes: Any, events: Sequence[Event]) -> None:
 def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> None:
     """Draws the memory stacked by role, with the peak and its op."""
     unit, name = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
-    points = list(_over_time(plan))
+    points = list(memory_over_time(plan))
     points.append((max(plan.step_seconds, points[-1][0]), points[-1][1]))
     times = [time / scale for time, _ in points]
     rows = [[s.by_role[i] / unit for _, s in points] for i in range(len(ROLES))]
@@ -134,7 +134,7 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
-def _over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
+def memory_over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
     """Yields the samples with the time from which they hold, which is when compute reaches their ops. Iterations of a
     loop after the second look like the second; for iterations that the timeline merges, the largest sample counts.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,6 +39,10 @@ from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_byte
 from fzero.plan.process_memory import ProcessPart, beside, here
 from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.tree import dtype_name
+
+if TYPE_CHECKING:
+    from fzero.plan.page.html_page import Page
+    from fzero.plan.page.suggestions import Suggestions
 
 
 class At(NamedTuple):
@@ -142,6 +146,8 @@ class Plan:
         stage_events: the timeline of each stage.
         process: what a rank's process needs in addition, part by part, and whether a calibration has measured it. For
             a device, the context and the buffers of NCCL are assumed.
+        programs, stage: the programs of all stages that were planned, and the index of this rank's; of a step without
+            `pipeline`, its only program.
 
     Example:
         >>> import torch, fzero as fz
@@ -183,6 +189,8 @@ class Plan:
     stages: tuple[StagePlan, ...] = ()
     stage_events: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
     process: tuple[ProcessPart, ...] = ()
+    programs: tuple[Program, ...] = field(default=(), repr=False, compare=False)
+    stage: int = field(default=0, repr=False)
 
     speed_of_light = attribute_alias("Plan", "speed_of_light", "roofline_fraction")
     resting_bytes = attribute_alias("Plan", "resting_bytes", "persistent_bytes")
@@ -238,6 +246,35 @@ class Plan:
         from fzero.plan.render import as_json
 
         return _written(as_json(self), path)
+
+    def html(
+        self,
+        path: str | Path | None = None,
+        *,
+        budget: str | int | None = None,
+        measured: Sequence[Event] | None = None,
+        suggestions: Suggestions | None = None,
+    ) -> Page:
+        """Returns the plan as one HTML page that needs no network, and also writes it to `path` if given. A notebook
+        shows the page. It contains the lines of your code that the step runs, with what each costs.
+
+        Args:
+            path: path of the file; ends in .html.
+            budget: memory of each rank that the peak is compared with: bytes, or text as `fits` takes it. By default
+                it is the memory of the device that the process leaves, if the device is known.
+            measured: the result of `train.profile`, shown below the prediction.
+            suggestions: what is known in addition to the plan, as `fzero plan --html` shows it.
+
+        Raises:
+            FzeroTypeError: if `path` is not a path.
+            FzeroValueError: for another ending, a directory that does not exist, or if vl-convert is missing.
+        """
+        from fzero.plan.page.html_page import page
+
+        if problems := [] if path is None else path_like("path", path):
+            raise FzeroTypeError("plan", "a page is written to a file", problems, 'html("report.html")')
+        limit = None if budget is None else parse_bytes(budget)
+        return page(self, None if path is None else Path(path), limit, measured, suggestions)
 
     def save_trace(self, path: str | Path, measured: Sequence[Event] | None = None) -> None:
         """Writes the timeline, with the memory over it, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -302,7 +339,8 @@ def plan(
     memory = _memory(program, found, backend)
     stages = stages or (program,)
     timelines = _timelines(stages, found, backend)
-    timeline = timelines[next(i for i, x in enumerate(stages) if x is program)]
+    stage = next(i for i, x in enumerate(stages) if x is program)
+    timeline = timelines[stage]
     step_seconds = max(x.step_seconds for x in timelines)
     sent: dict[str, int] = {}
     for line, times in walked:
@@ -357,6 +395,8 @@ def plan(
         ),
         stage_events=tuple(tuple(x.events) for x in timelines if len(stages) > 1),
         process=tuple(beside(found, peak.total, program.mesh.size > 1)),
+        programs=tuple(stages),
+        stage=stage,
     )
 
 

@@ -227,10 +227,11 @@ removed.
 
 
 def as_json(plan: Plan) -> str:
-    """Returns every field except the timeline as JSON. `memory` has one row per sample: line, turn, then bytes in the
-    order of `memory_columns`.
+    """Returns every field except the timeline and the programs as JSON. `memory` has one row per sample: line, turn,
+    then bytes in the order of `memory_columns`.
     """
-    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in ("events", "lines", "stage_events")}
+    apart = ("events", "lines", "stage_events", "programs", "stage")
+    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in apart}
     data |= {
         "device": plan.device.name,
         "peak_line": plan.peak_line._asdict(),

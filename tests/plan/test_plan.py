@@ -24,7 +24,7 @@ from fzero.ir.program import Function, Line, Placement, Program, Value
 from fzero.plan.cost import channel
 from fzero.plan.device_lookup import KNOWN, get_device
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
-from fzero.plan.picture import _over_time
+from fzero.plan.picture import memory_over_time
 from fzero.plan.plan import plan
 from fzero.plan.process_memory import CONTEXT, INTERPRETER, NCCL
 from fzero.plan.render import tables
@@ -593,9 +593,9 @@ def test_a_picture(tmp_path):
 
 
 @pytest.mark.parametrize("micro", [1, 2, 6])
-def test_memory_over_time_is_that_of_the_lines(micro):
+def test_memorymemory_over_time_is_that_of_the_lines(micro):
     found = lowered(3, micro).plan_on("h100")
-    times, samples = zip(*_over_time(found), strict=True)
+    times, samples = zip(*memory_over_time(found), strict=True)
     assert list(times) == sorted(times) and 0 <= times[0] and times[-1] <= found.step_seconds
     assert max(sample.total for sample in samples) == found.peak_bytes
     assert list(dict.fromkeys(samples)) == list(dict.fromkeys(found.memory))

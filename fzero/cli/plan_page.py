@@ -1,0 +1,95 @@
+"""Writes the page of `fzero plan --html`: the plan, with what the command knows in addition to it.
+
+The command has the step, so it can plan it with other transforms and on other devices; and it has the budgets and the
+script of a transformers model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fzero._utils.progress import shown
+from fzero.cli.plan_summary import Answer
+from fzero.compiler.alternatives import devices_table, other_transforms, transforms_table
+from fzero.compiler.budget_report import Budget
+from fzero.plan.page.suggestions import Suggestions
+from fzero.plan.plan import Plan
+from fzero.plan.process_memory import parts
+from fzero.plan.render import TextTable
+from fzero.step import Step
+
+if TYPE_CHECKING:
+    from fzero.cli.plan_command import PlanCommand
+
+
+def write_page(command: PlanCommand, path: Path, found: Any, refusal: str = "") -> None:
+    """Writes the page of a plan.
+
+    Args:
+        command: the flags.
+        path: the file; it has been checked.
+        found: the lowered step, with the step, its parameters and its batch (cli/step_command.py).
+        refusal: the error, if the step does not fit its budgets and was lowered without them.
+    """
+    lowered, plan = found.lowered, found.lowered.plan
+    summary = None
+    if found.script is not None:
+        process = parts(plan.device, plan.peak_bytes, found.interpreter, lowered.program.mesh.size > 1)
+        summary = Answer(lowered, plan, command.model, found.script, process)
+    memory, source = _memory(command, found, plan)
+    given = Suggestions(
+        title="" if summary is None else f"{summary.script.name} on {summary.num_ranks} x {plan.device.name}",
+        memory=memory,
+        memory_source=source,
+        problems=[line.strip() for line in refusal.splitlines()[1:] if line.strip()],
+        better=[] if summary is None or refusal else summary.better(),
+        tables=_tables(command, found, plan, memory),
+        assumptions=[] if summary is None else summary.assumptions(),
+        code=_code(command, summary),
+    )
+    plan.html(path, suggestions=given)
+    print(f"the page: {path}", file=sys.stderr)
+
+
+def _memory(command: PlanCommand, found: Any, plan: Plan) -> tuple[int | None, str]:
+    """Returns the bytes that a rank's program may use, and what they are."""
+    if command.budget_bytes is not None:
+        return command.budget_bytes, "the budget"
+    limit = found.lowered.budget.nbytes if found.lowered.budget else None
+    known = command.device is not None or command.devices is not None or plan.device.machine
+    left = plan.device.memory_bytes - plan.process_bytes
+    if limit is None and not known:
+        return None, ""
+    return left if limit is None else limit, f"what the process leaves of {plan.device.name}"
+
+
+def _tables(command: PlanCommand, found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
+    """Returns the alternatives. Those within a budget are planned within it."""
+    tables, lowered = list[TextTable](), found.lowered
+    if isinstance(found.step, Step):
+        budget = lowered.budget or Budget(None, plan.device, lowered.backend)
+        with shown("fzero.plan", lambda: "planning alternatives"):
+            others = other_transforms(found.step, lowered.program.mesh, found.params, found.batch, plan, budget, memory)
+        tables.append(transforms_table(others, plan, memory))
+    devices = devices_table(lowered, plan)
+    return [*tables, *([devices] if devices.rows else [])]
+
+
+def _code(command: PlanCommand, summary: Answer | None) -> str:
+    """Returns the script of a transformers model, or the calls that compile the target; "" if neither is known."""
+    if summary is not None:
+        return str(summary.script)
+    module, _, function = (command.target or "").rpartition(":")
+    name = Path(module).stem if module.endswith(".py") else module
+    axes = ", ".join(pair for text in (command.mesh[0] if command.mesh else ()) for pair in text.split(",") if pair)
+    if not axes or not name.isidentifier():
+        return ""
+    budget = "" if command.budget is None else f', batch=batch, memory_budget="{command.budget}"'
+    return (
+        f"import fzero as fz\nfrom {name} import {function}\n\n"
+        f"step, params, batch = {function}()  # the step has its transforms\n"
+        f"mesh = fz.make_mesh({axes})\ntrain = fz.compile(step, mesh{budget})\n"
+    )

@@ -1,0 +1,189 @@
+"""Predicts the seconds of each op of a program, and attributes those of subgraphs to lines of the user's code.
+
+Every operation of a recorded graph knows the user's line that it comes from; an operation of a backward knows the line
+that it differentiates. A kernel takes the time of its product or of its bytes, and its time counts for the lines of
+the values that it writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch.fx as fx
+
+from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
+from fzero.ir.program import Function, Line, Program
+from fzero.plan.cost import as_used, on_host, seconds
+from fzero.plan.device import Device
+from fzero.plan.inductor.fusion import compiler, given_to, kernels
+from fzero.plan.inductor.nodes import maker_of
+from fzero.trace.flops import product_flops
+from fzero.trace.guards.user_frames import Place
+from fzero.trace.recorder import FROM
+
+KINDS = ("forward", "backward", "forward and backward", "update", "other", "host", "transfer", "wait")
+"""What an op is for: computing a block, updating the state, another subgraph or copy, a subgraph on the host, moving
+data, or waiting for data.
+"""
+
+
+class OpCost(NamedTuple):
+    """The cost of an op in one step of a rank.
+
+    Attributes:
+        kind: one of `KINDS`.
+        times: how often it runs.
+        seconds: the time of all its runs in its queue: compute, or the channel of a transfer.
+        exposed: the time that compute waits at it.
+        nbytes: bytes that it sends or copies.
+        place: the user's line that it comes from, the one that takes most of its time if there are several; for an op
+            that moves data, that of the subgraph which reads or makes the data.
+    """
+
+    kind: str
+    times: int
+    seconds: float
+    exposed: float
+    nbytes: int
+    place: Place | None
+
+
+def op_costs(program: Program, device: Device, backend: str, exposed: Mapping[int, float]) -> list[OpCost]:
+    """Returns the cost of each op, in the order of `Program.walk`.
+
+    Args:
+        program: a lowered program.
+        device: the rates of a rank's device.
+        backend: the backend of the subgraphs.
+        exposed: the seconds that compute waits, by op.
+    """
+    rates = as_used(device, program)
+    shares = line_shares(program, rates, backend)
+    places = _places(program, {fn: max(lines, key=lambda at: lines[at]) for fn, lines in shares.items() if lines})
+    return [
+        OpCost(
+            kind_of(line, program, device),
+            times,
+            times * seconds(line, program, rates, backend),
+            exposed.get(i, 0.0),
+            times * transfer_bytes(line, program.values_by_name, program.mesh) if line.op in TRANSFERS else 0,
+            places[i],
+        )
+        for i, (line, times) in enumerate(program.walk())
+    ]
+
+
+def kind_of(line: Line, program: Program, device: Device) -> str:
+    """Returns what an op is for, one of `KINDS`."""
+    if line.op in TRANSFERS:
+        return "transfer"
+    if OPS[line.op].waits:
+        return "wait"
+    if device.asynchronous and on_host(line, program):
+        return "host"
+    if line.is_forward or line.is_backward:
+        return "forward" if line.is_forward else "backward"
+    if line.block is not None:
+        return "forward and backward"
+    return "update" if line.fn and (line.writes or line.by == "optimizer") else "other"
+
+
+# --- the user's lines ---
+
+
+def line_seconds(program: Program, costs: list[OpCost], device: Device, backend: str) -> dict[Place, dict[str, float]]:
+    """Returns the seconds per step that subgraphs take for each line of the user's code, by kind."""
+    shares = line_shares(program, as_used(device, program), backend)
+    found: dict[Place, dict[str, float]] = {}
+    for (line, _), cost in zip(program.walk(), costs, strict=True):
+        for place, share in shares.get(line.fn, {}).items():
+            kinds = found.setdefault(place, {})
+            kinds[cost.kind] = kinds.get(cost.kind, 0.0) + share * cost.seconds
+    return found
+
+
+def line_shares(program: Program, device: Device, backend: str) -> dict[str, dict[Place, float]]:
+    """Returns for each subgraph that is called the share of its time that each of the user's lines takes."""
+    called = {line.fn: program.functions[line.fn] for line, _ in program.walk() if line.fn}
+    made_by = compiler(program.mesh, backend)
+    return {name: _shares(function, device, made_by) for name, function in called.items()}
+
+
+def _shares(function: Function, device: Device, made_by: str) -> dict[Place, float]:
+    graph = given_to(made_by, function.graph, function.into)
+    taken: dict[Place, float] = defaultdict(float)
+    for kernel in kernels(graph, made_by).kernels:
+        time = kernel.nbytes / device.memory_bandwidth
+        if kernel.product is not None:
+            dtype = kernel.product.all_input_nodes[0].meta["val"].dtype
+            time = max(time, product_flops(kernel.product) / device.rate(dtype))
+        nodes = [kernel.product] if kernel.product is not None else [*kernel.writes]
+        places = {place for node in nodes if (place := place_of(node)) is not None}
+        for place in places:
+            taken[place] += time / len(places)
+    total = sum(taken.values())
+    if not total:  # a subgraph of views only
+        places = {place for node in graph.graph.nodes if (place := place_of(node)) is not None}
+        return dict.fromkeys(sorted(places), 1 / max(1, len(places)))
+    return {place: time / total for place, time in taken.items()}
+
+
+_FAR = 8  # operations: how far from a rewritten operation one that knows its line is looked for
+
+
+def place_of(node: fx.Node) -> Place | None:
+    """Returns the user's line of an operation; of an operation that a transform has inserted or rewritten, that of the
+    nearest operation that it reads.
+    """
+    todo = [maker_of(node)]
+    for _ in range(_FAR):
+        nearer = list[fx.Node]()
+        for n in todo:
+            if (place := n.meta.get(FROM) or n.meta.get("place")) is not None:
+                return place
+            nearer += n.all_input_nodes
+        todo = nearer
+    return None
+
+
+def _places(program: Program, of_functions: Mapping[str, Place]) -> list[Place | None]:
+    """Returns the user's line of each op: that of its subgraph. An op that moves or casts values has the line of the
+    first subgraph that reads them, or else of the one that makes what it reads.
+    """
+    lines = [line for line, _ in program.walk()]
+    found = [of_functions.get(line.fn) if line.fn else None for line in lines]
+    made = {v.name: place for line, place in zip(lines, found, strict=True) if place for v in line.out}
+    read: dict[str, Place] = {}  # by name, the line of the first subgraph that reads it, through waits and casts
+    for i in range(len(lines) - 1, -1, -1):
+        line = lines[i]
+        if not line.fn and not line.body:
+            found[i] = next((read[v.name] for v in line.out if v.name in read), None)
+        if (place := found[i]) is not None:
+            read.update(dict.fromkeys(line.args, place))
+    for i, line in enumerate(lines):
+        if found[i] is None and not line.fn and not line.body:
+            found[i] = next((made[a] for a in line.args if a in made), None)
+            if (place := found[i]) is not None:
+                made.update((v.name, place) for v in line.out)
+    return found
+
+
+def shown_path(filename: str) -> str:
+    """Returns a path as a page shows it: relative to the current folder, or from the folder of installed packages on,
+    or else the last two parts. A page names no folder of the machine that made it.
+
+    Example:
+        >>> shown_path("/opt/lib/site-packages/transformers/models/llama/modeling_llama.py")
+        'transformers/models/llama/modeling_llama.py'
+        >>> shown_path("/home/someone/project/model.py")
+        'project/model.py'
+    """
+    for folder in ("site-packages", "dist-packages"):
+        _, found, after = filename.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return after
+    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
+    return os.sep.join(filename.split(os.sep)[-2:]) if relative.startswith(os.pardir) else relative
