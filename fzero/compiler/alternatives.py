@@ -27,7 +27,7 @@ from fzero.transforms import accumulate, offload, remat
 from fzero.transforms import zero as shard
 from fzero.transforms.transform import on_device
 
-MOST_OPS = 4_000
+MOST_OPS = 2_500
 """The number of ops of the alternatives' programs after which no further one is planned."""
 
 

@@ -269,6 +269,23 @@ def test_trace_and_picture(run, here):
     assert "budget" in (here / "memory.svg").read_text()
 
 
+def test_html_is_a_page_with_alternatives(run, here):
+    pytest.importorskip("vl_convert")
+    code, _, err = run("plan", "targets.py:good", *MESH, *H100, "--html", "report.html")
+    page = (here / "report.html").read_text()
+    assert code == 0 and "the page: report.html" in err
+    assert "It fits" in page and "With other transforms" in page and "The same program on other devices" in page
+    assert "<td>with fz." in page and "from targets import good" in page
+
+
+def test_html_is_also_written_for_a_step_that_does_not_fit(run, here):
+    pytest.importorskip("vl_convert")
+    code, _, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "100KB", "--html", "report.html")
+    page = (here / "report.html").read_text()
+    assert code == 1 and "Fix:" in err
+    assert "It does not fit" in page and "Fix:" in page and "too much" in page
+
+
 # --- show ---
 
 
@@ -345,6 +362,8 @@ FLAGS = {
     (*MESH, "--device", "zero.json"): "memory_bandwidth is 0.0; latency is -1.0",
     (*MESH, "--trace", "no/where.json"): "--trace no/where.json: there is no folder no",
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
+    (*MESH, "--html", "report.pdf"): "--html report.pdf: a page is a .html",
+    (*MESH, "--html", "no/report.html"): "--html no/report.html: there is no folder no",
     (*MESH, "--devcie", "h100"): "--device",  # tyro's suggestion
     (*MESH, "--backend", "fast"): "invalid choice 'fast'",
     (): "--mesh AXIS=SIZE",

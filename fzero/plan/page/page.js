@@ -111,7 +111,7 @@ function timelineChart() {
     data: { values: events },
     layer: [
       {
-        mark: { type: "rect", clip: true, stroke: color("paper"), strokeWidth: 0.5, cornerRadius: 2 },
+        mark: { type: "rect", clip: true, stroke: color("paper"), strokeWidth: { expr: `${pixels} > 4 ? 0.6 : 0` } },
         encoding: {
           x, x2: { field: "end" }, y,
           color: { field: "kind", type: "nominal", legend: null, scale: { domain: kinds, range: kinds.map((kind) => color(kind.replaceAll(" ", "-"))) } },
