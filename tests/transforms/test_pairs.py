@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ import pytest
 import simulated
 import torch
 import torch.nn.functional as F
-from pieces import PIECES, composed
+from pieces import PIECES, composed, kind
 
 import fzero as fz
 from fzero import optim
@@ -175,6 +176,21 @@ def test_with_pipeline_and_tensor(names: tuple[str, ...]) -> None:
     else:
         with pytest.raises(FzeroError, match=REJECTED[inside[0]]):
             differences(names)
+
+
+def test_the_overview_lists_the_pairs_that_do_not_compose() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transforms" / "index.md").read_text()
+    _, _, table = text.partition("| transform | does not compose with |")
+    rows = [[{*re.findall(r"`(\w+)", cell)} for cell in row.split("|")[1:3]] for row in table.splitlines()]
+    listed = {frozenset(pair) for row in rows if len(row) == 2 for pair in itertools.product(*row)}
+    kinds = {name: [kind(t) for t in PIECES[name].make()] for name in NAMES}
+    missing = [
+        f"{a} and {b}"
+        for a, b in REJECTED
+        if not {*kinds[a]} & {*kinds[b]}  # otherwise they are two configurations of one transform, or two stages
+        and frozenset((PIECES[a].make()[-1].name, PIECES[b].make()[-1].name)) not in listed
+    ]
+    assert not missing, "\n".join(missing)
 
 
 # The page
