@@ -342,7 +342,7 @@ def test_ctrl_c_saves_and_resumes(run_ranks, tmp_path):
 
 @pytest.mark.full
 def test_the_readmes_starts_run(tmp_path, monkeypatch, compiled_here):
-    """Run on the default backend. The lines of the program that README shows are lines of the second start's program."""
+    """Run on the default backend. The lines of README's program are lines of the second start's program."""
     monkeypatch.chdir(tmp_path)
     readme = (ROOT / "README.md").read_text()
     *starts, program = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
