@@ -240,6 +240,7 @@ const frame = document.querySelector("iframe");
 frame.style = "width: {width}px; height: 1900px; border: 0";
 setInterval(() => {{
   const inside = frame.contentDocument, box = (x) => x.getBoundingClientRect().width;
+  if (!inside?.body?.dataset.drawn) return;  // the scripts are still running
   document.body.dataset.seen = JSON.stringify({{
     drawn: inside.body.dataset.drawn,
     loaded: frame.contentWindow.performance.getEntriesByType("resource").map((x) => x.name),

@@ -24,9 +24,9 @@ from fzero.trace.flops import product_flops
 from fzero.trace.guards.user_frames import Place
 from fzero.trace.recorder import FROM
 
-KINDS = ("forward", "backward", "forward and backward", "update", "other", "host", "transfer", "wait")
-"""What an op is for: computing a block, updating the state, another subgraph or copy, a subgraph on the host, moving
-data, or waiting for data.
+KINDS = ("forward", "backward", "forward and backward", "outside blocks", "update", "other", "host", "transfer", "wait")
+"""What an op is for: computing a block, computing outside of blocks, updating the state, casts and other small ops,
+computing on the host, moving data, or waiting for data.
 """
 
 
@@ -88,7 +88,9 @@ def kind_of(line: Line, program: Program, device: Device) -> str:
         return "forward" if line.is_forward else "backward"
     if line.block is not None:
         return "forward and backward"
-    return "update" if line.fn and (line.writes or line.by == "optimizer") else "other"
+    if not line.fn:
+        return "other"
+    return "update" if line.writes or line.by == "optimizer" else "outside blocks"
 
 
 # --- the user's lines ---

@@ -2,7 +2,6 @@
 // The data is columns of numbers (chart_data.py). Colours are those of the page's style sheet.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const KINDS = ["forward", "backward", "forward and backward", "update", "other", "host", "transfer", "wait"];
 const range = { lo: 0, hi: data.end };
 let views = [];
 
@@ -16,11 +15,28 @@ function rows(columns) {
   return columns[names[0]].map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
 }
 
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+function size(number) {  // of the unit of the axis
+  let unit = UNITS.indexOf(data.byte_unit);
+  for (; unit > 0 && Math.abs(number) < 1; unit--) number *= 1024;
+  return `${Number(number.toPrecision(4))} ${UNITS[unit]}`;
+}
+const duration = (number) => `${Number(number.toPrecision(4))} ${data.time_unit}`;
+
+// What a tooltip shows: an object becomes a table.
 const text = (op) => data.texts[op] ?? "";
+function memoryTip(row) {
+  const roles = data.roles.filter((role) => row[role] > 0).reverse().map((role) => [data.words[role], size(row[role])]);
+  const host = row.host ? [["host memory", size(row.host)]] : [];
+  return Object.fromEntries([["op", text(row.op)], ["from", duration(row.time)], ["all", size(row.total)], ...roles, ...host]);
+}
+const eventTip = (row) => ({
+  name: row.name, takes: duration(row.end - row.start), from: duration(row.start), kind: row.kind, op: text(row.op),
+});
 const memory = rows(data.memory).map((row, i, all) => ({
-  ...row, until: i + 1 < all.length ? all[i + 1].time : data.end, text: text(row.op),
+  ...row, until: i + 1 < all.length ? all[i + 1].time : data.end, tip: memoryTip(row),
 }));
-const events = rows(data.events).map((row) => ({ ...row, takes: row.end - row.start, text: text(row.op) }));
+const events = rows(data.events).map((row) => ({ ...row, tip: eventTip(row) }));
 
 function config() {
   const ink = color("ink"), soft = color("soft"), rule = color("rule");
@@ -53,12 +69,7 @@ function memoryChart() {
   const x = { ...time, field: "time" };
   const peak = memory.find((row) => row.peak);
   const left = peak.time < data.end / 2;
-  const tooltip = [
-    { field: "text", type: "nominal", title: "op" },
-    { field: "total", type: "quantitative", title: `all, ${data.byte_unit}`, format: ".4~g" },
-    ...data.roles.map((role) => ({ field: role, type: "quantitative", title: data.words[role], format: ".3~g" })),
-    ...(data.memory.host ? [{ field: "host", type: "quantitative", title: "host memory", format: ".3~g" }] : []),
-  ];
+  const tooltip = { expr: "datum.tip" };
   const y = (field, more) => ({ field, type: "quantitative", axis: { title: null, labelExpr: `datum.label + " ${data.byte_unit}"`, tickCount: 5, minExtent: edge(), maxExtent: edge() }, ...more });
   const layer = [
     {
@@ -70,13 +81,13 @@ function memoryChart() {
       },
     },
     {
-      mark: { type: "rect", clip: true, opacity: 0, tooltip: true },
-      encoding: { x, x2: { field: "until" }, y: { value: 0 }, y2: { value: "height" }, tooltip },
+      mark: { type: "rect", clip: true, opacity: 0, tooltip },
+      encoding: { x, x2: { field: "until" }, y: { value: 0 }, y2: { value: "height" } },
     },
     {
       data: { values: [{ ...peak, label: `peak ${peak.total.toPrecision(4)} ${data.byte_unit}` }] },
       layer: [
-        { mark: { type: "point", filled: true, size: 70, color: color("ink"), clip: true }, encoding: { x, y: y("total"), tooltip } },
+        { mark: { type: "point", filled: true, size: 70, color: color("ink"), clip: true, tooltip }, encoding: { x, y: y("total") } },
         ...labels({ align: left ? "left" : "right", dx: left ? 8 : -8, dy: -10, fontSize: 13, fontWeight: 600 }, { x, y: y("total") }),
       ],
     },
@@ -103,7 +114,7 @@ function timelineChart() {
   const y = { field: "queue", type: "nominal", sort: data.queues, scale: { domain: data.queues, paddingInner: 0.25, paddingOuter: 0.15 },
               axis: { title: null, domain: false, ticks: false, minExtent: edge(), maxExtent: edge(), labelLimit: edge() - 6 } };
   const x = { ...time, field: "start" };
-  const kinds = KINDS.filter((kind) => data.events.kind.includes(kind));
+  const kinds = [...new Set(data.events.kind)].sort();
   const pixels = "(scale('x', datum.end) - scale('x', datum.start))";
   return {
     ...common(),
@@ -111,17 +122,11 @@ function timelineChart() {
     data: { values: events },
     layer: [
       {
-        mark: { type: "rect", clip: true, stroke: color("paper"), strokeWidth: { expr: `${pixels} > 4 ? 0.6 : 0` } },
+        mark: { type: "rect", clip: true, stroke: { expr: `${pixels} > 4 ? "${color("paper")}" : scale("color", datum.kind)` },
+                strokeWidth: 0.7, tooltip: { expr: "datum.tip" } },
         encoding: {
           x, x2: { field: "end" }, y,
           color: { field: "kind", type: "nominal", legend: null, scale: { domain: kinds, range: kinds.map((kind) => color(kind.replaceAll(" ", "-"))) } },
-          tooltip: [
-            { field: "name", type: "nominal" },
-            { field: "takes", type: "quantitative", title: data.time_unit, format: ".4~g" },
-            { field: "start", type: "quantitative", title: `from, ${data.time_unit}`, format: ".5~g" },
-            { field: "kind", type: "nominal" },
-            { field: "text", type: "nominal", title: "op" },
-          ],
         },
       },
       {

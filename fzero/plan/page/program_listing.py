@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from fzero.ir.printer import Printed, folded
 from fzero.ir.program import Program
 from fzero.plan.page.op_costs import OpCost
+from fzero.plan.render import brief
 from fzero.trace.guards.user_frames import Place
 
+_SHORT = 200  # characters of a statement before it is clicked
 _LONGEST = 1_500  # characters of a statement: a list of all gradients of a large model is longer
 
 
@@ -41,6 +43,11 @@ class Row:
     nbytes: int = 0
     place: Place | None = None
     body: list[Row] = field(default_factory=list)
+
+    @property
+    def short(self) -> str:
+        """The statement with only the first of many results, so that what is called can be seen."""
+        return brief(self.code, _SHORT)
 
     @property
     def cost(self) -> float:
