@@ -15,6 +15,7 @@ from fzero._utils.progress import shown
 from fzero.cli.plan_summary import Answer
 from fzero.compiler.alternatives import devices_table, other_transforms, transforms_table
 from fzero.compiler.budget_report import Budget
+from fzero.compiler.combined_transforms import auto_of
 from fzero.plan.page.suggestions import Suggestions
 from fzero.plan.plan import Plan
 from fzero.plan.process_memory import parts
@@ -46,7 +47,7 @@ def write_page(command: PlanCommand, path: Path, found: Any, refusal: str = "") 
         memory_source=source,
         problems=[line.strip() for line in refusal.splitlines()[1:] if line.strip()],
         better=[] if summary is None or refusal else summary.better(),
-        tables=_tables(command, found, plan, memory),
+        tables=_tables(found, plan, memory),
         assumptions=[] if summary is None else summary.assumptions(),
         code=_code(command, summary),
     )
@@ -66,10 +67,13 @@ def _memory(command: PlanCommand, found: Any, plan: Plan) -> tuple[int | None, s
     return left if limit is None else limit, f"what the process leaves of {plan.device.name}"
 
 
-def _tables(command: PlanCommand, found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
-    """Returns the alternatives. Those within a budget are planned within it."""
+def _tables(found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
+    """Returns the alternatives. Those within a budget are planned within it. For a step with `offload("auto")` there
+    are no other transforms: the planner has searched for the fastest placement already, and each alternative would be
+    another such search.
+    """
     tables, lowered = list[TextTable](), found.lowered
-    if isinstance(found.step, Step):
+    if isinstance(found.step, Step) and auto_of(found.step) is None:
         budget = lowered.budget or Budget(None, plan.device, lowered.backend)
         with shown("fzero.plan", lambda: "planning alternatives"):
             others = other_transforms(found.step, lowered.program.mesh, found.params, found.batch, plan, budget, memory)

@@ -113,6 +113,15 @@ def test_a_notebook_shows_the_page_in_a_frame():
     assert page._repr_html_().startswith("<iframe srcdoc=") and html.escape(page) in page._repr_html_()
 
 
+def test_a_compiled_step_has_a_page_with_what_was_measured():
+    params = [{"up": torch.randn(16, 32), "down": torch.randn(32, 16)} for _ in range(2)]
+    train = fz.compile(fz.train_step(loss_fn, optim.adamw(3e-4)), fz.make_mesh(data=1), backend="eager")
+    _, measured = train.profile(train.init(params), torch.randn(8, 16), steps=1)
+    page = train.plan.html(measured=measured)
+    assert data_of(page)["queues"] == ["compute", "measured compute"] and "what was measured" in visible(page)
+    assert "measured" not in data_of(train.plan.html())["queues"] and "nothing was run" in visible(train.plan.html())
+
+
 # --- the program and its costs ---
 
 

@@ -76,6 +76,7 @@ def page(
         tiles=_tiles(plan, memory),
         shares=_shares(plan, memory),
         given=given,
+        measured=bool(measured),
         peak_row=_peak(plan, costs[plan.stage]),
         tables={t.title: t for t in tables(plan)},
         assumed=assumed(plan),

@@ -56,7 +56,9 @@ const time = {
   axis: { title: `time in ${data.time_unit}`, grid: false, tickCount: narrow() ? 4 : 10 },
 };
 const params = () => [{ name: "lo", value: range.lo }, { name: "hi", value: range.hi }];
-const edge = () => (narrow() ? 84 : 110);  // of the vertical axes: the same, so that both charts have the same width
+// The width of the vertical axes: the same, so that both charts have the same width.
+const longest = Math.max(...data.queues.map((name) => name.length));
+const edge = () => Math.min(Math.max(7 * longest + 10, 76), narrow() ? 96 : 170);
 const common = () => ({ width: "container", autosize: { type: "fit-x", contains: "padding" }, params: params(), config: config() });
 
 // Text on top of areas: twice, the first time with a thick outline in the colour of the paper.
@@ -101,7 +103,8 @@ function memoryChart() {
       data: { values },
       layer: [
         { mark: { type: "rule", strokeDash: [6, 4], color: color("bad") }, encoding: { y: y("limit") } },
-        ...labels({ align: "left", x: 6, dy: -9, color: color("bad"), fontSize: 12 }, { y: y("limit") }),
+        // at the other end than the peak
+        ...labels({ align: left ? "right" : "left", x: left ? "width" : 0, dx: left ? -4 : 6, dy: -9, color: color("bad"), fontSize: 12 }, { y: y("limit") }),
       ],
     });
   }
