@@ -195,7 +195,7 @@ def anchors(page: str) -> set[str]:
 
 
 def links_lead_somewhere() -> Iterator[str]:
-    for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+    for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", CODE_BLOCK.sub("", path.read_text())):
             if re.match(r"[a-z]+:", target):
                 continue
