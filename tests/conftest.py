@@ -110,8 +110,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leaves out the doctests of `fzero/hf` if transformers is not installed: they all need it. Compiled kernels go to a folder of this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE
-    to keep them from run to run."""
+    """The doctests of `fzero/hf` all need transformers, and are left out without it. Compiled kernels go to a folder of
+    this session, shared by all ranks; set TORCHINDUCTOR_CACHE_DIR and FZERO_CACHE to keep them from run to run."""
     global _inductor_cache
     if importlib.util.find_spec("transformers") is None:
         config.option.ignore = [*(config.option.ignore or []), str(ROOT / "fzero" / "hf")]

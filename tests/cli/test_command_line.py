@@ -261,6 +261,7 @@ def test_a_budget_that_does_not_fit(run):
 
 
 def test_trace_and_picture(run, here):
+    pytest.importorskip("matplotlib")
     code, _, _ = run(
         "plan", "targets.py:good", *MESH, *H100, "--trace", "step.json", "--picture", "memory.svg", "--budget", "1GB"
     )

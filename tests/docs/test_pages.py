@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import doctest
-import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -138,10 +138,12 @@ def test_every_transform_has_a_page() -> None:
     assert kinds(Transform) | {"index", "reading-a-program"} == pages
 
 
-PUBLIC = [name for room in reference.ROOMS for name in reference.names(room)]
+ROOMS = [room for room in reference.ROOMS if room != "fz.hf" or importlib.util.find_spec("transformers")]
+PUBLIC = [name for room in ROOMS for name in reference.names(room)]
 
 
 def test_the_reference_has_every_public_name() -> None:
+    pytest.importorskip("transformers", reason="fz.hf has names that need it")
     text = reference.index()
     assert all(f"[`{name.text}`](api/{name.text}.md)" in text for name in PUBLIC)
     modules = {name for name in fz.__all__ if inspect.ismodule(getattr(fz, name))}

@@ -569,6 +569,7 @@ def test_a_trace_has_every_channel_and_what_was_measured_beside_it(tmp_path):
 
 
 def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
     found = lowered(3, 2).plan
     found.save_picture(tmp_path / "memory.png", budget="1MB")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and (
