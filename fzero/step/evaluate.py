@@ -52,7 +52,7 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
     """Makes a forward-only step: `fn(params, *batch) -> outputs` under the same transforms as training.
 
     Outputs that are `fz.weighted` are returned as `total / count` over the complete mesh; all others are those of
-    this rank. See docs/guides/evaluation.md.
+    this rank. See docs/guides/losses-metrics.md, Evaluation.
 
     Args:
         fn: a function of the parameters and of any number of further pytrees of tensors, all passed by position.
