@@ -3,8 +3,7 @@ AdamW, in bf16.
 
     python benchmarks/gpu.py                                    # 356 M parameters on one CUDA device
     torchrun --nproc-per-node 8 benchmarks/gpu.py               # on several: ZeRO-3 beside FSDP2, each block compiled
-    # the same code, to see it run:
-    python benchmarks/gpu.py --device cpu --layers 2 --width 64 --heads 4 --seq 32 --batch 4 --vocab 256
+    python benchmarks/gpu.py --small                            # a tiny model on the CPU, to see that it works
 
 Masters, moments and reductions are float32, the arithmetic bfloat16. The module does so in two ways: every part casts
 its own parameters, which is what fzero's mixed_precision means, and autocast, which keeps the residual stream in
@@ -18,6 +17,7 @@ import argparse
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -275,9 +275,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--backend", choices=["inductor", "eager"], default="inductor", help="of all: eager compiles nothing"
     )
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, eager")
     parser.add_argument("--name", default="gpu", help="of the files in --out")
     parser.add_argument("--out", type=Path, help=OUT_HELP)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.small:
+        args.layers, args.width, args.heads, args.seq, args.batch, args.vocab = 2, 64, 4, 32, 4, 256
+        args.device, args.backend, args.warmup, args.rounds, args.steps = "cpu", "eager", 1, 2, 2
+        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
+    return args
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ what the machine's links allow.
     python benchmarks/offload_gpu.py --layers 16                # half the model
     # a model whose Adam state is twice the device's memory
     python benchmarks/offload_gpu.py --parts twice --device-memory 24GB --path DIR
-    python benchmarks/offload_gpu.py --dry                      # the plan alone, of an H100: no GPU, about a minute
+    python benchmarks/offload_gpu.py --dry                      # only the plan for an H100: no GPU, about a minute
+    python benchmarks/offload_gpu.py --small                    # the plan of a tiny model, to see that it works
 
 The ceiling: compute takes the model's FLOPs, with full recomputation a third more, at the rate that products attain;
 bf16 parameters come in for the forward and for the backward, 2P bytes each, once a step, and bf16 gradients go out, 2P;
@@ -22,9 +23,11 @@ import gc
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -370,8 +373,13 @@ def _arguments() -> argparse.Namespace:
         "--trace", help="of one step at the most tokens, a file for Perfetto: are copies under compute?"
     )
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--small", action="store_true", help="the plan of a tiny model")
     script_flags(parser, "offload_gpu")
     args = parser.parse_args()
+    if args.small:
+        args.layers, args.width, args.heads, args.seq, args.vocab = 2, 256, 4, 64, 512
+        args.dry, args.tokens, args.parts = True, [256], ["curve"]
+        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
     if args.dry and args.name == parser.get_default("name"):
         args.name = "offload_gpu_planned"
     return args
