@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import torch
 
 import fzero as fz
 
-from .common import DEEP, params_of, train_step
+from .common import DEEP, environment, params_of, train_step
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -102,12 +101,15 @@ class WarmStart:
         self.folder = tempfile.TemporaryDirectory()
         links = Path(self.folder.name)
         (links / "asv_benchmarks").symlink_to(Path(__file__).resolve().parent)
-        caches = {"FZERO_CACHE": str(links / "fzero"), "TORCHINDUCTOR_CACHE_DIR": str(links / "inductor")}
-        self.env = {**os.environ, **caches, "OMP_NUM_THREADS": "1"}
+        inductor = str(links / "inductor")
+        self.env = environment(FZERO_CACHE=str(links / "fzero"), TORCHINDUCTOR_CACHE_DIR=inductor)
         self.time_warm_start()
 
     def teardown(self) -> None:
         self.folder.cleanup()
 
     def time_warm_start(self) -> None:
-        subprocess.run([sys.executable, "-c", WARM, self.folder.name], env=self.env, check=True, capture_output=True)
+        command = [sys.executable, "-c", WARM, self.folder.name]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import fzero as fz
 
-from .common import DEEP, SAVED, Started, params_of
+from .common import DEEP, SAVED, Started, environment, params_of
 
 RUN = Path(__file__).with_name("failing_run.py")
 
@@ -58,7 +57,7 @@ class Recovery:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
             command += ["-m", "fzero.run", str(RUN), folder]
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "FZERO_CACHE": f"{folder}/cache"}
+            env = environment(FZERO_CACHE=f"{folder}/cache")
             subprocess.run(command, env=env, check=True, capture_output=True)
             return float(Path(folder, "seconds").read_text())
 
