@@ -1,4 +1,4 @@
-"""Runs the command line: `fzero plan`, `fzero show`, `fzero check` and `fzero calibrate`.
+"""Runs the command line: `fzero plan`, `fzero show`, `fzero check`, `fzero calibrate` and `fzero doctor`.
 
 Each command is a frozen dataclass in `commands.py` whose fields are its flags. It returns its exit
 code: 0 if it succeeded; 1 if the step does not fit its budget, differs from the step without
@@ -15,6 +15,7 @@ and a traceback is shown only for the user's own code.
 | `plan_command.py` | `fzero plan`: plans the step on one or several meshes, and prints or draws the plan |
 | `plan_page.py` | `fzero plan --html`: adds alternatives, suggestions and code to the page of a plan |
 | `commands.py` | lists the commands, and runs `show`, `check` and `calibrate` |
+| `doctor_command.py` | `fzero doctor`: prints what this machine has, what is missing, and how to get it |
 | `plan_summary.py` | summarizes a plan in words: does the model fit, how fast does it train, what would help |
 | `printing.py` | prints plans, programs, devices and reports in colour, as plain text or as JSON |
 """

@@ -14,6 +14,7 @@ import tyro
 
 from fzero._utils.deprecation import renamed_flags
 from fzero.cli.commands import Calibrate, Check, Show
+from fzero.cli.doctor_command import Doctor
 from fzero.cli.plan_command import PlanCommand
 
 _ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says
@@ -50,6 +51,8 @@ exit code: 0; 1 if they differ; 2 for an invalid flag or target""",
 examples:
   fzero calibrate
   torchrun --nproc-per-node 8 -m fzero.runtime.calibrate     (over the links between these ranks)""",
+    "doctor": """
+exit code: 0; 1 if fzero cannot work here""",
 }
 
 _ELSEWHERE = {
@@ -71,7 +74,7 @@ _RENAMED = {"--vertical": "--layerwise", "--whole": "--include-process"}
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
-def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
+def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate | Doctor:
     """Returns the command of a command line. Exits, as argparse does, with 2 and an error message, or with 0 after a
     help text.
     """
@@ -84,7 +87,7 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
             name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
         )
 
-    kinds = {"plan": PlanCommand, "show": Show, "check": Check, "calibrate": Calibrate}
+    kinds = {"plan": PlanCommand, "show": Show, "check": Check, "calibrate": Calibrate, "doctor": Doctor}
     each = tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())
     commands = Union[each]  # noqa: UP007  # made of a list
     try:

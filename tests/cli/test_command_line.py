@@ -428,7 +428,7 @@ def test_passes_that_cannot_be_shown_or_skipped(run, flags, want, said):
 def test_no_command_and_a_wrong_one(run):
     assert run()[0] == 2
     code, _, err = run("pla")
-    assert code == 2 and "plan, show, check, calibrate" in err
+    assert code == 2 and "plan, show, check, calibrate, doctor" in err
 
 
 # --- whose error ---
