@@ -139,6 +139,24 @@ def test_every_transform_has_a_page() -> None:
 
 
 ROOMS = [room for room in reference.ROOMS if room != "fz.hf" or importlib.util.find_spec("transformers")]
+
+
+def test_the_legend_of_programs_is_complete() -> None:
+    """Each op and each placement that a program prints is explained."""
+    from fzero.ir.ops import OPS, OWNERS
+
+    page = (DOCS / "transforms" / "reading-a-program.md").read_text()
+    printed = "\n".join(block.text for path in PAGES for block in blocks(path.read_text()) if block.language == "text")
+    legend = {
+        word for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for word in re.findall(r"`[^`\w]*(\w+)", row)
+    }
+    ops = {name for name, op in OPS.items() if op.in_text and name not in OWNERS}
+    placements = {*re.findall(r"# \w+\[[^\]]*\] (\w+)\(", printed)}
+    assert {"partial", "shard"} <= placements
+    assert ops - {"rollback"} <= legend
+    assert placements <= legend
+
+
 PUBLIC = [name for room in ROOMS for name in reference.names(room)]
 
 
