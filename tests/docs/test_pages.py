@@ -138,9 +138,6 @@ def test_every_transform_has_a_page() -> None:
     assert kinds(Transform) | {"index", "reading-a-program"} == pages
 
 
-ROOMS = [room for room in reference.ROOMS if room != "fz.hf" or importlib.util.find_spec("transformers")]
-
-
 def test_the_legend_of_programs_is_complete() -> None:
     """Each op and each placement that a program prints is explained."""
     from fzero.ir.ops import OPS, OWNERS
@@ -157,6 +154,7 @@ def test_the_legend_of_programs_is_complete() -> None:
     assert placements <= legend
 
 
+ROOMS = [room for room in reference.ROOMS if room != "fz.hf" or importlib.util.find_spec("transformers")]
 PUBLIC = [name for room in ROOMS for name in reference.names(room)]
 
 
