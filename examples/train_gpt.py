@@ -12,10 +12,14 @@ fzero plan examples/train_gpt.py:plan_target --mesh data=8             # what a 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # the imports below take seconds
+    print("importing PyTorch and fzero", file=sys.stderr, flush=True)
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +31,11 @@ from fzero import optim
 
 VOCAB = 256  # bytes
 EVAL_BATCHES = 4
+NEXT = """
+to try next:
+  python examples/train_gpt.py --resume --steps 300 --zero 1  # on one process
+  fzero plan examples/train_gpt.py:plan_target --mesh data=8  # memory, time
+  fzero show examples/train_gpt.py:plan_target --mesh data=8  # the program"""
 
 # --- The model: pure functions of a pytree of parameters. A block is gathered, rematerialised and compiled as one. ---
 
@@ -218,6 +227,7 @@ def run(args: argparse.Namespace) -> None:
         say(f"sha256 of the parameters: {digest(fz.tree.leaves(train.gather(state).params))}")
     prompt = b"\n" if args.text else b"\n    def "
     say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed), prompt))
+    say(NEXT)
 
 
 def sample(
