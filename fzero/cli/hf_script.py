@@ -55,6 +55,8 @@ class OfModel:
     """devices that process the same samples, each with a shard of every layer: fz.tensor_parallel"""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """dtype of the computation; parameters and optimizer state are stored in fp32"""
+    loss: Literal["full", "chunked"] = "full"
+    """chunked computes the cross entropy in chunks of the positions, so that a step never holds all logits"""
     remat: Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="(default: auto; full with --offload)")] = (
         None
     )
@@ -192,6 +194,7 @@ def _script(
     given = "".join(f", {name}={_quoted(value)}" for name, value in budgets.items() if value is not None)
     given += ", batch=batch" if of.offload == "auto" else ""
     transforms = ",\n    ".join(_transforms(of, axes, budgets))
+    loss = ', loss="chunked"' if of.loss == "chunked" else ""
     return Script(
         name=name,
         model=(
@@ -199,7 +202,7 @@ def _script(
             f"import fzero as fz\nfrom fzero import optim\n\n"
             f"{made}\n"
             f"optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-5))\n"
-            f"step = fz.compose(\n    {transforms},\n)(model.train_step(optimizer))\n"
+            f"step = fz.compose(\n    {transforms},\n)(model.train_step(optimizer{loss}))\n"
         ),
         mesh=(
             f"# torchrun {nodes}--nproc-per-node {min(size, per_host)} train.py\n"

@@ -109,7 +109,7 @@ def code_of(out: str) -> str:
     ("kind", "flags"),
     [
         ("llama", ("--seq", "16")),
-        ("gpt2", ("--accumulate", "2", "--layerwise", "--precision", "fp32", "--remat", "0.5")),
+        ("gpt2", ("--accumulate", "2", "--layerwise", "--precision", "fp32", "--remat", "0.5", "--loss", "chunked")),
         ("t5", ("--seq", "8", "--batch", "2", "--remat", "full")),
         ("bert", ("--seq", "8", "--precision", "fp32")),
         ("mixtral", ("--seq", "64", "--precision", "fp32")),
@@ -134,6 +134,17 @@ def test_the_printed_code_is_what_was_planned_and_runs(
         assert code == 0 and code_of(out) == data["code"]
         assert "predicted, not measured" in out and "the process in all" in out and "fits " in out
         assert "2 layers, hidden size 32, 4 heads, vocabulary 96" in out and not err
+
+
+def test_a_loss_in_chunks_takes_less_memory(run: Any, tmp_path: Path) -> None:
+    """The logits of 64 samples of 32 tokens are the largest values of this step."""
+    config = transformers.GPT2Config(vocab_size=8192, n_positions=32, n_embd=32, n_layer=1, n_head=4)
+    config.save_pretrained(tmp_path)
+    flags = ("--hf", str(tmp_path), "--devices", "1xh100", "--precision", "fp32", "--batch", "64", "--json")
+    plans = {loss: json.loads(run(*flags, "--loss", loss)[1]) for loss in ("full", "chunked")}
+    assert "model.train_step(optimizer)" in plans["full"]["code"]
+    assert 'model.train_step(optimizer, loss="chunked")' in plans["chunked"]["code"]
+    assert plans["chunked"]["peak_bytes"] < plans["full"]["peak_bytes"] / 1.5
 
 
 @pytest.mark.full

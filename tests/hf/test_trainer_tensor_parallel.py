@@ -149,6 +149,31 @@ def test_as_the_librarys(run_ranks: Any, tmp_path: Path) -> None:
         assert max(float((x - one[n]).detach().abs().max()) for n, x in model.named_parameters()) < 1e-5
 
 
+def trained_on_ranks(path: Path, loss: Any, **settings: Any) -> list[dict[str, float]]:
+    """The losses, gradient norms and evaluation of three steps by `tensor_parallel` over two ranks."""
+    args = arguments(output_dir=str(path), max_steps=3, **settings)
+    data = {"train_dataset": texts(24), "eval_dataset": texts(7), "data_collator": padded}
+    trainer = Trainer(llama(), args, **data, tensor_parallel=2, loss=loss, lengths=[40], backend="eager")
+    trainer.train()
+    assert trainer.compiled is not None
+    assert any("chunk" in name for name in trainer.compiled.program.functions) == (loss == "chunked")
+    found = [{n: row[n] for n in ("loss", "grad_norm")} for row in trainer.state.log_history if "loss" in row]
+    found.append({"eval_loss": trainer.evaluate()["eval_loss"]})
+    forget()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_loss_in_chunks_equals_that_of_all_logits(run_ranks: Any, tmp_path: Path, precision: str) -> None:
+    settings = {} if precision == "fp32" else {precision: True}
+    full, chunked = (
+        run_ranks(2, trained_on_ranks, tmp_path / str(loss), loss, **settings) for loss in (None, "chunked")
+    )
+    for one, two in zip(full, chunked, strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert b == pytest.approx(a, rel=1e-5 if precision == "fp32" else 1e-2), (full, chunked)
+
+
 def test_parts_of_a_mesh() -> None:
     """Ranks along `model` read the same rows, wherever the axis lies; together all rows are read once."""
     from accelerate import Accelerator
