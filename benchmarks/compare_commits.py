@@ -120,7 +120,7 @@ def worker(args: argparse.Namespace) -> None:
         key, kept = next(iter(train._runs.items()))
         tuple_ = isinstance(kept, tuple)  # as 0.1 keeps a program
         lowered, run = kept if tuple_ else (kept.lowered, kept.run)
-        names = {line.fn or line.op for line, _ in lowered.program.walk() if line.op != "loop"}
+        names = {op.fn or op.op for op, _ in lowered.program.walk() if op.op != "loop"}
 
         def put(ran: Any) -> Any:
             train._runs[key] = (lowered, ran) if tuple_ else dataclasses.replace(kept, run=ran)

@@ -137,7 +137,7 @@ class VerifyError(FzeroValueError):
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.optim.sgd(0.1))
         >>> program = fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.ones(2)}, torch.ones(2, 2)).program
         >>> try:
-        ...     verify(replace(program, lines=program.lines[1:]))
+        ...     verify(replace(program, instructions=program.instructions[1:]))
         ... except VerifyError as error:
         ...     print(str(error).splitlines()[0])
         fzero.verify: the program of <lambda> breaks its rules

@@ -381,7 +381,7 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     )
     state, metrics = train(train.init(tensors), inputs)
     found = dict(zip(fz.tree.paths(state.opt_state, "params"), fz.tree.leaves(state.opt_state), strict=True))
-    calls = [line for line in train.program.lines if line.op == "call" and line.block is not None]
+    calls = [op for op in train.program.instructions if op.op == "call" and op.block is not None]
 
     want = module(**inputs, **settings).loss
     want.backward()
@@ -389,11 +389,11 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items() if n in found}
     largest = max(float(g.abs().max()) for g in grads.values())
     worst = max(float((found[n] - g).abs().max()) for n, g in grads.items())
-    forward = [line for line in calls if line.is_forward]
+    forward = [op for op in calls if op.is_forward]
     return Result(
         len([*layers(module)]),
         len(forward),
-        len({line.fn for line in calls}),
+        len({op.fn for op in calls}),
         abs(float(metrics["loss"] - want.detach())),
         worst / largest,
     )

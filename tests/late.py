@@ -42,7 +42,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     def touching(program: Any, functions: Any, on: fz.Mesh, **given: Any) -> Any:
         run = executable(program, functions, on, **given)
         if on is mesh:
-            names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "rollback")}
+            names = {op.fn or op.op for op, _ in program.walk() if op.op not in ("loop", "rollback")}
             run.namespace.update(
                 {name: copies.touched(name, run.namespace[name]) for name in names if callable(run.namespace.get(name))}
             )

@@ -13,7 +13,7 @@ from fzero._compat import compat
 from fzero.errors import FzeroTypeError, TransformError
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES, OPS
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names
 from fzero.trace.graph_capture import record
 from fzero.transforms.partition_update_pass import written
@@ -44,7 +44,7 @@ class _OwnGradients:
         self.program, self.fn, self.slot, self.by = program, fn, slot, by
         self.values, self.names = program.values(), Names(program.values())
         self.functions = Functions(program.functions)
-        self.made = {v.name: line for line, _ in program.walk() for v in line.out}
+        self.made = {v.name: op for op, _ in program.walk() for v in op.out}
         update = program.update
         assert update is not None, "behind 'shard' the update is whole"
         self.finite = next(v.name for v in update.out if v.name == "metric_finite")
@@ -68,47 +68,49 @@ class _OwnGradients:
         if wrong:
             what, fix = f"slot {self.slot!r} does not fit the gradients", "declare a Local like each parameter in slots"
             raise TransformError(self.by, what, wrong, fix)
-        lines, late, sent = list[Line](), list[Line](), dict[str, str]()
-        for line in self.program.lines:
-            if line.op == "split_parts" or line.op in COLLECTIVES:
-                for source in (a for a in dict.fromkeys(line.args) if a in slots and a not in sent):
-                    sent[source], now, later = self._lines(source, slots[source])
-                    lines += now
+        ops, late, sent = list[Instruction](), list[Instruction](), dict[str, str]()
+        for op in self.program.instructions:
+            if op.op == "split_parts" or op.op in COLLECTIVES:
+                for source in (a for a in dict.fromkeys(op.args) if a in slots and a not in sent):
+                    sent[source], now, later = self._ops(source, slots[source])
+                    ops += now
                     late += later
-                line = line.rename(sent)
-            lines.append(line)
-        return replace(self.program, lines=(*lines, *late), functions=self.functions.by_name)
+                op = op.rename(sent)
+            ops.append(op)
+        return replace(self.program, instructions=(*ops, *late), functions=self.functions.by_name)
 
     def _source(self, name: str) -> str | None:
         """The whole value that a gradient is reduced from; None if there is one for each micro-batch."""
         while True:
-            line, value = self.made[name], self.values[name]
-            if OPS[line.op].waits:
-                start = self.made[line.args[0]]
-                name = start.args[[v.name for v in line.out].index(name)]
-            elif line.op in ("split_parts", "join_parts"):
-                name = line.args[0]
+            op, value = self.made[name], self.values[name]
+            if OPS[op.op].waits:
+                start = self.made[op.args[0]]
+                name = start.args[[v.name for v in op.out].index(name)]
+            elif op.op in ("split_parts", "join_parts"):
+                name = op.args[0]
             else:
-                adds = line.op in ("accumulate", "add") and self._reduced(line)
+                adds = op.op in ("accumulate", "add") and self._reduced(op)
                 return None if adds or value.placement.is_cut else name
 
-    def _reduced(self, line: Line) -> bool:
+    def _reduced(self, op: Instruction) -> bool:
         """Whether a line adds up values that were already reduced, over at least one axis."""
-        return any(OPS[self.made[a].op].waits for a in line.args if a in self.made)
+        return any(OPS[self.made[a].op].waits for a in op.args if a in self.made)
 
-    def _lines(self, source: str, slot: str) -> tuple[str, list[Line], list[Line]]:
+    def _ops(self, source: str, slot: str) -> tuple[str, list[Instruction], list[Instruction]]:
         """The name of the value sent in place of a gradient, the lines that make it, and the lines at the end of the
         step."""
         sent = replace(self.values[source], name=self.names(f"{source}_sent"))
         both = (source, slot)
-        lines = [Line("call", both, (sent,), self._function("sent", both, lambda g, x: self._of(g, x, 0)), by=self.by)]
+        ops = [
+            Instruction("call", both, (sent,), self._function("sent", both, lambda g, x: self._of(g, x, 0)), by=self.by)
+        ]
         keep = lambda g, x: self._of(g, x, 1)  # noqa: E731
         new = replace(self.values[slot], name=self.names(f"{source}_kept"))
         self.values[new.name] = new
-        lines.append(Line("call", both, (new,), self._function("kept", both, keep), by=self.by))
+        ops.append(Instruction("call", both, (new,), self._function("kept", both, keep), by=self.by))
         three = (self.finite, new.name, slot)
         fn = self._function("keep", three, lambda finite, now, before: torch.where(finite, now, before), writes=(2,))
-        return sent.name, lines, [Line("call", three, (), fn, writes=(slot,), by=self.by)]
+        return sent.name, ops, [Instruction("call", three, (), fn, writes=(slot,), by=self.by)]
 
     def _of(self, grad: torch.Tensor, slot: torch.Tensor, which: int) -> torch.Tensor:
         """One of the two results of `fn`, in the shape in which it rests."""

@@ -159,9 +159,9 @@ class Running:
     def replace_calls(self, by: Callable[[str, Any], Any]) -> list[Any]:
         """Replaces each function that the program names by `by(name, function)`. Returns the lines that call them."""
         run = next(iter(self.train._runs.values())).run
-        lines = [line for line, times in self.train.program.walk() for _ in range(times) if line.op != "loop"]
-        run.namespace.update({name: by(name, run.namespace[name]) for name in {line.fn or line.op for line in lines}})
-        return lines
+        ops = [op for op, times in self.train.program.walk() for _ in range(times) if op.op != "loop"]
+        run.namespace.update({name: by(name, run.namespace[name]) for name in {op.fn or op.op for op in ops}})
+        return ops
 
 
 def cpu_seconds() -> float:

@@ -160,9 +160,9 @@ def least_bytes(program: Any) -> int:
     keeps for its backward, the last one as much as the one before it."""
     from fzero.plan.memory import resting_bytes, roles
 
-    lines, role, values = [line for line, _ in program.walk()], roles(program), program.values()
-    gathers = [sum(values[a].nbytes for a in line.args) for line in lines if line.op == "all_gather_start"]
-    kept = [sum(v.nbytes for v in line.out if role[v.name] == "saved") for line in lines if line.is_forward]
+    ops, role, values = [op for op, _ in program.walk()], roles(program), program.values()
+    gathers = [sum(values[a].nbytes for a in op.args) for op in ops if op.op == "all_gather_start"]
+    kept = [sum(v.nbytes for v in op.out if role[v.name] == "saved") for op in ops if op.is_forward]
     return resting_bytes(program) + max(a + b for a, b in itertools.pairwise(gathers)) + sum(kept) + kept[-1]
 
 

@@ -91,8 +91,8 @@ def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], 
             offsets[name] = end, disk.padded(math.prod(leaf.resting_shape(program.mesh)) * leaf.dtype.itemsize)
             end += offsets[name][1]
     # not those of a wrong guess
-    copies = [line for line, times in program.walk() if times and line.op in ("disk_read_start", "disk_write_start")]
-    spans = [[offsets[a] for a in line.writes or line.args] for line in copies]
+    copies = [op for op, times in program.walk() if times and op.op in ("disk_read_start", "disk_write_start")]
+    spans = [[offsets[a] for a in op.writes or op.args] for op in copies]
     moved = [sum(size for _, size in each) for each in spans]
     largest = max(moved)
     files, ring = disk.ScratchFiles(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
@@ -107,7 +107,7 @@ def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], 
 
         return begin
 
-    transfers = [transfer(line.op, each) for line, each in zip(copies, spans, strict=True)]
+    transfers = [transfer(op.op, each) for op, each in zip(copies, spans, strict=True)]
     # the first write to a block costs more
     files.write([(at, ring[0][: min(largest, end - at)]) for at in range(0, end, largest)]).wait()
     return lambda: in_turn(transfers), sum(moved) / 1e9, files

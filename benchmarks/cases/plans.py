@@ -246,7 +246,7 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
         "activations": sum(plan.breakdown[k] for k in ("saved", "activations", "temporaries")),
         "pool": plan.pool_bytes,
         "peak": plan.peak_bytes,
-        "sent": sum(transfer_bytes(line, values, program.mesh) * times for line, times in sends),
+        "sent": sum(transfer_bytes(op, values, program.mesh) * times for op, times in sends),
         "seconds": plan.step_seconds,
         "tokens": rows * length,
     }
@@ -366,7 +366,7 @@ def _staged(
         "compute": [stage.compute_seconds for stage in plan.stages],
         "blocks": [stage.num_blocks for stage in plan.stages],
         "functions": len(lowered.program.functions),
-        "lines": max(len(program.lines) for program in lowered.programs),
+        "lines": max(len(program.instructions) for program in lowered.programs),
         "text": len(str(lowered.program).splitlines()),
         "lowered_in": between - begin,
         "planned_in": time.process_time() - between,

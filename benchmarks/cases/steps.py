@@ -168,8 +168,8 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         running.state, events = running.train.profile(running.state, running.live.batches[0])
         if args.picture and not which and not mesh.rank:
             found.save_picture(args.picture, measured=events)
-        lines = (x for x, _ in running.train.program.walk())
-        transfers = {i for i, x in enumerate(lines) if x.op == "wait" or x.op.endswith("_start")}
+        ops = (x for x, _ in running.train.program.walk())
+        transfers = {i for i, x in enumerate(ops) if x.op == "wait" or x.op.endswith("_start")}
         return sum(e.seconds for e in events if e.queue == "compute" and e.line in transfers)
 
     return {"learn": learn, "build": build, "steps": steps, "exposed": exposed}

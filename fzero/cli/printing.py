@@ -124,17 +124,17 @@ def program_data(program: Program) -> dict[str, Any]:
     """
     lines = [
         {
-            "op": line.op,
-            "fn": line.fn or None,
+            "op": op.op,
+            "fn": op.fn or None,
             "times": times,
             "text": text,
             "out": [
                 {"name": v.name, "shape": v.shape, "dtype": dtype_name(v.dtype), "placement": str(v.placement)}
-                for v in line.out
+                for v in op.out
             ],
-            "by": line.by or None,
+            "by": op.by or None,
         }
-        for (line, times), text in zip(program.walk(), statements(program), strict=True)
+        for (op, times), text in zip(program.walk(), statements(program), strict=True)
     ]
     leaves = [
         {

@@ -238,8 +238,8 @@ class _Tiers:
         # in the same order on every rank: among equal candidates, the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
         for options, bound in bounds.items():
-            lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
-            enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
+            ops = sum(len(cost.program.instructions) for cost in {*self.search.tried.values()})
+            enough = ops > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
             if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
             if not self._expected(options, bound):

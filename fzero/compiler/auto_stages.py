@@ -132,16 +132,16 @@ def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
     found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
     seen = 0
     flops: dict[str, float] = {}
-    for line in program.lines:
-        if line.op != "call":
+    for op in program.instructions:
+        if op.op != "call":
             continue
-        if line.fn not in flops:
-            flops[line.fn] = sum(product_flops(node) for node in program.functions[line.fn].graph.graph.nodes)
-        number = None if line.block is None else line.block.number
+        if op.fn not in flops:
+            flops[op.fn] = sum(product_flops(node) for node in program.functions[op.fn].graph.graph.nodes)
+        number = None if op.block is None else op.block.number
         seen += number in found
         if number not in found:
             number = numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
-        found[number] += flops[line.fn]
+        found[number] += flops[op.fn]
     return [*found.values()]
 
 

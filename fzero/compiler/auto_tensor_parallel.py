@@ -36,7 +36,7 @@ from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.traced_step import trace_step
 from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh
 from fzero.plan.plan import PlanDecision
 from fzero.sharding.dim_propagation import CutFunction
@@ -154,8 +154,8 @@ class _Prices:
         self.known: dict[Any, CutFunction] = {}
         self.of_function: dict[Any, float] = {}  # prices
         self.best = self.ahead = math.inf  # `ahead`: the part of the price before the first backward of a block
-        calls = [line for line in program.lines if line.op == "call"]
-        self.num_ahead = next((i for i, line in enumerate(calls) if line.is_backward), len(calls))
+        calls = [op for op in program.instructions if op.op == "call"]
+        self.num_ahead = next((i for i, op in enumerate(calls) if op.is_backward), len(calls))
         self._find()
         self.each = 0.0
         self.none = self({})
@@ -163,13 +163,15 @@ class _Prices:
 
     def _find(self) -> None:
         """Finds slots and chains."""
-        origin = {v.name: a for x in self.program.lines if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)}
+        origin = {
+            v.name: a for x in self.program.instructions if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)
+        }
         params = {name: leaf for name, leaf in self.program.leaves.items() if leaf.role == "params"}
         readers: dict[str, tuple[str, int]] = {}
-        for line in self.program.lines:
-            for i, a in enumerate(line.args if line.op == "call" else ()):
+        for op in self.program.instructions:
+            for i, a in enumerate(op.args if op.op == "call" else ()):
                 if (leaf := origin.get(a, a)) in params:
-                    readers.setdefault(leaf, (line.fn, i))
+                    readers.setdefault(leaf, (op.fn, i))
         together: dict[tuple[str, int], list[str]] = {}
         for path, reader in readers.items():
             together.setdefault(reader, []).append(path)
@@ -222,8 +224,8 @@ class _Prices:
                     leaves[path] = leaf.with_layout(axes=(self.spec.axis,), dims=(dim,))
         program = replace(self.program, leaves=leaves)
         ahead = math.inf
-        for number, (line, made) in enumerate(calls_on_parts(program, self.spec, self.zero, self.known), 1):
-            total += self._of(line, made)
+        for number, (op, made) in enumerate(calls_on_parts(program, self.spec, self.zero, self.known), 1):
+            total += self._of(op, made)
             ahead = total if number == self.num_ahead else ahead
             if total > self.best or (number == self.num_ahead and total > self.ahead + _SLACK * self.best):
                 return math.inf
@@ -234,16 +236,16 @@ class _Prices:
     def _share(self) -> float:
         return (self.n - 1) / self.n
 
-    def _of(self, line: Line, made: CutFunction | None) -> float:
-        key = made or line.fn
+    def _of(self, op: Instruction, made: CutFunction | None) -> float:
+        key = made or op.fn
         if key not in self.of_function:
-            self.of_function[key] = self._function(line, made)
+            self.of_function[key] = self._function(op, made)
         return self.of_function[key]
 
-    def _function(self, line: Line, made: CutFunction | None) -> float:
+    def _function(self, op: Instruction, made: CutFunction | None) -> float:
         """Returns the price of one call: the bytes of its collectives, its redundant products and its gathered
         operands."""
-        graph = self.program.functions[line.fn].graph if made is None else made.graph
+        graph = self.program.functions[op.fn].graph if made is None else made.graph
         total = 0.0
         for node in graph.graph.nodes:
             if node.target in MARKERS:

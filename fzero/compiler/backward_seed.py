@@ -27,7 +27,7 @@ from fzero.compiler.training_spec import Training
 from fzero.errors import TraceError
 from fzero.ir.attributes import CallAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import Line, Value
+from fzero.ir.program import Instruction, Value
 from fzero.ir.value_names import Names
 from fzero.loss import Loss
 from fzero.trace.graph_capture import record
@@ -49,15 +49,15 @@ class CountAhead:
     """The ops that precede the backward of a weighted loss whose batch is divided into parts.
 
     Attributes:
-        lines: the ops that compute the count of a part.
+        ops: the ops that compute the count of a part.
         count: the value of that count; None: the count is one of the sums that the forward computes.
         seed: the op that computes the seed from all parts' counts.
         of_sum: whether gradients are those of the sum, because the count is not known before the backward.
     """
 
-    lines: Sequence[Line] = ()
+    ops: Sequence[Instruction] = ()
     count: Value | None = None
-    seed: Sequence[Line] = ()
+    seed: Sequence[Instruction] = ()
     of_sum: bool = False
 
 
@@ -106,7 +106,7 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
     if blocks := [n for n in graph.graph.nodes if n in needed and n.target in (call_block, call_vjp)]:
         _check_range(t, blocks)
         one = functions.add("seed", _recorded(t, [], lambda: 1.0))
-        return CountAhead(seed=[Line("call", (), (value,), one)], of_sum=True)
+        return CountAhead(seed=[Instruction("call", (), (value,), one)], of_sum=True)
     if not places:
         made = extract(graph, [], [node])
         count = Known(made.graph, made.constants).compute(aten._local_scalar_dense.default, (made.outputs[0],), {})
@@ -117,10 +117,10 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
         return CountAhead()
     count = Value(names("count"), (), node.meta["val"].dtype)
     fn = functions.add("count", extract(graph, places, [node]))
-    line = Line("call", tuple(n.meta["name"] for n in places), (count,), fn)
+    op = Instruction("call", tuple(n.meta["name"] for n in places), (count,), fn)
     seed = functions.add("seed", _recorded(t, [*scale, node], lambda *x: (x[0] if scale else 1.0) / x[-1]))
     args = (*(n.meta["name"] for n in scale), count.name)
-    return CountAhead([line], count, [Line("call", args, (value,), seed, CallAttrs(of_sums=True))])
+    return CountAhead([op], count, [Instruction("call", args, (value,), seed, CallAttrs(of_sums=True))])
 
 
 def _recorded(t: Training, of: Sequence[fx.Node], seed: Callable[..., Any]) -> Recorded:

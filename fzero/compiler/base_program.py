@@ -25,8 +25,8 @@ from fzero.compiler.update_graph import AGREED, RAISED, record_update
 from fzero.errors import TraceError
 from fzero.ir.aliases import Aliases
 from fzero.ir.attributes import CallAttrs, CastAttrs
-from fzero.ir.from_graph import Functions, Inputs, Lines, run_traced
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.from_graph import Functions, GraphOps, Inputs, run_traced
+from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.value_names import Names, identifier
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.mesh import AbstractMesh
@@ -50,7 +50,7 @@ class BaseProgram(NamedTuple):
 def lower_train(t: Training) -> BaseProgram:
     """Returns the base program of one optimizer step."""
     functions, names = Functions(), Names()
-    lines, places = _arguments(t, names)
+    ops, places = _arguments(t, names)
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
     if t.precision.fp8 is not None:
@@ -70,19 +70,19 @@ def lower_train(t: Training) -> BaseProgram:
     wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
-    body = Lines(graph, functions, names, wanted)
-    at = next((i for i, line in enumerate(body.lines) if SEED in line.args), 0)
-    lines = [*lines, *ahead.lines, *body.lines[:at], *ahead.seed, *body.lines[at:]]
-    lines, sums = _distinct(lines, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
-    lines, grads = _reduced_grads(
-        t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
+    body = GraphOps(graph, functions, names, wanted)
+    at = next((i for i, op in enumerate(body.ops) if SEED in op.args), 0)
+    ops = [*ops, *ahead.ops, *body.ops[:at], *ahead.seed, *body.ops[at:]]
+    ops, sums = _distinct(ops, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
+    ops, grads = _reduced_grads(
+        t, ops, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
     )
 
     sum_values = [
         Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)
     ]
     sum_values[1:1] = [] if ahead.count is None else [ahead.count]
-    watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
+    watched = watched_blocks(t.name, t.params, ops) if t.precision.watch else None
     max_values = {
         name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()
     }
@@ -96,19 +96,19 @@ def lower_train(t: Training) -> BaseProgram:
             for x in (*t.slots.leaves.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
         ),
         leaves={x.path: x for x in (*t.slots.leaves.values(), *state)},
-        lines=(*lines, update),
+        instructions=(*ops, update),
         outputs=tuple(v.name for v in update.out),
         functions=functions.by_name,
-        owners=_owners(lines, {x.path for x in state}),
+        owners=_owners(ops, {x.path for x in state}),
         assigns=update.writes,
         grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
     return BaseProgram(program, structure, watched, found.raises)
 
 
-def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]]]:
+def _arguments(t: Training, names: Names) -> tuple[list[Instruction], list[tuple[str, tuple[int, ...], torch.dtype]]]:
     """Returns the ops that make the arguments of the traced function, and the arguments' names, shapes and dtypes."""
-    lines, cast = _casts(t.params, t.precision.compute, names)
+    ops, cast = _casts(t.params, t.precision.compute, names)
     more, batch = _casts(t.batch, t.precision.compute, names)
     values = [*(cast[i] for i in t.params.distinct), *(batch[i] for i in t.batch.distinct)]
     places = [(v.name, v.shape, v.dtype) for v in values]
@@ -118,8 +118,8 @@ def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, t
         places.append((names(SEED), (), DTYPE))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
-        more.append(Line("part_index", (), (Value("part", (), torch.int64),)))
-    return [*lines, *more], places
+        more.append(Instruction("part_index", (), (Value("part", (), torch.int64),)))
+    return [*ops, *more], places
 
 
 def _record_loss(
@@ -197,12 +197,12 @@ def _record_loss(
 
 
 def _reduced_grads(
-    t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names
-) -> tuple[list[Line], dict[int, Value]]:
+    t: Training, ops: list[Instruction], sources: dict[int, tuple[str, fx.Node]], names: Names
+) -> tuple[list[Instruction], dict[int, Value]]:
     """Gives each gradient a separate name and its reduction dtype; the cast comes directly after the op that computes
     it."""
     grads: dict[int, Value] = {}
-    casts: dict[str, list[Line]] = {}
+    casts: dict[str, list[Instruction]] = {}
     for i, (source, node) in sources.items():
         leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
         grads[i] = Value(source, leaf.shape, dtype)
@@ -213,11 +213,11 @@ def _reduced_grads(
         ):
             grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
             casts.setdefault(source, []).append(
-                Line("cast", (source,), (grads[i],), attrs=CastAttrs(dtype=grads[i].dtype), by="mixed_precision")
+                Instruction("cast", (source,), (grads[i],), attrs=CastAttrs(dtype=grads[i].dtype), by="mixed_precision")
             )
-    made_here = {v.name for line in lines for v in line.out}
-    lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
-    return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
+    made_here = {v.name for op in ops for v in op.out}
+    ops = [new for op in ops for new in (op, *(c for v in op.out for c in casts.get(v.name, [])))]
+    return ops + [c for source, group in casts.items() if source not in made_here for c in group], grads
 
 
 def lower_eval(
@@ -225,10 +225,10 @@ def lower_eval(
 ) -> BaseProgram:
     """Returns the base program of a forward-only step."""
     functions, names = Functions(), Names()
-    lines, computed = _casts(params, precision.compute, names)
+    ops, computed = _casts(params, precision.compute, names)
     places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
     more, cast = _casts(batch, precision.compute, names)
-    lines += more
+    ops += more
     places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
     made: dict[str, Any] = {}
 
@@ -250,12 +250,12 @@ def lower_eval(
         graph = in_8_bits(graph, precision.fp8, params, {}, [])
     outputs = graph.outputs
     means: Means = made["means"]
-    body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
-    lines += body.lines
+    body = GraphOps(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
+    ops += body.ops
     found = [body.name[n] for n in outputs]
     # If one value is both a sum and a result, the sum is the copy: ranks add up the copy, and return their own value.
     order = sorted(range(len(found)), key=means.summed.__getitem__)
-    lines, ordered = _distinct(lines, [found[j] for j in order], [outputs[j] for j in order], names, functions)
+    ops, ordered = _distinct(ops, [found[j] for j in order], [outputs[j] for j in order], names, functions)
     found = [name for _, name in sorted(zip(order, ordered, strict=True))]
     sums = [n for n, s in zip(found, means.summed, strict=True) if s]
     dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
@@ -274,72 +274,74 @@ def lower_eval(
             graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
         results.append(names("mean"))
         value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
-        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
+        ops.append(Instruction("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
     program = Program(
         name=name,
         mesh=mesh,
         inputs=tuple(Value(x.path, x.shape, x.dtype) for x in inputs),
         leaves={params.leaves[i].path: params.leaves[i] for i in params.distinct},
-        lines=tuple(lines),
+        instructions=tuple(ops),
         outputs=tuple(results),
         functions=functions.by_name,
-        owners=_owners(lines, {params.leaves[i].path for i in params.distinct}),
+        owners=_owners(ops, {params.leaves[i].path for i in params.distinct}),
         sums=tuple(sums),
     )
     return BaseProgram(program, means.structure)
 
 
-def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
+def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Instruction], dict[int, Value]]:
     """Returns a cast for every tensor that is computed in another dtype than it is given in, and the values to compute
     with."""
-    lines, values = [], {}
+    ops, values = [], {}
     for i in inputs.distinct:
         leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
         values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
         if dtype != leaf.dtype:
             values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
-            lines.append(Line("cast", (leaf.path,), (values[i],), attrs=CastAttrs(dtype=dtype), by="mixed_precision"))
-    return lines, values
+            ops.append(
+                Instruction("cast", (leaf.path,), (values[i],), attrs=CastAttrs(dtype=dtype), by="mixed_precision")
+            )
+    return ops, values
 
 
 def _distinct(
-    lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions
-) -> tuple[list[Line], list[str]]:
+    ops: list[Instruction], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions
+) -> tuple[list[Instruction], list[str]]:
     """Copies outputs where necessary.
 
     If two outputs are one value, one of them gets a separate name. An output in the memory of an input gets separate
     memory, because a step overwrites its state and must return the values from before.
     """
     aliases, within = Aliases(functions.by_name), dict[str, str]()
-    for line in lines:
-        within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
-    made = {v.name for line in lines for v in line.out}
+    for op in ops:
+        within.update((result, within.get(arg, arg)) for result, arg in aliases.of(op))
+    made = {v.name for op in ops for v in op.out}
     seen: set[str] = set()
     out = []
     for name, node in zip(found, nodes, strict=True):
         if name in seen or node.op == "placeholder" or within.get(name, name) not in made:
             value = node.meta["val"]
-            lines.append(
-                Line(
+            ops.append(
+                Instruction(
                     "cast",
                     (name,),
                     (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),),
                     attrs=CastAttrs(dtype=value.dtype),
                 )
             )
-            name = lines[-1].out[0].name
+            name = ops[-1].out[0].name
         seen.add(name)
         out.append(name)
-    return lines, out
+    return ops, out
 
 
-def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
+def _owners(ops: Sequence[Instruction], leaves: set[str]) -> dict[str, int]:
     """Returns, for each tensor of the state, the index of the first op that computes with it: tensors with the same
     index belong to one block."""
-    origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    origin = {op.out[0].name: op.args[0] for op in ops if op.op == "cast"}
     owners: dict[str, int] = {}
-    for number, line in enumerate(lines):
-        for arg in line.args if line.op == "call" else ():
+    for number, op in enumerate(ops):
+        for arg in op.args if op.op == "call" else ():
             leaf = origin.get(arg, arg)
             if leaf in leaves:
                 owners.setdefault(leaf, number)

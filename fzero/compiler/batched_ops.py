@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from fzero.ir.aliases import Views
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Place, Program
+from fzero.ir.program import Instruction, Place, Program
 
 
 def launches(program: Program) -> bool:
@@ -31,7 +31,7 @@ class _Group:
     """Ops that are merged into one."""
 
     key: object
-    lines: list[Line]
+    ops: list[Instruction]
 
 
 class _Batcher:
@@ -41,63 +41,63 @@ class _Batcher:
         self.program, self.values, self.views = program, program.values_by_name, Views(program)
         self.places = {
             v.name: place
-            for line, _ in program.walk()
-            if not OPS[line.op].between  # buffers of a start belong to its transfer
-            for v, place in zip(line.out, line.into, strict=False)
+            for op, _ in program.walk()
+            if not OPS[op.op].between  # buffers of a start belong to its transfer
+            for v, place in zip(op.out, op.into, strict=False)
             if place is not None
         }
 
     def run(self) -> Program:
-        return replace(self.program, lines=tuple(self._lines(self.program.lines)))
+        return replace(self.program, instructions=tuple(self._ops(self.program.instructions)))
 
-    def _lines(self, lines: Sequence[Line]) -> list[Line]:
-        out: list[Line] = []
+    def _ops(self, ops: Sequence[Instruction]) -> list[Instruction]:
+        out: list[Instruction] = []
         groups: list[_Group] = []  # the groups since the last op of another kind
-        for line in lines:
-            key = self._key(line)
+        for op in ops:
+            key = self._key(op)
             if key is None:
                 out += map(_joined, groups)
                 groups = []
-                out.append(replace(line, body=tuple(self._lines(line.body))) if line.body else line)
+                out.append(replace(op, body=tuple(self._ops(op.body))) if op.body else op)
                 continue
-            at = self._joins(groups, key, line)
+            at = self._joins(groups, key, op)
             if at is None:
-                groups.append(_Group(key, [line]))
+                groups.append(_Group(key, [op]))
             else:
-                groups[at].lines.append(line)
+                groups[at].ops.append(op)
         return out + [*map(_joined, groups)]
 
-    def _key(self, line: Line) -> object:
+    def _key(self, op: Instruction) -> object:
         """Returns a key that is equal for ops that can be merged; None for an op that cannot."""
-        if not OPS[line.op].batched or not line.out or len(line.args) % len(line.out):
+        if not OPS[op.op].batched or not op.out or len(op.args) % len(op.out):
             return None
-        source, out = self.values[line.args[0]], line.out[0]
+        source, out = self.values[op.args[0]], op.out[0]
         if "host" in (source.tier, out.tier):
             return None
-        num = len(line.args) // len(line.out)
-        return line.op, line.attrs, line.by, num, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
+        num = len(op.args) // len(op.out)
+        return op.op, op.attrs, op.by, num, source.dtype, out.dtype, tuple(p is None for p in op.into[:1])
 
-    def _joins(self, groups: Sequence[_Group], key: object, line: Line) -> int | None:
+    def _joins(self, groups: Sequence[_Group], key: object, op: Instruction) -> int | None:
         """Returns the index of the last group that an op may join. The op then runs before all groups after that
         one."""
         for at in reversed(range(len(groups))):
-            if any(self._meet(other, line) for other in groups[at].lines):
+            if any(self._meet(other, op) for other in groups[at].ops):
                 return None
             if groups[at].key == key:
                 return at
         return None
 
-    def _meet(self, one: Line, other: Line) -> bool:
+    def _meet(self, one: Instruction, other: Instruction) -> bool:
         """Whether one of two ops reads or writes what the other writes."""
         named = {v.name for v in one.out} & {*other.args} or {v.name for v in other.out} & {*one.args}
         mine, its = self._written(one), self._written(other)
         return bool(named) or _overlap(mine, its + self._read(other)) or _overlap(its, self._read(one))
 
-    def _written(self, line: Line) -> list[_Span]:
-        return [self._span(place) for place in line.into if place is not None]
+    def _written(self, op: Instruction) -> list[_Span]:
+        return [self._span(place) for place in op.into if place is not None]
 
-    def _read(self, line: Line) -> list[_Span]:
-        roots = {root for name in line.args for root in self.views.roots(name)}
+    def _read(self, op: Instruction) -> list[_Span]:
+        roots = {root for name in op.args for root in self.views.roots(name)}
         return [self._span(self.places[root]) for root in roots if root in self.places]
 
     def _span(self, place: Place) -> _Span:
@@ -113,9 +113,9 @@ def _overlap(some: Sequence[_Span], others: Sequence[_Span]) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
-def _joined(group: _Group) -> Line:
-    first = group.lines[0]
-    if len(group.lines) == 1:
+def _joined(group: _Group) -> Instruction:
+    first = group.ops[0]
+    if len(group.ops) == 1:
         return first
     return replace(
         first,
@@ -123,9 +123,9 @@ def _joined(group: _Group) -> Line:
             a
             # first the first argument for each result, then the second one
             for begin in range(len(first.args) // len(first.out))
-            for line in group.lines
-            for a in line.args[begin * len(line.out) :][: len(line.out)]
+            for op in group.ops
+            for a in op.args[begin * len(op.out) :][: len(op.out)]
         ),
-        out=tuple(v for line in group.lines for v in line.out),
-        into=tuple(p for line in group.lines for p in line.into),
+        out=tuple(v for op in group.ops for v in op.out),
+        into=tuple(p for op in group.ops for p in op.into),
     )

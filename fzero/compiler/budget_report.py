@@ -12,7 +12,7 @@ from fzero.compiler.overlap import ScheduleOptions
 from fzero.compiler.passes import PASSES
 from fzero.errors import BudgetError
 from fzero.ir.ops.transfers import AllReduce, AllToAll, ReduceScatter
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.plan.device_lookup import Device
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.plan.render import brief
@@ -105,9 +105,9 @@ def _gathered_once(program: Program, options: Options, limited: bool) -> Iterato
 
 
 def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecision]:
-    for loop in (line for line in program.lines if line.op == "loop"):
+    for loop in (op for op in program.instructions if op.op == "loop"):
         within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
-        reduces = (x for x in program.lines if x.op in _REDUCES or _deals(x))
+        reduces = (x for x in program.instructions if x.op in _REDUCES or _deals(x))
         later = {a: None for x in reduces for a in x.axes if a not in within}
         why = options.because if within or options.full_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if within else "reduced once a step"
@@ -117,9 +117,9 @@ def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecisi
         yield PlanDecision("gradients", "shards" if within else "whole", why)
 
 
-def _deals(line: Line) -> bool:
+def _deals(op: Instruction) -> bool:
     """Whether an op begins a reduction whose summands are encoded."""
-    return line.op == AllToAll.name and line.by == Compress.name
+    return op.op == AllToAll.name and op.by == Compress.name
 
 
 def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
@@ -158,7 +158,9 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], 
     host = budget.host is not None and found.host_peak_bytes > budget.host
     if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
         layerwise = (
-            ", with fz.accumulate(n, schedule='layerwise')" if any(line.op == "loop" for line in program.lines) else ""
+            ", with fz.accumulate(n, schedule='layerwise')"
+            if any(op.op == "loop" for op in program.instructions)
+            else ""
         )
         fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){layerwise})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
@@ -205,10 +207,10 @@ _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transf
 
 def waiting(program: Program) -> str | None:
     """Returns the reason why gradients are held until the backward is over, if they are."""
-    if any(line.op == "loop" for line in program.lines):
+    if any(op.op == "loop" for op in program.instructions):
         return "those of all blocks add up over the micro-batches of a loop"
-    backward = [i for i, line in enumerate(program.lines) if line.is_backward]
-    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.fn]
+    backward = [i for i, op in enumerate(program.instructions) if op.is_backward]
+    updates = [i for i, op in enumerate(program.instructions) if op.by == "optimizer" and op.writes and op.fn]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
     return (

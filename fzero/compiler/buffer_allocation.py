@@ -27,7 +27,7 @@ from fzero.compiler.separate_allocation import STAYS, apart
 from fzero.ir.attributes import ScatterAttrs
 from fzero.ir.liveness import Uses
 from fzero.ir.ops import OPS, STARTS, stays
-from fzero.ir.program import Function, Line, Program, Value
+from fzero.ir.program import Function, Instruction, Program, Value
 from fzero.sharding import layout
 
 SMALL_RESULT = 1 << 12  # bytes: smaller results of subgraphs are left to the allocator
@@ -65,8 +65,8 @@ class _Placer:
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
         self.temporaries = temporaries
-        self.lines, self.made, self.reads, self.views, self.waits = (
-            uses.lines,
+        self.ops, self.made, self.reads, self.views, self.waits = (
+            uses.ops,
             uses.made,
             uses.reads,
             uses.views,
@@ -74,11 +74,9 @@ class _Placer:
         )
         self.values = program.values_by_name
         self.scattered = {
-            a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
+            a: op.says(ScatterAttrs).grid or op.axes for op in self._with("scatter").values() for a in op.args
         }
-        self.adds = {
-            a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
-        }
+        self.adds = {a: v.name for op in self._with("sum").values() for a, v in zip(op.args, op.out, strict=False)}
         self.slots: dict[str, RegionSlot] = {}  # values with an offset in the arena
         self.into: dict[int, list[RegionSlot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write this rank's part of a gather
@@ -88,8 +86,8 @@ class _Placer:
 
     def run(self) -> Program:
         totals = {"total": self._total, "sum": self._sum}
-        for i, line in self._with(*totals).items():
-            totals[OPS[line.op].pool](i, line)
+        for i, op in self._with(*totals).items():
+            totals[OPS[op.op].pool](i, op)
         kinds = {
             "gather": self._gather,
             "scatter": self._scatter,
@@ -99,31 +97,31 @@ class _Placer:
             "replicate": self._replicate,
             "leaves": self._leaves,
         }
-        for i, line in self._with(*kinds).items():
-            kinds[OPS[line.op].pool](i, line)
-        results = {i: line for i, line in self._with("results").items() if not line.writes}
-        for i, line in results.items():
-            if not line.fn and self._on_host(line.out[0]) and i not in self.into:
-                self._leaves(i, line)
+        for i, op in self._with(*kinds).items():
+            kinds[OPS[op.op].pool](i, op)
+        results = {i: op for i, op in self._with("results").items() if not op.writes}
+        for i, op in results.items():
+            if not op.fn and self._on_host(op.out[0]) and i not in self.into:
+                self._leaves(i, op)
         if self.mesh.device_type == "cpu":
-            for i, line in results.items():
-                self._results(i, line)
+            for i, op in results.items():
+                self._results(i, op)
         self.beside, self.resting = self._beside(), self._resting()
         self._release()
         pool_bytes = self._assign([r for r in self.regions if r.nbytes and r.arena == "device"])
         host_pool_bytes = assign([r for r in self.regions if r.arena == "host"])
-        numbers = iter(range(len(self.lines)))
+        numbers = iter(range(len(self.ops)))
 
-        def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
+        def visit(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
             out = []
-            for line in lines:
+            for op in ops:
                 number = next(numbers)
-                out.append(self._placed(number, replace(line, body=visit(line.body)) if line.body else line))
+                out.append(self._placed(number, replace(op, body=visit(op.body)) if op.body else op))
             return tuple(out)
 
-        lines = visit(self.program.lines)
+        ops = visit(self.program.instructions)
         return with_out_variants(
-            replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
+            replace(self.program, instructions=ops, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
         )
 
     def _assign(self, regions: Sequence[Region]) -> int:
@@ -149,9 +147,9 @@ class _Placer:
     def _fix_across_bodies(self, regions: Sequence[Region]) -> None:
         """Keeps allocations in the arena if ops of several bodies write or read them, because a separate allocation is
         made by the first op that runs, in each iteration of a loop."""
-        scopes: list[int] = [-1] * (len(self.lines) + 1)  # the index of the op whose body contains each op
-        for i, (line, _) in enumerate(self.lines):
-            for k in range(i + 1, i + sum(1 for _ in line.with_body())):
+        scopes: list[int] = [-1] * (len(self.ops) + 1)  # the index of the op whose body contains each op
+        for i, (op, _) in enumerate(self.ops):
+            for k in range(i + 1, i + sum(1 for _ in op.with_body())):
                 scopes[k] = i
         found = {id(r): {scopes[i] for times in r.times for i in times} for r in regions}
         for i, slots in self.into.items():
@@ -168,44 +166,44 @@ class _Placer:
     def _beside(self) -> Bytes:
         """Returns the bytes on the device at each op that are outside the arena: results of subgraphs, and their
         temporaries."""
-        items, num = [], len(self.lines)
-        for i, (line, _) in enumerate(self.lines):
-            if not line.fn or (line.on_host and not self.mesh.unified_memory):
+        items, num = [], len(self.ops)
+        for i, (op, _) in enumerate(self.ops):
+            if not op.fn or (op.on_host and not self.mesh.unified_memory):
                 continue
-            items.append(Item(self.temporaries(self.program.functions[line.fn]), ((i, i),)))
-            for value, slot in zip(line.out, self.into.get(i, [None] * len(line.out)), strict=True):
+            items.append(Item(self.temporaries(self.program.functions[op.fn]), ((i, i),)))
+            for value, slot in zip(op.out, self.into.get(i, [None] * len(op.out)), strict=True):
                 if slot is None and value.name in self.views.alone:
                     held = math.prod(value.held(self.mesh)) * value.dtype.itemsize
                     items.append(Item(held, ((i, self.uses.last(value.name)),)))
         return taken(items, num)
 
-    def _with(self, *kinds: str) -> dict[int, Line]:
+    def _with(self, *kinds: str) -> dict[int, Instruction]:
         """Returns the ops whose results are allocated in the arena in one of these ways (`Op.pool`), by index."""
-        return {i: line for i, (line, _) in enumerate(self.lines) if OPS[line.op].pool in kinds}
+        return {i: op for i, (op, _) in enumerate(self.ops) if OPS[op.op].pool in kinds}
 
-    def _placed(self, number: int, line: Line) -> Line:
+    def _placed(self, number: int, op: Instruction) -> Instruction:
         slots = self.into.get(number)
         if number in self.together or number in self.uses.together.values():
-            line = line.saying(together=True)
+            op = op.saying(together=True)
         if slots is None:
-            return line
+            return op
         size = self.mesh.axis_size
         if number in self.parts:
             return replace(
-                line, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots)
+                op, into=tuple(s and s.place(s.numel // size(self.parts[number]), self.parts[number]) for s in slots)
             )
-        if line.op in STARTS:
-            return replace(line, into=tuple(s and s.place() for s in slots))
+        if op.op in STARTS:
+            return replace(op, into=tuple(s and s.place() for s in slots))
         return replace(
-            line, into=tuple(s and s.place(math.prod(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True))
+            op, into=tuple(s and s.place(math.prod(v.held(self.mesh))) for s, v in zip(slots, op.out, strict=True))
         )
 
     # --- the allocations of each kind of op ---
 
-    def _total(self, number: int, line: Line) -> None:
+    def _total(self, number: int, op: Instruction) -> None:
         """Allocates a sum over micro-batches: live from the beginning of the loop to its last reader, and padded for
         the reduction that may read it."""
-        value, span = line.out[0], self.lines[number][1]
+        value, span = op.out[0], self.ops[number][1]
         region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
         region.fixed = True
@@ -213,20 +211,20 @@ class _Placer:
         region.times.append((span[0], self.uses.last(value.name)))
         self.into[number] = [self.slots[value.name]]
 
-    def _sum(self, number: int, line: Line) -> None:
+    def _sum(self, number: int, op: Instruction) -> None:
         """Allocates totals that are accumulated in place: each is live from its first op to its last reader, and padded
         like the totals of a loop. The summands are in the arena too, while they are live, because the same subgraph
         computes both."""
         parts = self._region(fixed=True)
-        self._sums(line)
-        for part, value in zip(line.args[len(line.out) :], line.out, strict=True):
+        self._sums(op)
+        for part, value in zip(op.args[len(op.out) :], op.out, strict=True):
             parts.written(self._make(part, parts.add(math.prod(value.held(self.mesh)), value)))
         assert parts.first is not None
         parts.times.append((parts.first, number))
 
-    def _sums(self, line: Line) -> None:
+    def _sums(self, op: Instruction) -> None:
         """Allocates the totals that are accumulated in place."""
-        for total, value in zip(line.args, line.out, strict=False):
+        for total, value in zip(op.args, op.out, strict=False):
             slot = self.slots.get(total)
             if slot is None:
                 region = self._region(fixed=True)
@@ -238,8 +236,8 @@ class _Placer:
         """Lets the subgraph, or the cast, that computes a value write it to its buffer. Returns the index of that
         op."""
         maker = self.made[name]
-        line = self.lines[maker][0]
-        self.into.setdefault(maker, [None] * len(line.out))[[v.name for v in line.out].index(name)] = slot
+        op = self.ops[maker][0]
+        self.into.setdefault(maker, [None] * len(op.out))[[v.name for v in op.out].index(name)] = slot
         return maker
 
     def _summed(self, total: str) -> str:
@@ -255,17 +253,17 @@ class _Placer:
             return math.prod(value.held(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
-    def _gather(self, number: int, line: Line) -> None:
+    def _gather(self, number: int, op: Instruction) -> None:
         """Makes the allocation of a gather. If its operand is a cast that nothing else reads, the cast writes directly
         to this rank's part of the gathered buffer."""
-        region, axes, wait = self._region(kind="gather"), line.axes, self.waits[line.out[0].name]
-        outs = self.lines[wait][0].out
+        region, axes, wait = self._region(kind="gather"), op.axes, self.waits[op.out[0].name]
+        outs = self.ops[wait][0].out
         slots = [
             region.add(math.prod(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
-            for a, v in zip(line.args, outs, strict=True)
+            for a, v in zip(op.args, outs, strict=True)
         ]
         begins = number
-        for name, slot in zip(map(self.views.origin, line.args), slots, strict=True):
+        for name, slot in zip(map(self.views.origin, op.args), slots, strict=True):
             maker = self.made.get(name)
             if (
                 maker is not None
@@ -279,23 +277,23 @@ class _Placer:
         self.slots.update((v.name, s) for v, s in zip(outs, slots, strict=True))
         self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
 
-    def _scatter(self, number: int, line: Line) -> None:
-        said = line.says(ScatterAttrs)
-        padded = () if said.rows else said.grid or line.axes  # a transfer along dim 0 has no padding
-        self._apart(number, line, [self._padded(self.values[a], padded) for a in line.args])
+    def _scatter(self, number: int, op: Instruction) -> None:
+        said = op.says(ScatterAttrs)
+        padded = () if said.rows else said.grid or op.axes  # a transfer along dim 0 has no padding
+        self._apart(number, op, [self._padded(self.values[a], padded) for a in op.args])
 
-    def _exchange(self, number: int, line: Line) -> None:
-        self._apart(number, line, [math.prod(self.values[a].held(self.mesh)) for a in line.args])
+    def _exchange(self, number: int, op: Instruction) -> None:
+        self._apart(number, op, [math.prod(self.values[a].held(self.mesh)) for a in op.args])
 
-    def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
+    def _apart(self, number: int, op: Instruction, numels: Sequence[int]) -> None:
         """Makes the allocations of a transfer whose results are separate from its operands; `numels` are the elements
         of the operands."""
-        axes, wait = line.axes, self.waits[line.out[0].name]
+        axes, wait = op.axes, self.waits[op.out[0].name]
         source, result = self._region(kind="source"), self._region(kind=STAYS)
         # other ranks write directly into the arena
-        result.fixed = self.mesh.shared_memory and line.op != "reduce_scatter_start"
-        outs = self.lines[wait][0].out
-        sent = [self._source(source, a, number, n) for a, n in zip(line.args, numels, strict=True)]
+        result.fixed = self.mesh.shared_memory and op.op != "reduce_scatter_start"
+        outs = self.ops[wait][0].out
+        sent = [self._source(source, a, number, n) for a, n in zip(op.args, numels, strict=True)]
         made = [result.add(math.prod(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*sent, *made], list(made)
         self.slots.update((v.name, s) for v, s in zip(outs, made, strict=True))
@@ -305,13 +303,13 @@ class _Placer:
                 self._take(slot.region, number, wait, wait, axes)
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
-    def _reduce(self, number: int, line: Line) -> None:
+    def _reduce(self, number: int, op: Instruction) -> None:
         """Makes the allocation of an all_reduce: in place, except for small ones, whose operands are packed and whose
         sums get a separate allocation."""
-        axes, wait = line.axes, self.waits[line.out[0].name]
-        outs = self.lines[wait][0].out
+        axes, wait = op.axes, self.waits[op.out[0].name]
+        outs = self.ops[wait][0].out
         source = self._region(kind="summed")
-        sent = [self.values[a] for a in line.args]
+        sent = [self.values[a] for a in op.args]
         packed = sum(math.prod(v.held(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
         slots = [self._source(source, v.name, number, math.prod(v.held(self.mesh)), packed) for v in sent]
         results = slots
@@ -329,65 +327,63 @@ class _Placer:
             if slot.region is not source:
                 self._take(slot.region, number, last, wait, axes)
 
-    def _fetch(self, number: int, line: Line) -> None:
+    def _fetch(self, number: int, op: Instruction) -> None:
         """Makes the allocations of copies: live from the start of the copy to its last reader, and until it is stored.
         If a cast is copied, its result is computed in the arena too."""
-        if line.writes or stays(line, self.mesh):
+        if op.writes or stays(op, self.mesh):
             return
-        wait = self.waits[line.out[0].name]
-        self._leaves(number, self.lines[wait][0])
+        wait = self.waits[op.out[0].name]
+        self._leaves(number, self.ops[wait][0])
         self.into[wait] = list(self.into[number])
-        for name in line.args:
+        for name in op.args:
             maker = self.made.get(name)
             if maker is not None and self._is_copy(maker) and maker not in self.into:
                 source = self._region(self.values[name].tier, "sent")
                 self.into[maker] = [source.add(math.prod(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
-    def _replicate(self, number: int, line: Line) -> None:
+    def _replicate(self, number: int, op: Instruction) -> None:
         """Makes the allocations of copies that another rank reads from shared memory. They are copies because the state
         is stored outside the shared memory."""
         if not self.mesh.shared_memory:
             return
-        region, wait = self._region(), self.waits[line.out[0].name]
-        names = STARTS[line.op].sent(line)
+        region, wait = self._region(), self.waits[op.out[0].name]
+        names = STARTS[op.op].sent(op)
         self.into[number] = [region.add(math.prod(self.values[a].held(self.mesh)), self.values[a]) for a in names]
-        self._take(region, number, wait, wait, line.axes)
+        self._take(region, number, wait, wait, op.axes)
 
     def _is_copy(self, number: int) -> bool:
         """Whether an op computes a new value without calling a subgraph, so that it can write the value directly to the
         buffer of the transfer."""
-        line = self.lines[number][0]
-        return not line.fn and OPS[line.op].pool == "results"
+        op = self.ops[number][0]
+        return not op.fn and OPS[op.op].pool == "results"
 
-    def _leaves(self, number: int, line: Line) -> None:
+    def _leaves(self, number: int, op: Instruction) -> None:
         """Makes an allocation for the results of an op that come from a tier or are copied to one; it is written from
         op `number` on."""
-        outs = line.out
+        outs = op.out
         region = self._region(outs[0].tier, "fetched", fixed=self.mesh.unified_memory)
         slots = region.add_leaves({v: math.prod(v.held(self.mesh)) for v in outs})
         self.into[number] = list(slots)
         self.slots.update((slot.value.name, slot) for slot in slots)
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
-    def _results(self, number: int, line: Line) -> None:
+    def _results(self, number: int, op: Instruction) -> None:
         """Makes allocations for results of subgraphs that later ops read, except for small results, views, and values
         that are returned to the user."""
-        into = self.into.get(number, [None] * len(line.out))
-        for k, value in enumerate(line.out):
-            free = (
-                value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
-            )
+        into = self.into.get(number, [None] * len(op.out))
+        for k, value in enumerate(op.out):
+            free = value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(op, k)
             if into[k] is None and free and value.nbytes >= SMALL_RESULT:
-                region = self._region(kind=line.fn)
+                region = self._region(kind=op.fn)
                 into[k] = region.add(math.prod(value.held(self.mesh)), value)
                 region.times.append((number, self.uses.last(value.name)))
         if any(into):
             self.into[number] = into
 
-    def _contiguous(self, line: Line, which: int) -> bool:
+    def _contiguous(self, op: Instruction, which: int) -> bool:
         # compiled subgraphs rely on the strides with which they were traced
-        return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
+        return not op.fn or self.program.functions[op.fn].graph.outputs[which].meta["val"].is_contiguous()
 
     def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> RegionSlot:
         """Returns the buffer of a reduction's operand: the one it already has, or one in `region`, where it is computed
@@ -406,10 +402,10 @@ class _Placer:
             or not self.uses.same_loop(maker, number)
         ):
             return slot
-        line = self.lines[maker][0]
-        if OPS[line.op].pool == "results" and not line.writes:
-            into = self.into.setdefault(maker, [None] * len(line.out))
-            into[[v.name for v in line.out].index(name)] = slot
+        op = self.ops[maker][0]
+        if OPS[op.op].pool == "results" and not op.writes:
+            into = self.into.setdefault(maker, [None] * len(op.out))
+            into[[v.name for v in op.out].index(name)] = slot
             region.written(maker)
         return slot
 
@@ -442,7 +438,7 @@ class _Placer:
 
         A rank that waits in this way is delayed by the slowest rank, as it would be by its next transfer anyway.
         """
-        num = len(self.lines)
+        num = len(self.ops)
         rest = taken((r.item for r in self.regions if r.arena == "device" and r.times), num)
 
         def arena(until: Callable[[_Held], int]) -> Bytes:

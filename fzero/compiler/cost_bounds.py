@@ -186,11 +186,11 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         held[role if role in held else "state"] += leaf.shard_bytes(program.mesh)
     values, calls = (
         program.values_by_name,
-        [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],
+        [(op, n) for op, n in program.walk() if op.op == "call" and op.by != "optimizer"],
     )
     inside_of = temporaries_on(program.mesh, backend, torch.device(device.type))
     inside = (
-        inside_of(program.functions[line.fn]) + sum(local_bytes(v, program.mesh) for v in line.out) for line, _ in calls
+        inside_of(program.functions[op.fn]) + sum(local_bytes(v, program.mesh) for v in op.out) for op, _ in calls
     )
     time = {
         back: sum(n * seconds(x, program, device, backend) for x, n in calls if x.is_backward == back)
@@ -204,7 +204,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         grads=sum(local_bytes(values[g], program.mesh) for g in waiting_on_host(program, frozenset(), "host")),
         activations=sum(values[a].nbytes for a in saved_activations(program)),
         inside=max(inside, default=0),
-        turns=max((line.count for line in program.lines if line.op == "loop"), default=1),
+        turns=max((op.count for op in program.instructions if op.op == "loop"), default=1),
         waits=waits_for_all(program),
         forward_seconds=time[False],
         backward_seconds=time[True],

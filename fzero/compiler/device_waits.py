@@ -11,30 +11,30 @@ from __future__ import annotations
 
 from fzero.ir.attributes import WaitAttrs
 from fzero.ir.ops import OPS, STARTS, Start
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 
 
 def mark(program: Program) -> Program:
     """Returns the program with `host=False` on these waits. There are none on a mesh whose host and device share one
     memory."""
-    starts = {line.out[0].name: line for line, _ in program.walk() if line.op in STARTS}
+    starts = {op.out[0].name: op for op, _ in program.walk() if op.op in STARTS}
     on_host = {*program.outputs}
-    for line, _ in program.walk():
-        row = OPS[line.op]
-        on_host.update(line.writes)
+    for op, _ in program.walk():
+        row = OPS[op.op]
+        on_host.update(op.writes)
         if not (isinstance(row, Start) and row.holds_device_only):
-            on_host.update(line.args)
+            on_host.update(op.args)
 
-    def device_alone(line: Line) -> bool:
-        if not isinstance(line.attrs, WaitAttrs):
+    def device_alone(op: Instruction) -> bool:
+        if not isinstance(op.attrs, WaitAttrs):
             return False
-        start = starts[line.args[0]]
+        start = starts[op.args[0]]
         return (
             STARTS[start.op].may_hold_device_only
             and not start.writes
-            and bool(line.into)
-            and None not in line.into
-            and not any(v.name in on_host for v in line.out)
+            and bool(op.into)
+            and None not in op.into
+            and not any(v.name in on_host for v in op.out)
         )
 
-    return program.map_lines(lambda line: [line.saying(host=False) if device_alone(line) else line])
+    return program.map_instructions(lambda op: [op.saying(host=False) if device_alone(op) else op])

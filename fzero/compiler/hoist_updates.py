@@ -14,49 +14,49 @@ from dataclasses import replace
 from fzero.ir.aliases import Views
 from fzero.ir.dependencies import dependences, scheduled
 from fzero.ir.ops import COLLECTIVES, OPS
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 
 
 def hoist_updates(program: Program) -> Program:
     """Moves each op of the optimizer, and each other op after the last block, directly after the last op that it
     depends on or, for some ops of the optimizer, a block later."""
-    lines = program.lines
-    optimizer = next((i for i, line in enumerate(lines) if line.by == "optimizer"), None)
+    ops = program.instructions
+    optimizer = next((i for i, op in enumerate(ops) if op.by == "optimizer"), None)
     if optimizer is None:
         return program
-    first = next((i + 1 for i in reversed(range(optimizer)) if lines[i].body or lines[i].block is not None), optimizer)
-    before = dependences(lines, Views(program))
-    later = _next_blocks(lines[:first])
+    first = next((i + 1 for i in reversed(range(optimizer)) if ops[i].body or ops[i].block is not None), optimizer)
+    before = dependences(ops, Views(program))
+    later = _next_blocks(ops[:first])
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
-    gathered = {x.out[0].name for x in lines if x.op in COLLECTIVES}
-    arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in lines]
+    gathered = {x.out[0].name for x in ops if x.op in COLLECTIVES}
+    arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in ops]
     behind = [*range(first)]  # the op that each is placed directly after; before the optimizer, itself
-    for number in range(first, len(lines)):
+    for number in range(first, len(ops)):
         at = max((behind[i] for i in before[number]), default=-1)
         if (
             at >= 0
-            and lines[number].by == "optimizer"
+            and ops[number].by == "optimizer"
             and (travels or any(arrives[i] and behind[i] == at for i in before[number]))
         ):
             at = later[at]
         behind.append(at)
-    return replace(program, lines=tuple(scheduled(lines, before, [*zip(behind, range(len(lines)), strict=True)])))
+    return replace(program, instructions=tuple(scheduled(ops, before, [*zip(behind, range(len(ops)), strict=True)])))
 
 
-def _next_blocks(lines: Sequence[Line]) -> list[int]:
+def _next_blocks(ops: Sequence[Instruction]) -> list[int]:
     """Returns, for each op, the position after the next block has run and its results have been sent to the other
     ranks; at the end, the last op."""
-    out, found = [len(lines) - 1] * len(lines), len(lines) - 1
-    for i in reversed(range(len(lines))):
+    out, found = [len(ops) - 1] * len(ops), len(ops) - 1
+    for i in reversed(range(len(ops))):
         out[i] = found
-        micro, count = lines[i].micro or (0, 1)
-        if lines[i].is_backward and lines[i].ends_block and micro == count - 1:
+        micro, count = ops[i].micro or (0, 1)
+        if ops[i].is_backward and ops[i].ends_block and micro == count - 1:
             found = i
-            while found + 1 < len(lines) and _leaves(lines[found + 1]):
+            while found + 1 < len(ops) and _leaves(ops[found + 1]):
                 found += 1
     return out
 
 
-def _leaves(line: Line) -> bool:
+def _leaves(op: Instruction) -> bool:
     """Whether an op after a block is part of sending its gradients."""
-    return line.op in ("cast", "add", "split_parts", *COLLECTIVES) or line.of_codes
+    return op.op in ("cast", "add", "split_parts", *COLLECTIVES) or op.of_codes

@@ -79,7 +79,7 @@ def lower(
         >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
         >>> params, batch = {"w": torch.empty(4, 3, device="meta")}, torch.empty(2, 4, device="meta")
         >>> lowered = lower(step, fz.AbstractMesh(data=2), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start")]
         ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
     """
     if not isinstance(step, (Step, EvalStep)):

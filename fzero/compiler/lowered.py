@@ -35,7 +35,7 @@ class Lowered:
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
-        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.instructions) > 10
         (True, True)
     """
 

@@ -15,7 +15,7 @@ def rename_functions(program: Program) -> Program:
     both = [name for name in program.functions if name in values]
     names = Names((*values, *program.functions))
     new = {name: names(f"{name}_fn") for name in both}
-    program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
+    program = program.map_instructions(lambda op: [replace(op, fn=new[op.fn])] if op.fn in new else [op])
     return replace(
         program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()}
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 
-from fzero.ir.program import Function, Line, Program
+from fzero.ir.program import Function, Instruction, Program
 
 
 def with_out_variants(program: Program) -> Program:
@@ -13,17 +13,17 @@ def with_out_variants(program: Program) -> Program:
     written."""
     functions, names = dict(program.functions), {}
     called: dict[str, set[tuple[int, ...]]] = {}
-    for line, _ in program.walk():
-        if line.op == "call":
-            called.setdefault(line.fn, set()).add(_indices(line))
+    for op, _ in program.walk():
+        if op.op == "call":
+            called.setdefault(op.fn, set()).add(_indices(op))
     for name in (n for n, kinds in called.items() if any(kinds)):
         for k, into in enumerate(sorted(called[name])):
             new = name if k == 0 else f"{name}_into_{k}"
             names[name, into] = new
             functions[new] = _writing(program.functions[name], new, into)
-    new = lambda line: names.get((line.fn, _indices(line)), line.fn) if line.op == "call" else line.fn  # noqa: E731
+    new = lambda op: names.get((op.fn, _indices(op)), op.fn) if op.op == "call" else op.fn  # noqa: E731
     return replace(
-        program.map_lines(lambda line: [line if new(line) == line.fn else replace(line, fn=new(line))]),
+        program.map_instructions(lambda op: [op if new(op) == op.fn else replace(op, fn=new(op))]),
         functions=functions,
     )
 
@@ -40,5 +40,5 @@ def _writing(function: Function, name: str, into: tuple[int, ...]) -> Function:
     return known.setdefault((name, into), replace(function, name=name, into=into))
 
 
-def _indices(line: Line) -> tuple[int, ...]:
-    return tuple(i for i, p in enumerate(line.into) if p is not None)
+def _indices(op: Instruction) -> tuple[int, ...]:
+    return tuple(i for i, p in enumerate(op.into) if p is not None)

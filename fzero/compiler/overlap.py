@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from fzero.ir.attributes import SendAttrs
 from fzero.ir.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
-from fzero.ir.program import Line, Program, Value, repeats
+from fzero.ir.program import Instruction, Program, Value, repeats
 
 _GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_all_start"
 
@@ -54,21 +54,21 @@ def overlap(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - options.shared :])) if options.shared else program
     values = program.values_by_name
-    sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
+    sent = lambda op: transfer_bytes(op, values, program.mesh)  # noqa: E731
 
-    def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
-        lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
+    def visit(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        ops = [replace(x, body=visit(x.body)) if x.body else x for x in ops]
         if options.coalesced:
-            for op in (_GATHER, _SCATTER):
-                lines = _coalesce(lines, op, options.coalesced, sent, state)
+            for kind in (_GATHER, _SCATTER):
+                ops = _coalesce(ops, kind, options.coalesced, sent, state)
         for row in STARTS.values():
-            if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
-                lines = _Hoisting(lines, row, state, options.ahead).run()
-        lines = _sink_waits(lines, options.late_sums)
-        lines = _leafwise(lines) if options.leafwise else lines
-        return tuple(_pair_updates(_join_sums(lines, options.joined_sums, values)))
+            if row.hoisted and not (row.between == "tiers" and stays(Instruction(row.name), program.mesh)):
+                ops = _Hoisting(ops, row, state, options.ahead).run()
+        ops = _sink_waits(ops, options.late_sums)
+        ops = _leafwise(ops) if options.leafwise else ops
+        return tuple(_pair_updates(_join_sums(ops, options.joined_sums, values)))
 
-    return replace(program, lines=visit(program.lines))
+    return replace(program, instructions=visit(program.instructions))
 
 
 def sharable(program: Program) -> list[tuple[str, str]]:
@@ -78,18 +78,18 @@ def sharable(program: Program) -> list[tuple[str, str]]:
     sources, onward = _sources(program), _hops([x for x, _ in program.walk()])
     values = program.values()
 
-    def visit(lines: Sequence[Line]) -> None:
+    def visit(ops: Sequence[Instruction]) -> None:
         first: dict[tuple[tuple[str, object], ...], str] = {}
-        for line in lines:
-            visit(line.body)
-            if line.op == _GATHER and line.out[0].name not in onward:
-                leaves = tuple((_origin(a, sources), values[a].dtype) for a in line.args)
+        for op in ops:
+            visit(op.body)
+            if op.op == _GATHER and op.out[0].name not in onward:
+                leaves = tuple((_origin(a, sources), values[a].dtype) for a in op.args)
                 if leaves in first:
-                    found.append((first.pop(leaves), line.out[0].name))
+                    found.append((first.pop(leaves), op.out[0].name))
                 else:
-                    first[leaves] = line.out[0].name
+                    first[leaves] = op.out[0].name
 
-    visit(program.lines)
+    visit(program.instructions)
     place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
     return sorted(found, key=lambda pair: place[pair[0]])
 
@@ -99,9 +99,9 @@ def _sources(program: Program) -> dict[str, str]:
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     casts = [x for x, _ in program.walk() if x.op == "cast"]
     found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
-    for line, _ in program.walk():
-        if OPS[line.op].waits and line.args[0] in started:
-            found.update(zip((v.name for v in line.out), started[line.args[0]].args, strict=True))
+    for op, _ in program.walk():
+        if OPS[op.op].waits and op.args[0] in started:
+            found.update(zip((v.name for v in op.out), started[op.args[0]].args, strict=True))
     return found
 
 
@@ -111,24 +111,24 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
     return name
 
 
-def _hops(lines: Sequence[Line]) -> dict[str, int]:
+def _hops(ops: Sequence[Instruction]) -> dict[str, int]:
     """Returns, for each gather whose results are gathered further over other axes, how many times they are."""
-    brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    brought = {x.args[0]: x.out for x in ops if OPS[x.op].waits}
     # the gathers that read the result of another gather, by that result
     readers: dict[str, list[str]] = {}
     found: dict[str, int] = {}
-    for line in reversed([x for x in lines if x.op == _GATHER]):
-        handle = line.out[0].name
+    for op in reversed([x for x in ops if x.op == _GATHER]):
+        handle = op.out[0].name
         if further := [found.get(h, 0) for v in brought.get(handle, ()) for h in readers.get(v.name, ())]:
             found[handle] = 1 + max(further)
-        for a in line.args:
+        for a in op.args:
             readers.setdefault(a, []).append(handle)
     return found
 
 
-def _of_shards(line: Line, state: Collection[str]) -> bool:
+def _of_shards(op: Instruction, state: Collection[str]) -> bool:
     """Whether an op can run at any earlier time: it casts shards, or encodes stored parameters."""
-    return line.op == "cast" or (line.of_codes and all(a in state for a in line.args))
+    return op.op == "cast" or (op.of_codes and all(a in state for a in op.args))
 
 
 def coalescable(program: Program, limit: int) -> bool:
@@ -139,7 +139,7 @@ def coalescable(program: Program, limit: int) -> bool:
         for x, _ in program.walk()
         if x.op in (_GATHER, _SCATTER)
     ]
-    return any(sum(nbytes < limit for op, nbytes in sent if op == kind) > 1 for kind in (_GATHER, _SCATTER))
+    return any(sum(nbytes < limit for name, nbytes in sent if name == kind) > 1 for kind in (_GATHER, _SCATTER))
 
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
@@ -153,92 +153,94 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
         for a, b in zip(waits[first].out, waits[second].out, strict=True)
     }
     readers: dict[str, set[int]] = {}
-    for i, (line, _) in enumerate(program.walk()):
-        for a in line.args:
+    for i, (op, _) in enumerate(program.walk()):
+        for a in op.args:
             readers.setdefault(a, set()).add(i)
     dropped: set[int] = set()
     needless = set(again)  # results that no remaining op reads
-    for i, (line, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
-        made = {v.name for v in line.out}
-        if (made and made <= needless) or (OPS[line.op].waits and line.args[0] in again):
+    for i, (op, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
+        made = {v.name for v in op.out}
+        if (made and made <= needless) or (OPS[op.op].waits and op.args[0] in again):
             dropped.add(i)
-            needless |= {a for a in line.args if a not in program.leaves and readers[a] <= dropped}
-    numbers = {id(line): i for i, (line, _) in enumerate(program.walk())}
-    return program.map_lines(lambda line: [] if numbers.get(id(line)) in dropped else [line.rename(names)])
+            needless |= {a for a in op.args if a not in program.leaves and readers[a] <= dropped}
+    numbers = {id(op): i for i, (op, _) in enumerate(program.walk())}
+    return program.map_instructions(lambda op: [] if numbers.get(id(op)) in dropped else [op.rename(names)])
 
 
 def _coalesce(
-    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], state: Collection[str]
-) -> list[Line]:
+    ops: Sequence[Instruction], kind: str, limit: int, sent: Callable[[Instruction], int], state: Collection[str]
+) -> list[Instruction]:
     """Merges neighboring transfers of one kind if they are small: a gather joins the previous one, a reduction the next
     one."""
-    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    groups = [group for group in _alike(lines, op, limit, sent, waits, state) if len(group) > 1]
-    new: dict[int, list[Line]] = {}
+    waits = {x.args[0]: x for x in ops if OPS[x.op].waits}
+    groups = [group for group in _alike(ops, kind, limit, sent, waits, state) if len(group) > 1]
+    new: dict[int, list[Instruction]] = {}
     for group in groups:
         handle: Value = group[0].out[0]
         start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
         waiting = [waits[x.out[0].name] for x in group]
         wait = replace(waiting[0], args=(handle.name,), out=tuple(v for x in waiting for v in x.out))
         new.update((id(x), []) for x in (*group, *waiting))
-        new[id(group[0] if op == _GATHER else group[-1])] = [start]
-        new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
+        new[id(group[0] if kind == _GATHER else group[-1])] = [start]
+        new[id(waiting[0] if kind == _GATHER else waiting[-1])] = [wait]
     # casts of shards that join an earlier gather, and their codes, come before it
-    moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
-    casts = {v.name: x for x in lines if _of_shards(x, state) for v in x.out if v.name in moved}
+    moved = {a for group in groups for x in group[1:] for a in x.args} if kind == _GATHER else set()
+    casts = {v.name: x for x in ops if _of_shards(x, state) for v in x.out if v.name in moved}
     new.update((id(x), []) for x in casts.values())
     for group in groups if casts else ():
         along = {id(casts[a]): casts.pop(a) for x in group[1:] for a in x.args if a in casts}
         new[id(group[0])] = [*along.values(), *new[id(group[0])]]
-    return [y for x in lines for y in new.get(id(x), [x])]
+    return [y for x in ops for y in new.get(id(x), [x])]
 
 
 def _alike(
-    lines: Sequence[Line],
-    op: str,
+    ops: Sequence[Instruction],
+    kind: str,
     limit: int,
-    sent: Callable[[Line], int],
-    waits: Mapping[str, Line],
+    sent: Callable[[Instruction], int],
+    waits: Mapping[str, Instruction],
     state: Collection[str],
-) -> list[list[Line]]:
+) -> list[list[Instruction]]:
     """Groups the transfers of one kind that can be merged."""
-    transfers = [x for x in lines if x.op == op]
+    transfers = [x for x in ops if x.op == kind]
     largest = max((sent(x) for x in transfers), default=0)
-    between = lambda group, line: (  # noqa: E731
-        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line, state)
+    between = lambda group, op: (  # noqa: E731
+        _read_between(ops, waits, group, op) if kind == _SCATTER else _made_between(ops, group[0], op, state)
     )
-    groups: list[list[Line]] = []
-    for line in transfers:
+    groups: list[list[Instruction]] = []
+    for op in transfers:
         last = groups[-1] if groups else []
-        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
-        if alike and sum(map(sent, last)) + sent(line) <= largest and not between(last, line):
-            last.append(line)
+        alike = last and (last[0].attrs, last[0].by) == (op.attrs, op.by) and max(map(sent, (*last, op))) < limit
+        if alike and sum(map(sent, last)) + sent(op) <= largest and not between(last, op):
+            last.append(op)
         else:
-            groups.append([line])
+            groups.append([op])
     return groups
 
 
-def _made_between(lines: Sequence[Line], first: Line, later: Line, state: Collection[str]) -> bool:
+def _made_between(ops: Sequence[Instruction], first: Instruction, later: Instruction, state: Collection[str]) -> bool:
     """Whether the arguments of a later gather are computed or written after an earlier one. Casts of shards and their
     codes do not count, because they can be computed earlier."""
-    after = next(i for i, x in enumerate(lines) if x is first)
-    made = {v.name for x in lines[after:] if not _of_shards(x, state) for v in x.out} | {
-        w for x in lines[after:] for w in x.writes
+    after = next(i for i, x in enumerate(ops) if x is first)
+    made = {v.name for x in ops[after:] if not _of_shards(x, state) for v in x.out} | {
+        w for x in ops[after:] for w in x.writes
     }
-    sources = {v.name: a for x in lines if _of_shards(x, state) for v, a in zip(x.out, x.args, strict=False)}
+    sources = {v.name: a for x in ops if _of_shards(x, state) for v, a in zip(x.out, x.args, strict=False)}
     return any(a in made or sources.get(a, a) in made for a in later.args)
 
 
-def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
+def _read_between(
+    ops: Sequence[Instruction], waits: Mapping[str, Instruction], earlier: Sequence[Instruction], later: Instruction
+) -> bool:
     """Whether results of earlier reductions are read before a later one is waited for, for example by a reduction over
     a second axis."""
     brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
-    end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
-    return any(a in brought for x in lines[:end] for a in x.args)
+    end = next(i for i, x in enumerate(ops) if x is waits[later.out[0].name])
+    return any(a in brought for x in ops[:end] for a in x.args)
 
 
-def _is_update(line: Line) -> bool:
-    return bool(line.fn and line.writes)
+def _is_update(op: Instruction) -> bool:
+    return bool(op.fn and op.writes)
 
 
 _CARRIED = {"cast", "join_parts", "wait", *COPIES}
@@ -259,142 +261,142 @@ class _Hoisting:
     start before the update that is `ahead` of it: between two updates a block may run.
     """
 
-    def __init__(self, lines: Sequence[Line], row: Start, state: set[str], ahead: int):
-        self.lines, self.row, self.state, self.ahead = lines, row, state, ahead
-        fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
-        fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+    def __init__(self, ops: Sequence[Instruction], row: Start, state: set[str], ahead: int):
+        self.ops, self.row, self.state, self.ahead = ops, row, state, ahead
+        fetches = {v.name for x in ops if x.op in {_GATHER, *COPIES} for v in x.out}
+        fetched = {v.name for x in ops if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
         # the first of several gathers starts this many blocks earlier, so that the last is done in time
-        self.hops = _hops(lines)
-        self.updates = {id(x) for x in lines if _is_update(x)}
+        self.hops = _hops(ops)
+        self.updates = {id(x) for x in ops if _is_update(x)}
         first = lambda x: x.segment.index == 0  # noqa: E731
         own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
         reads = lambda x: own(x) and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
-        self.calls = {id(x) for x in lines if x.begins_block or reads(x)}
-        self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
-        self.readers = _readers(lines)
-        self.stores = {x.out[0].name: x for x in lines if x.op in COPIES}
-        self.made: dict[str, Line] = {}
-        self.writers: dict[str, list[Line]] = {}
-        self.out: list[Line] = []
+        self.calls = {id(x) for x in ops if x.begins_block or reads(x)}
+        self.blocks = {id(x) for x in ops if id(x) in self.calls and not repeats(x)}
+        self.readers = _readers(ops)
+        self.stores = {x.out[0].name: x for x in ops if x.op in COPIES}
+        self.made: dict[str, Instruction] = {}
+        self.writers: dict[str, list[Instruction]] = {}
+        self.out: list[Instruction] = []
         self.passed, self.updated = 0, 0  # the number of blocks in `out`, and of updates
 
-    def run(self) -> list[Line]:
+    def run(self) -> list[Instruction]:
         """Returns the ops in their new order."""
-        for line in self.lines:
-            if line.op == self.row.name and not line.writes:
-                self._hoist(line)
+        for op in self.ops:
+            if op.op == self.row.name and not op.writes:
+                self._hoist(op)
             else:
-                self.out.append(line)
-                self.passed += id(line) in self.blocks
-                self.updated += id(line) in self.updates
-            self.made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-            store = self.stores.get(line.args[0]) if OPS[line.op].waits else None
-            for name in (store or line).writes:
-                self.writers.setdefault(name, []).append(line)
+                self.out.append(op)
+                self.passed += id(op) in self.blocks
+                self.updated += id(op) in self.updates
+            self.made.update((v.name, op) for x in (op, *op.body) for v in x.out)
+            store = self.stores.get(op.args[0]) if OPS[op.op].waits else None
+            for name in (store or op).writes:
+                self.writers.setdefault(name, []).append(op)
         return self.out
 
-    def _hoist(self, line: Line) -> None:
+    def _hoist(self, op: Instruction) -> None:
         """Adds a transfer to `out`, moved forward past the blocks that may run while it is in flight."""
-        carried, needed, written = self._upstream(line)
-        counted, before = self._passes(line)
-        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))
+        carried, needed, written = self._upstream(op)
+        counted, before = self._passes(op)
+        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(op.args))
         # the number of blocks that it may start before
-        left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
-        after: list[Line] = []  # the ops after it, last one first
-        along: list[Line] = []  # ops that come along, except those that are already before its new position
+        left = before + 1 if far else min(self.ahead + self.hops.get(op.out[0].name, 0), before)
+        after: list[Instruction] = []  # the ops after it, last one first
+        along: list[Instruction] = []  # ops that come along, except those that are already before its new position
         while self.out and left and id(self.out[-1]) not in needed:
             last = self.out.pop()
             (along if id(last) in carried else after).append(last)
             left -= id(last) in counted and id(last) not in carried
-        self.out += [*reversed(along), line, *reversed(after)]
+        self.out += [*reversed(along), op, *reversed(after)]
 
-    def _passes(self, line: Line) -> tuple[set[int], int]:
+    def _passes(self, op: Instruction) -> tuple[set[int], int]:
         """Returns the ops that count as blocks for a transfer, and the number of those before it."""
-        reader = self.readers.get(line.out[0].name)
+        reader = self.readers.get(op.out[0].name)
         if reader is not None and _is_update(reader):  # the first ones start before blocks
             if self.updated >= self.ahead:
                 return self.updates, self.updated
             return self.blocks | self.updates, self.updated + self.passed
         return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
 
-    def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
+    def _upstream(self, op: Instruction) -> tuple[set[int], set[int], bool]:
         """Returns the ops that come along, the ops that must come before, and whether one of the latter writes a
         transferred value, other than to disk."""
         carried, makers, written = set[int](), set[int](), False
-        todo = [line]
+        todo = [op]
         while todo:
             for a in todo.pop().args:
                 writers = self.writers.get(a, ())
                 makers.update(map(id, writers))
                 written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers)
                 maker = self.made.get(a)
-                if maker is not None and self._comes_along(line, maker):
+                if maker is not None and self._comes_along(op, maker):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
         return carried, makers, written
 
-    def _comes_along(self, line: Line, maker: Line) -> bool:
+    def _comes_along(self, op: Instruction, maker: Instruction) -> bool:
         """Whether an argument of a transfer is computed only for it: from stored state, or by a gather over another
         axis."""
-        if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
+        if maker.op == "wait" and op.op == self.made[maker.args[0]].op == _GATHER:
             return True
         carried = maker.op in _CARRIED or maker.of_codes
         return carried and not maker.writes and _from_state(maker, self.made, self.state)
 
 
-def _readers(lines: Sequence[Line]) -> dict[str, Line]:
+def _readers(ops: Sequence[Instruction]) -> dict[str, Instruction]:
     """Returns, for each transfer, the first op that reads its result, directly or after further transfers."""
-    started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
-    first: dict[str, Line] = {}
-    for line in lines:
-        for a in line.args:
-            first.setdefault(a, line)
+    started = {x.args[0]: x.out for x in ops if OPS[x.op].waits}
+    first: dict[str, Instruction] = {}
+    for op in ops:
+        for a in op.args:
+            first.setdefault(a, op)
 
-    def reader(name: str) -> Line | None:
-        line = first.get(name)
-        while line is not None and (line.op in (_GATHER, *_CARRIED) or line.of_codes):
-            made = started.get(line.out[0].name, ()) if line.op in (_GATHER, *COPIES) and line.out else line.out
-            line = next((first[v.name] for v in made if v.name in first), None)
-        return line
+    def reader(name: str) -> Instruction | None:
+        op = first.get(name)
+        while op is not None and (op.op in (_GATHER, *_CARRIED) or op.of_codes):
+            made = started.get(op.out[0].name, ()) if op.op in (_GATHER, *COPIES) and op.out else op.out
+            op = next((first[v.name] for v in made if v.name in first), None)
+        return op
 
     found = {
         handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()
     }
-    return {handle: line for handle, line in found.items() if line is not None}
+    return {handle: op for handle, op in found.items() if op is not None}
 
 
-def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
+def _from_state(op: Instruction, made: Mapping[str, Instruction], state: set[str]) -> bool:
     """Whether all values that an op reads are stored state or copies of it, except for the scale of a cast."""
-    args = line.args[:1] if line.op == "cast" else line.args
+    args = op.args[:1] if op.op == "cast" else op.args
     carried = lambda x: x.op in _CARRIED or x.of_codes  # noqa: E731
     return all(a in state or (a in made and carried(made[a]) and _from_state(made[a], made, state)) for a in args)
 
 
-def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> list[Line]:
+def _join_sums(ops: Sequence[Instruction], num: int, values: Mapping[str, Value]) -> list[Instruction]:
     """Moves the accumulations of sharded gradients to where those of every `num` blocks are all available."""
     if num == 1:
-        return [*lines]
-    out: list[Line] = []
-    held: list[list[Line]] = []  # one list per block
-    before: Line | None = None
-    for line in (*lines, None):
-        if line is not None and line.op == "accumulate" and values[line.args[0]].placement.is_cut:
+        return [*ops]
+    out: list[Instruction] = []
+    held: list[list[Instruction]] = []  # one list per block
+    before: Instruction | None = None
+    for op in (*ops, None):
+        if op is not None and op.op == "accumulate" and values[op.args[0]].placement.is_cut:
             if before is None or held == [] or held[-1][-1] is not before:
                 held.append([])
-            held[-1].append(line)
-        elif line is None or len(held) == num:
+            held[-1].append(op)
+        elif op is None or len(held) == num:
             out += [x for block in held for x in block]
             held = []
-        if line is not None and not (held and held[-1][-1] is line):
-            out.append(line)
-        before = line
+        if op is not None and not (held and held[-1][-1] is op):
+            out.append(op)
+        before = op
     return out
 
 
-def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
-    return _Sinking(lines, late_sums).run()
+def _sink_waits(ops: Sequence[Instruction], late_sums: bool) -> list[Instruction]:
+    return _Sinking(ops, late_sums).run()
 
 
 class _Sinking:
@@ -406,49 +408,49 @@ class _Sinking:
     meanwhile.
     """
 
-    def __init__(self, lines: Sequence[Line], late_sums: bool):
-        self.lines, self.waits = lines, {x.args[0]: x for x in lines if OPS[x.op].waits}
-        self.sums = _sums(lines, self.waits, late_sums)
-        self.onward = _onward(lines, self.waits, self.sums)
-        away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+    def __init__(self, ops: Sequence[Instruction], late_sums: bool):
+        self.ops, self.waits = ops, {x.args[0]: x for x in ops if OPS[x.op].waits}
+        self.sums = _sums(ops, self.waits, late_sums)
+        self.onward = _onward(ops, self.waits, self.sums)
+        away = {x.out[0].name: x for x in ops if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
         self.leaving = {handle for handle, x in away.items() if not x.writes}
-        reduced = {x.out[0].name for x in lines if _is_reduction(x) or (x.op in COPIES and x.writes)}
+        reduced = {x.out[0].name for x in ops if _is_reduction(x) or (x.op in COPIES and x.writes)}
         self.reduced = reduced | {*away, *self.onward}
         # the transfers for which an update counts as a block; for an update on the host: `kept`
         self.here = self.reduced - self.leaving
         self.kept = self.reduced - {*away}
-        self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
-        self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}
+        self.written = {x.out[0].name: {*x.writes} for x in ops if x.op == "disk_write_start"}
+        self.staying = {x.out[0].name for x in ops if x.op in STARTS and not STARTS[x.op].sinks}
         self.left: dict[str, int] = {}  # by pending transfer: the number of blocks that may still run before its wait
-        self.out: list[Line] = []
+        self.out: list[Instruction] = []
 
-    def run(self) -> list[Line]:
+    def run(self) -> list[Instruction]:
         """Returns the ops in their new order."""
         # these are placed together with the wait before them
         further = {id(x) for start in self.onward.values() for x in (start, self.waits[start.out[0].name])}
         further.update(id(x) for added in self.sums.values() for x in added)
-        for line in self.lines:
-            if id(line) in further:
+        for op in self.ops:
+            if id(op) in further:
                 continue
-            if OPS[line.op].waits and line.args[0] not in self.staying:
-                if line.args[0] not in self.leaving:
-                    self.left[line.args[0]] = 1
+            if OPS[op.op].waits and op.args[0] not in self.staying:
+                if op.args[0] not in self.leaving:
+                    self.left[op.args[0]] = 1
                 continue
-            self._pass(line)
-            self.out.append(line)
-            if line.out and line.out[0].name in self.leaving:
-                self.left[line.out[0].name] = 1
+            self._pass(op)
+            self.out.append(op)
+            if op.out and op.out[0].name in self.leaving:
+                self.left[op.out[0].name] = 1
         while self.left:
             self._wait(next(iter(self.left)))
         return self.out
 
-    def _pass(self, line: Line) -> None:
+    def _pass(self, op: Instruction) -> None:
         """Adds the waits that must come before an op, and counts the op as a block for the other transfers."""
-        counted, done = self._counted(line), self._done(line)
+        counted, done = self._counted(op), self._done(op)
         while due := [
             handle
             for handle, left in self.left.items()
-            if self._reads(line, handle) or (left == 0 and handle in counted) or handle in done
+            if self._reads(op, handle) or (left == 0 and handle in counted) or handle in done
         ]:
             for handle in due:
                 self._wait(handle)
@@ -462,32 +464,32 @@ class _Sinking:
             self.out.append(start)
             self.left[start.out[0].name] = 1
 
-    def _counted(self, line: Line) -> set[str]:
+    def _counted(self, op: Instruction) -> set[str]:
         """Returns the transfers for which an op counts as a block."""
-        if line.begins_block and not repeats(line):
+        if op.begins_block and not repeats(op):
             return self.reduced
-        return set() if not _is_update(line) else self.kept if line.on_host else self.here
+        return set() if not _is_update(op) else self.kept if op.on_host else self.here
 
-    def _done(self, line: Line) -> set[str]:
+    def _done(self, op: Instruction) -> set[str]:
         """Returns the transfers that must end before an op that does not read their results: writes end before ops that
         read old values, and writes to disk before the next read of the same tensors."""
-        if line.op == "disk_read_start":
-            return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
-        return self.reduced if OPS[line.op].reads_old else set()
+        if op.op == "disk_read_start":
+            return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(op.args)}
+        return self.reduced if OPS[op.op].reads_old else set()
 
-    def _reads(self, line: Line, handle: str) -> bool:
+    def _reads(self, op: Instruction, handle: str) -> bool:
         """Whether an op reads the result of a transfer, unchanged or reduced further."""
         start = self.onward.get(handle)
         brings = (self.waits[handle], *self.sums.get(handle, ()))
-        return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
+        return any(_reads(op, x) for x in brings) or (start is not None and self._reads(op, start.out[0].name))
 
 
-def _leafwise(lines: Sequence[Line]) -> list[Line]:
+def _leafwise(ops: Sequence[Instruction]) -> list[Instruction]:
     """Splits each reduction into one per parameter, each of which is waited for before the next gradient is cast."""
-    waits, readers = {x.args[0]: x for x in lines if OPS[x.op].waits}, _every_reader(lines)
-    casts = {x.out[0].name: x for x in lines if x.op == "cast" and len(x.out) == 1}
-    new: dict[int, list[Line]] = {}
-    for start in (x for x in lines if x.op == _SCATTER):
+    waits, readers = {x.args[0]: x for x in ops if OPS[x.op].waits}, _every_reader(ops)
+    casts = {x.out[0].name: x for x in ops if x.op == "cast" and len(x.out) == 1}
+    new: dict[int, list[Instruction]] = {}
+    for start in (x for x in ops if x.op == _SCATTER):
         handle = start.out[0]
         wait = waits[handle.name]
         new[id(start)] = made = []
@@ -499,33 +501,33 @@ def _leafwise(lines: Sequence[Line]) -> list[Line]:
                 new[id(casts[name])] = []
             made.append(replace(start, args=(name,), out=(own,)))
             made.append(replace(wait, args=(own.name,), out=(value,)))
-    return [y for x in lines for y in new.get(id(x), [x])]
+    return [y for x in ops for y in new.get(id(x), [x])]
 
 
-def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def _every_reader(ops: Sequence[Instruction]) -> dict[str, list[Instruction]]:
     """Returns, for each name, the ops that read it, directly or in their bodies."""
-    readers: dict[str, list[Line]] = {}
-    for line in lines:
-        for a in (*line.args, *(a for x in line.body for a in x.args)):
-            readers.setdefault(a, []).append(line)
+    readers: dict[str, list[Instruction]] = {}
+    for op in ops:
+        for a in (*op.args, *(a for x in op.body for a in x.args)):
+            readers.setdefault(a, []).append(op)
     return readers
 
 
-def _is_reduction(line: Line) -> bool:
+def _is_reduction(op: Instruction) -> bool:
     """Whether a transfer reduces to shards: its wait returns shards of a sum, or encoded summands."""
-    return line.op == _SCATTER or (line.op == _DEAL and line.by == "compress")
+    return op.op == _SCATTER or (op.op == _DEAL and op.by == "compress")
 
 
-def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[str, list[Line]]:
+def _sums(ops: Sequence[Instruction], waits: Mapping[str, Instruction], late: bool) -> dict[str, list[Instruction]]:
     """Returns, for each reduction, the ops that are placed together with its wait.
 
     These are calls that decode and add up summands, encode their sum for a further transfer, or decode it. Ops that add
     its results to totals are included if they are to be `late` and no other op reads these results.
     """
-    readers, found = _every_reader(lines), {}
-    summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
-    for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
-        brought, along = [v.name for v in waits[handle].out], list[Line]()
+    readers, found = _every_reader(ops), {}
+    summed = {x.out[0].name for x in ops if x.by == "compress" and x.op in (_DEAL, _GATHER)}
+    for handle in (x.out[0].name for x in ops if _is_reduction(x) or (x.out and x.out[0].name in summed)):
+        brought, along = [v.name for v in waits[handle].out], list[Instruction]()
         comes = lambda x: x.of_codes and {*x.args} <= {*brought}  # noqa: B023, E731
         while calls := {id(x): x for a in brought for x in readers.get(a, []) if comes(x)}:
             along += calls.values()
@@ -538,45 +540,47 @@ def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[
     return found
 
 
-def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str, Sequence[Line]]) -> dict[str, Line]:
+def _onward(
+    ops: Sequence[Instruction], waits: Mapping[str, Instruction], sums: Mapping[str, Sequence[Instruction]]
+) -> dict[str, Instruction]:
     """Returns, for each reduction, the transfer that sends all its results further, over the next axis or as an encoded
     sum, if nothing else reads them. It starts when the first one is waited for, which delays no block."""
-    readers, found = _every_reader(lines), {}
-    for start in (x for x in lines if x.op in COLLECTIVES and (x.op != _GATHER or x.by == "compress")):
+    readers, found = _every_reader(ops), {}
+    for start in (x for x in ops if x.op in COLLECTIVES and (x.op != _GATHER or x.by == "compress")):
         handle = start.out[0].name
         last = (sums.get(handle) or [waits[handle]])[-1]
         brought = [v.name for v in last.out]
         next_ = {id(x): x for a in brought for x in readers.get(a, [])}
         if len(next_) != 1:
             continue
-        (line,) = next_.values()
+        (op,) = next_.values()
         # Values that another stage waits for are sent at once, because a block later may be too late.
-        if line.op in COLLECTIVES and not isinstance(line.attrs, SendAttrs) and [*line.args] == brought:
-            found[handle] = line
+        if op.op in COLLECTIVES and not isinstance(op.attrs, SendAttrs) and [*op.args] == brought:
+            found[handle] = op
     return found
 
 
-def _pair_updates(lines: Sequence[Line]) -> list[Line]:
+def _pair_updates(ops: Sequence[Instruction]) -> list[Instruction]:
     """Orders the gathers of new parameters after an update: each is assigned while the next one is in flight, so that
     two blocks' parameters are live instead of all."""
-    targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
-    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
-    starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
-    finish: dict[int, list[Line]] = {}  # start -> the ops directly after it
+    targets = {a: x for x in ops if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
+    waits = {x.args[0]: x for x in ops if OPS[x.op].waits and all(v.name in targets for v in x.out)}
+    starts = [x for x in ops if x.op == _GATHER and x.out[0].name in waits]
+    finish: dict[int, list[Instruction]] = {}  # start -> the ops directly after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
         finish.setdefault(id(following), []).extend(
             [wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()]
         )
     moved = {id(x) for group in finish.values() for x in group}
-    out: list[Line] = []
-    for line in lines:
-        if id(line) not in moved:
-            out.append(line)
-            out += finish.get(id(line), []) if line.op == _GATHER else []
+    out: list[Instruction] = []
+    for op in ops:
+        if id(op) not in moved:
+            out.append(op)
+            out += finish.get(id(op), []) if op.op == _GATHER else []
     return out + finish.get(id(None), [])
 
 
-def _reads(line: Line, maker: Line) -> bool:
+def _reads(op: Instruction, maker: Instruction) -> bool:
     names = {v.name for v in maker.out}
-    return bool(names & set(line.args)) or any(_reads(x, maker) for x in line.body)
+    return bool(names & set(op.args)) or any(_reads(x, maker) for x in op.body)

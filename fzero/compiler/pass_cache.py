@@ -165,8 +165,8 @@ class PassCache:
 
     def _key(self, made: dict[str, Program], options: Options) -> Any:
         """Returns a key for the ops before the scheduling passes, and the options of these passes."""
-        lines = next(reversed(made.values())).lines
-        return id(lines), *(x.option(made, self.context, options) for x in self.passes[self._at_order :])
+        ops = next(reversed(made.values())).instructions
+        return id(ops), *(x.option(made, self.context, options) for x in self.passes[self._at_order :])
 
     def _made(self, options: Options, end: int) -> dict[str, Program]:
         made = {FIRST: self.recorded}
@@ -199,7 +199,7 @@ class PassCache:
         rewrite = lambda: self.passes[number].rewrite(program, self.context, option)  # noqa: E731
         if number >= self._at_order:
             return rewrite()
-        key = number, id(program.lines), option
+        key = number, id(program.instructions), option
         if number < self._at_cut:
             if key not in self._shared:
                 self._shared[key] = program, rewrite(), self

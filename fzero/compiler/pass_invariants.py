@@ -6,21 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fzero.ir.ops import COPIES, OPS, stays
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import refuse, shown
 
 
 def is_cut(program: Program) -> None:
     """Checks that the update has been partitioned."""
-    _check(program, lambda line: "the update is still whole" if line.op == "update" else "")
+    _check(program, lambda op: "the update is still whole" if op.op == "update" else "")
 
 
 def on_device(program: Program) -> None:
     """Checks that no value is on another tier than the device, and that nothing is copied between tiers."""
 
-    def wrong(line: Line) -> str:
-        off = [f"{v.name} on the {v.tier}" for v in line.out if v.tier != "device"]
-        off += ["a copy between tiers"] if line.op in COPIES else ["on the host"] if line.on_host else []
+    def wrong(op: Instruction) -> str:
+        off = [f"{v.name} on the {v.tier}" for v in op.out if v.tier != "device"]
+        off += ["a copy between tiers"] if op.op in COPIES else ["on the host"] if op.on_host else []
         return f"{', '.join(off)}, before copies are placed" if off else ""
 
     _check(program, wrong)
@@ -30,16 +30,16 @@ def placed(program: Program) -> None:
     """Checks that every communicated or copied value has an offset in the arena, except values that stay where they are
     and state that is written back."""
 
-    def wrong(line: Line) -> str:
-        pool = OPS[line.op].pool
+    def wrong(op: Instruction) -> str:
+        pool = OPS[op.op].pool
         moves = pool in ("gather", "scatter", "reduce") or (
-            pool == "fetch" and not line.writes and not stays(line, program.mesh)
+            pool == "fetch" and not op.writes and not stays(op, program.mesh)
         )
-        return "it moves without a place in the pool" if moves and (not line.into or None in line.into) else ""
+        return "it moves without a place in the pool" if moves and (not op.into or None in op.into) else ""
 
     _check(program, wrong)
 
 
-def _check(program: Program, wrong: Callable[[Line], str]) -> None:
+def _check(program: Program, wrong: Callable[[Instruction], str]) -> None:
     """Raises VerifyError if an op violates a rule."""
-    refuse(program, [f"{shown(line)}: {text}" for line, _ in program.walk() if (text := wrong(line))])
+    refuse(program, [f"{shown(op)}: {text}" for op, _ in program.walk() if (text := wrong(op))])

@@ -29,7 +29,7 @@ from fzero.compiler.overlap import overlap, sharable
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.ir.ops import STARTS
 from fzero.ir.pool_verifier import check
-from fzero.ir.program import Function, Line, Program
+from fzero.ir.program import Function, Instruction, Program
 from fzero.ir.verifier import BUG, verify
 from fzero.sharding.layout import TIERS, Leaf, in_slot
 from fzero.transforms import (
@@ -146,7 +146,7 @@ def _trains(program: Program, *_: Any) -> bool:
 
 
 def _loops(program: Program) -> bool:
-    return any(line.op == "loop" for line in program.lines)
+    return any(op.op == "loop" for op in program.instructions)
 
 
 def _remat_open(program: Program) -> bool:
@@ -290,7 +290,7 @@ PASSES = (
     Pass(
         "overlap",
         lambda program, context, order: overlap(program, order),
-        wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
+        wanted=lambda program, *_: any(op.op in STARTS for op, _ in program.walk()),
         option=lambda made, context, options: options.order,
         # on other devices a longer transfer gains nothing
         tried=lambda options, program, device: (
@@ -397,7 +397,11 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
             its own.
     """
     made = transform.rewrite(program)
-    wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
+    wrong = (
+        [repr(x) for x in made.instructions if not isinstance(x, Instruction)]
+        if isinstance(made, Program)
+        else [repr(made)]
+    )
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
         raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))")
@@ -411,7 +415,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
 
 def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
     """Returns the program of a rewrite, extended by the assignments of the transform's slots that its ops write."""
-    before, after = (Counter(w for line, _ in x.walk() for w in line.writes) for x in (program, made))
+    before, after = (Counter(w for op, _ in x.walk() for w in op.writes) for x in (program, made))
     new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
     if wrong := [leaf for leaf in new if leaf.role not in own]:
         what = f"the rewrite of {transform} writes slots that it did not declare"

@@ -172,7 +172,7 @@ def declared(step: Step, transform: Transform, params: Any) -> Mapping[str, Any]
 
 def check_used(program: Program, slots: Slots) -> None:
     """Raises TransformError if no op of a finished program reads or writes a slot, and names it."""
-    used = {a for line, _ in program.walk() for a in (*line.args, *line.writes)}
+    used = {a for op, _ in program.walk() for a in (*op.args, *op.writes)}
     idle = [leaf for leaf in program.leaves.values() if in_slot(leaf) and leaf.path not in used]
     idle = [leaf for leaf in idle if slots.owners[leaf.role].idle_in(program) is None]
     if idle:

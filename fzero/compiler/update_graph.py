@@ -14,7 +14,7 @@ from fzero import tree
 from fzero._compat import compat
 from fzero.compiler.training_spec import ROUNDING_STREAM, Found, Training
 from fzero.ir.attributes import UpdateAttrs
-from fzero.ir.program import Line, Value
+from fzero.ir.program import Instruction, Value
 from fzero.ir.value_names import Names
 from fzero.loss import agreeing, is_empty
 from fzero.optim import global_norm
@@ -87,7 +87,7 @@ def record_update(
     traced: Found,
     names: Names,
     watched: Watched | None,
-) -> tuple[Line, tree.TreeSpec]:
+) -> tuple[Instruction, tree.TreeSpec]:
     """Traces everything after the backward as one function: means, gradient norm, optimizer, new parameters, and
     metrics.
 
@@ -212,7 +212,7 @@ def record_update(
         Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
         for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
     ]
-    line = Line(
+    op = Instruction(
         "update",
         tuple(n for n, _, _ in places),
         tuple(metric_values),
@@ -221,4 +221,4 @@ def record_update(
         ),
         writes=tuple(target for target, _ in written),
     )
-    return line, info["structure"]
+    return op, info["structure"]

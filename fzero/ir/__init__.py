@@ -8,7 +8,7 @@ rewrite takes a program and returns another one; the verifier runs after each. T
 
 | file | what it does |
 |---|---|
-| `program.py` | the data types: programs, ops (`Line`), values, placements, subgraphs and buffers |
+| `program.py` | the data types: programs, ops (`Instruction`), values, placements, subgraphs and buffers |
 | `attributes.py` | the attributes of each op, as frozen dataclasses |
 | `ops/` | the table of ops: how each is verified, executed, printed and costed |
 | `from_graph.py` | records functions on abstract values, and turns the graphs into ops and subgraphs |

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from fzero.ir.ops import OPS, stays
-from fzero.ir.program import Function, Line, Program
+from fzero.ir.program import Function, Instruction, Program
 from fzero.trace.storages import Output, output_storages
 
 
@@ -27,26 +27,24 @@ class Aliases:
             self._outputs[name] = output_storages(self._functions[name].graph)
         return self._outputs[name]
 
-    def of(self, line: Line) -> Iterable[tuple[str, str]]:
+    def of(self, op: Instruction) -> Iterable[tuple[str, str]]:
         """Returns the results that may lie in an argument's memory, each with that argument."""
-        if not line.fn:
-            return OPS[line.op].shares(line)
+        if not op.fn:
+            return OPS[op.op].shares(op)
         return [
-            (v.name, line.args[x.argument])
-            for v, x in zip(line.out, self.outputs(line.fn), strict=True)
+            (v.name, op.args[x.argument])
+            for v, x in zip(op.out, self.outputs(op.fn), strict=True)
             if x.argument is not None
         ]
 
-    def own(self, line: Line) -> Iterable[str]:
+    def own(self, op: Instruction) -> Iterable[str]:
         """Returns the results that certainly share memory with no argument and with no other result."""
-        if not line.fn:
-            return [v.name for v in line.out] if OPS[line.op].makes_own else ()
-        outputs = self.outputs(line.fn)
+        if not op.fn:
+            return [v.name for v in op.out] if OPS[op.op].makes_own else ()
+        outputs = self.outputs(op.fn)
         num = Counter(x.root for x in outputs)
         return [
-            v.name
-            for v, x in zip(line.out, outputs, strict=True)
-            if x.argument is None and num[x.root] == 1 and x.nbytes
+            v.name for v, x in zip(op.out, outputs, strict=True) if x.argument is None and num[x.root] == 1 and x.nbytes
         ]
 
 
@@ -60,14 +58,14 @@ class Views:
         self._same: dict[str, str] = {}  # copies that move nothing, and so are their sources
         self.alone: set[str] = set()  # results that share no memory with another result
         aliases = Aliases(program.functions)
-        started: dict[str, Line] = {}
-        for line, _ in program.walk():
-            if not line.writes and stays(line, program.mesh):
-                started[line.out[0].name] = line
-            if OPS[line.op].waits and line.args[0] in started:
-                self._same.update((v.name, a) for v, a in zip(line.out, started[line.args[0]].args, strict=True))
-            self._of.update(aliases.of(line))
-            self.alone.update(aliases.own(line))
+        started: dict[str, Instruction] = {}
+        for op, _ in program.walk():
+            if not op.writes and stays(op, program.mesh):
+                started[op.out[0].name] = op
+            if OPS[op.op].waits and op.args[0] in started:
+                self._same.update((v.name, a) for v, a in zip(op.out, started[op.args[0]].args, strict=True))
+            self._of.update(aliases.of(op))
+            self.alone.update(aliases.own(op))
         self._of |= self._same
         self.returned = {root for name in program.outputs for root in self.roots(name)}
 

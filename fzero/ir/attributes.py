@@ -3,7 +3,7 @@ dataclass per op.
 
 Each row of the op table names the attribute class of its op (`Op.attrs`, fzero/ir/ops/op.py). `misformed` reports any
 other class, and any field that is not of its declared type. Attributes that many ops have are declared in base
-classes here, and `Line` reads them through properties (`line.micro`, `line.axes`), so code that needs one does not
+classes here, and `Instruction` reads them through properties (`op.micro`, `op.axes`), so code that needs one does not
 have to know which op it is. This file knows nothing about the ops themselves.
 """
 

@@ -25,15 +25,15 @@ from typing import Any
 from fzero.ir.aliases import Views
 from fzero.ir.attributes import BufferAttrs
 from fzero.ir.ops import COPIES, OPS, STARTS
-from fzero.ir.program import Line
+from fzero.ir.program import Instruction
 
 
-def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
+def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
     """Returns for each op the indices of the ops that it must come after. Dependences that follow from others may be
     left out. See [Note: dependences].
 
     Args:
-        lines: the ops of a program, or of one body in it. Values that are made outside exist already.
+        ops: the ops of a program, or of one body in it. Values that are made outside exist already.
         views: the views of the complete program.
     """
     before: list[set[int]] = []
@@ -42,9 +42,9 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
     written: dict[str, int] = {}  # by value: the last op that wrote to its memory
     read: dict[str, list[int]] = defaultdict(list)  # by value: the ops that have read its memory since then
     leaf: dict[str, str] = {}  # by copy or buffer for a new value: the tensor of the state it belongs to
-    for number, line in enumerate(lines):
-        start = lines[started[line.args[0]]] if OPS[line.op].waits and line.args[0] in started else None
-        touches = [*line.with_body()]
+    for number, op in enumerate(ops):
+        start = ops[started[op.args[0]]] if OPS[op.op].waits and op.args[0] in started else None
+        touches = [*op.with_body()]
         reads, writes = _touched(touches, start)
         writes += [leaf[w] for w in writes if w in leaf]
         memory = [root for a in reads for root in views.roots(a)]
@@ -59,48 +59,48 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
             written[root], read[root] = number, []
         for x in touches:
             made.update((v.name, number) for v in x.out)
-        if line.op in STARTS:
-            started[line.out[0].name] = number
-        reserved = line.attrs.leaves if isinstance(line.attrs, BufferAttrs) else ()
+        if op.op in STARTS:
+            started[op.out[0].name] = number
+        reserved = op.attrs.leaves if isinstance(op.attrs, BufferAttrs) else ()
         sources = STARTS[start.op].sent(start) if start and start.op in COPIES else reserved
-        leaf.update((v.name, leaf.get(a, a)) for v, a in zip(line.out, sources, strict=False))
+        leaf.update((v.name, leaf.get(a, a)) for v, a in zip(op.out, sources, strict=False))
     return before
 
 
-def _touched(touches: Sequence[Line], start: Line | None) -> tuple[list[str], list[str]]:
+def _touched(touches: Sequence[Instruction], start: Instruction | None) -> tuple[list[str], list[str]]:
     """Returns the values that ops read and write. A wait counts as its transfer."""
     reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
     return reads, [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
 
 
-def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Sequence[Any]) -> list[Line]:
+def scheduled(ops: Sequence[Instruction], before: Sequence[set[int]], priority: Sequence[Any]) -> list[Instruction]:
     """Returns the ops sorted by priority, as far as the dependences allow: of the ops that may come next, the one
     with the lowest priority value is chosen.
 
     Args:
-        lines: the ops of a program, or of one body in it.
+        ops: the ops of a program, or of one body in it.
         before: for each op, the indices of the ops that it must come after.
         priority: the priority of each op. No two are equal.
     """
     left = [len(numbers) for numbers in before]
-    after: list[list[int]] = [[] for _ in lines]
+    after: list[list[int]] = [[] for _ in ops]
     for number, numbers in enumerate(before):
         for i in numbers:
             after[i].append(number)
     ready = [(priority[i], i) for i, num in enumerate(left) if not num]
     heapq.heapify(ready)
-    out: list[Line] = []
+    out: list[Instruction] = []
     while ready:
         _, number = heapq.heappop(ready)
-        out.append(lines[number])
+        out.append(ops[number])
         for i in after[number]:
             left[i] -= 1
             if not left[i]:
                 heapq.heappush(ready, (priority[i], i))
-    assert len(out) == len(lines), "dependences go in a circle"
+    assert len(out) == len(ops), "dependences go in a circle"
     return out
 
 
-def _writes(line: Line) -> Sequence[str]:
+def _writes(op: Instruction) -> Sequence[str]:
     """Returns the values in whose memory an op writes."""
-    return (*line.writes, *line.args[: len(line.out)]) if OPS[line.op].in_place else line.writes
+    return (*op.writes, *op.args[: len(op.out)]) if OPS[op.op].in_place else op.writes

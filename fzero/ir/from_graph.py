@@ -18,7 +18,7 @@ import torch.fx as fx
 from fzero import tree
 from fzero._compat import compat
 from fzero.ir.attributes import BlockCall, CallAttrs
-from fzero.ir.program import Function, Line, Value
+from fzero.ir.program import Function, Instruction, Value
 from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
 from fzero.trace.block_calls import Blocks
@@ -101,14 +101,14 @@ def run_traced(
 # --- ops from a graph ---
 
 
-class Lines:
+class GraphOps:
     """Converts a recorded graph into ops: one op for each block call, and one subgraph for each run of other
     operations between block calls.
     """
 
     def __init__(self, graph: Recorded, functions: Functions, names: Names, result_names: Mapping[fx.Node, str]):
         self.graph, self.functions, self.names = graph, functions, names
-        self.lines: list[Line] = []
+        self.ops: list[Instruction] = []
         self.name: dict[fx.Node, str] = {}
         self._wanted = result_names
         self._run: list[fx.Node] = []
@@ -162,7 +162,7 @@ class Lines:
         inputs = tuple(self.name[a] for a in node.args[2:])  # type: ignore[index]
         part = "backward" if backward else "forward"
         block = BlockCall(joint, call, part, inputs, used if backward else ())
-        self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, CallAttrs(block=block)))
+        self.ops.append(Instruction("call", tuple(inputs[i] for i in reads), tuple(out), fn, CallAttrs(block=block)))
 
     def _flush(self) -> None:
         """Appends the operations since the last block call as one subgraph. Views of inputs are computed again
@@ -187,8 +187,8 @@ class Lines:
         for node in outputs:
             self.name[node] = self.names(self._wanted.get(node) or f"t_{self._num_runs}_{len(out)}")
             out.append(_value(node, self.name[node]))
-        self.lines.append(
-            Line(
+        self.ops.append(
+            Instruction(
                 "call",
                 tuple(self.name[n] for n in inputs),
                 tuple(out),

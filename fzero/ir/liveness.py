@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from fzero.ir.aliases import Views
 from fzero.ir.ops import COLLECTIVES, OPS, STARTS, Start
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 
 Interval = tuple[int, int]
 """The indices of the first and the last op, both inclusive."""
@@ -31,7 +31,9 @@ class Uses:
 
     def __init__(self, program: Program):
         self.mesh = program.mesh
-        self.lines = list(_numbered(program.lines))  # in order, each with the first and last op of the enclosing loop
+        self.ops = list(
+            _numbered(program.instructions)
+        )  # in order, each with the first and last op of the enclosing loop
         self.made: dict[str, int] = {}
         self.read: dict[
             str, int
@@ -39,38 +41,38 @@ class Uses:
         self.reads: Counter[str] = Counter()
         self.views = Views(program)
         self.copying: dict[str, tuple[str, ...]] = {}
-        for i, (line, span) in enumerate(self.lines):
-            for name in line.args:
+        for i, (op, span) in enumerate(self.ops):
+            for name in op.args:
                 self.reads[name] += 1
                 for root in self.views.roots(name):
                     # A value from outside a loop is read again in every iteration, so it lives to the end of the
                     # loop.
                     inside = span is not None and self.made.get(root, -1) >= span[0]
                     self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            row = OPS[line.op]
+            row = OPS[op.op]
             if row.waits:  # a copy between tiers and a gather read until they are waited for
-                for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
+                for root in (r for a in self.copying.get(op.args[0], ()) for r in self.views.roots(a)):
                     self.read[root] = max(self.read.get(root, -1), i)
             elif isinstance(row, Start) and row.reads_until_wait:
-                self.copying[line.out[0].name] = row.sent(line)
-            for value in line.out:
+                self.copying[op.out[0].name] = row.sent(op)
+            for value in op.out:
                 self.made[value.name] = i
-        self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
+        self.waits = {op.args[0]: i for i, (op, _) in enumerate(self.ops) if OPS[op.op].waits}
         self.starts = [
-            (i, self.waits[line.out[0].name], line.axes)
-            for i, (line, _) in enumerate(self.lines)
-            if line.op in COLLECTIVES and STARTS[line.op].meets
+            (i, self.waits[op.out[0].name], op.axes)
+            for i, (op, _) in enumerate(self.ops)
+            if op.op in COLLECTIVES and STARTS[op.op].meets
         ]
         self.met = {  # the waits of transfers that every rank takes part in: over which axes, and in which loop
-            wait: (axes, self.lines[wait][1]) for _, wait, axes in self.starts
+            wait: (axes, self.ops[wait][1]) for _, wait, axes in self.starts
         }
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         # the last wait of each loop and axis: later entries replace earlier ones
-        self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
+        self.together = {(span, axes): w for _, w, axes in ends if (span := self.ops[w][1]) is not None}
         # for each loop and axis: the starts, and the first wait of any transfer that starts there or later
         self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
         for start, wait, axes in self.starts:
-            starts, waits = self.arrivals.setdefault((self.lines[wait][1], axes), ([], []))
+            starts, waits = self.arrivals.setdefault((self.ops[wait][1], axes), ([], []))
             starts.append(start)
             waits.append(wait)
         for _, waits in self.arrivals.values():
@@ -81,10 +83,10 @@ class Uses:
         """Returns the last op that reads a value, or the op that makes it if none does. Returned values live to the
         end.
         """
-        return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])
+        return len(self.ops) if name in self.views.returned else self.read.get(name, self.made[name])
 
     def same_loop(self, one: int, other: int) -> bool:
-        return self.lines[one][1] == self.lines[other][1]
+        return self.ops[one][1] == self.ops[other][1]
 
     def until(self, last: int, wait: int, axes: tuple[str, ...]) -> int:
         """Returns the op after which a buffer is free: the last reader on this rank is done and, if memory is shared,
@@ -92,25 +94,25 @@ class Uses:
         """
         if not self.mesh.shared_memory:
             return last
-        span = self.lines[wait][1]
+        span = self.ops[wait][1]
         starts, arrivals = self.arrivals.get((span, axes), ([], []))
         later = bisect_right(starts, wait)
-        read = arrivals[later] if later < len(arrivals) else len(self.lines)
+        read = arrivals[later] if later < len(arrivals) else len(self.ops)
         if span is not None:
             read = min(read, self.together[span, axes])
         return max(last, read)
 
 
 def _numbered(
-    lines: Sequence[Line], span: Interval | None = None, at: int = 0
-) -> Iterator[tuple[Line, Interval | None]]:
+    ops: Sequence[Instruction], span: Interval | None = None, at: int = 0
+) -> Iterator[tuple[Instruction, Interval | None]]:
     """Yields the ops in the order of their text, each with the first and last index of the loop that contains it. An
     op that has a body comes before its body.
     """
-    for line in lines:
-        yield line, span
+    for op in ops:
+        yield op, span
         at += 1
-        if line.body:
-            size = sum(1 for _ in line.with_body()) - 1
-            yield from _numbered(line.body, (at, at + size - 1) if OPS[line.op].turns(line) > 1 else span, at)
+        if op.body:
+            size = sum(1 for _ in op.with_body()) - 1
+            yield from _numbered(op.body, (at, at + size - 1) if OPS[op.op].turns(op) > 1 else span, at)
             at += size

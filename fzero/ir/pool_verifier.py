@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 from fzero.ir.attributes import WaitAttrs
 from fzero.ir.ops import OPS, STARTS, Start, stays, turns
-from fzero.ir.program import Line, Place, Program
+from fzero.ir.program import Instruction, Place, Program
 from fzero.ir.verifier import refuse, shown
 
 # bytes of the arena, half open; the host's arena comes after the device's, then each separate allocation
@@ -35,7 +35,7 @@ def check(program: Program) -> Program:
         VerifyError: listing every rule that is broken, with the op.
     """
     checker = _PoolChecker(program)
-    checker.lines(program.lines)
+    checker.run(program.instructions)
     refuse(program, checker.problems, "the pool")
     return program
 
@@ -46,7 +46,7 @@ class _Guard:
     they are known to have finished.
     """
 
-    line: Line
+    start: Instruction
     spans: list[Span]
     waited: bool = False
     # transfers started since the wait: once one of them arrives, every rank has finished reading
@@ -68,119 +68,117 @@ class _PoolChecker:
         self.sent_leaves: dict[str, list[str]] = {}  # and the stored tensors that they read there
         self.same: dict[str, str] = {}  # copies that move nothing and views, with their sources
 
-    def lines(self, lines: Sequence[Line]) -> None:
+    def run(self, ops: Sequence[Instruction]) -> None:
         """Executes ops: checks what each reads, then records what it writes."""
-        for line in lines:
-            row = OPS[line.op]
-            for name in map(self._origin, line.args):
-                self._read(line, name)
-            for name, source in row.shares(line):
+        for op in ops:
+            row = OPS[op.op]
+            for name in map(self._origin, op.args):
+                self._read(op, name)
+            for name, source in row.shares(op):
                 self.same[name] = self._origin(source)
                 if row.in_place:
-                    self._write(line, self.same[name], self.places[self.same[name]])
-            if stays(line, self.program.mesh):
-                self.staying[line.out[0].name] = () if line.writes else line.args
-            elif row.waits and line.args[0] in self.staying:
+                    self._write(op, self.same[name], self.places[self.same[name]])
+            if stays(op, self.program.mesh):
+                self.staying[op.out[0].name] = () if op.writes else op.args
+            elif row.waits and op.args[0] in self.staying:
                 self.same.update(
-                    (v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True)
+                    (v.name, self._origin(a)) for v, a in zip(op.out, self.staying[op.args[0]], strict=True)
                 )
             elif isinstance(row, Start):
-                self._start(line, row)
+                self._start(op, row)
             elif row.waits:
-                self._wait(line)
+                self._wait(op)
             else:
-                for name in line.writes if not row.settles else ():
+                for name in op.writes if not row.settles else ():
                     for moving in (m for m, leaves in self.sent_leaves.items() if name in leaves):
-                        self._add(line, f"{name} is written, which {moving} may still read on the host")
-                for name in (n for n in map(self._origin, line.writes) if n in self.places):
-                    self._write(line, name, self.places[name])
-                read = [(a, self.places.get(a)) for a in map(self._origin, line.args)] if row.batched else []
-                for value, place in zip_longest(line.out, line.into):
+                        self._add(op, f"{name} is written, which {moving} may still read on the host")
+                for name in (n for n in map(self._origin, op.writes) if n in self.places):
+                    self._write(op, name, self.places[name])
+                read = [(a, self.places.get(a)) for a in map(self._origin, op.args)] if row.batched else []
+                for value, place in zip_longest(op.out, op.into):
                     if place is None:  # in an earlier iteration of a loop, a transfer may have copied it to the arena
                         self.places.pop(value.name, None)
                         continue
                     if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
-                        self._add(line, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
-                    self._write(line, value.name, self._span(place))
-            for _ in range(turns(line)):
-                self.lines(line.body)
+                        self._add(op, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
+                    self._write(op, value.name, self._span(place))
+            for _ in range(turns(op)):
+                self.run(op.body)
 
-    def _start(self, line: Line, row: Start) -> None:
+    def _start(self, op: Instruction, row: Start) -> None:
         """Begins a transfer: it writes its own buffers now, and guards what it reads or fills until its wait."""
-        spans = [self._span(p) for p in line.into if p is not None]
-        num = len(line.args)
+        spans = [self._span(p) for p in op.into if p is not None]
+        num = len(op.args)
         for k, span in enumerate(spans):
             # The start copies an argument of a reduction into its buffer, unless it lies there already. Other
             # transfers fill their buffers themselves.
-            mine = self.places.get(self._origin(line.args[k])) if k < num else None
+            mine = self.places.get(self._origin(op.args[k])) if k < num else None
             in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
             if row.reads_until_wait or not in_place:
-                self._write(
-                    line, line.args[k] if k < num and not row.reads_until_wait else f"{line.out[0].name}:{k}", span
-                )
+                self._write(op, op.args[k] if k < num and not row.reads_until_wait else f"{op.out[0].name}:{k}", span)
         if row.reads_until_wait:
-            spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
-        self.guards[line.out[0].name] = _Guard(line, spans)
+            spans += [self.places[a] for a in map(self._origin, row.sent(op)) if a in self.places]
+        self.guards[op.out[0].name] = _Guard(op, spans)
         # [Note: release]: when this transfer has arrived, every rank has finished the reads of earlier ones.
         for guard in self.guards.values() if row.meets else ():
-            if guard.waited and guard.line.axes == line.axes:
-                guard.after.add(line.out[0].name)
+            if guard.waited and guard.start.axes == op.axes:
+                guard.after.add(op.out[0].name)
 
-    def _wait(self, line: Line) -> None:
+    def _wait(self, op: Instruction) -> None:
         """Ends a transfer: its results now own their bytes. Its guard is dropped here if no other rank reads the
         buffers; otherwise a later transfer over the same axis, or a wait of all ranks (`together`), drops it.
         """
-        name = line.args[0]
+        name = op.args[0]
         guard = self.guards.get(name)
         if guard is None or guard.waited:
-            self._add(line, f"{name} is not under way")
+            self._add(op, f"{name} is not under way")
             return
         guard.waited = True
         released = [n for n, g in self.guards.items() if name in g.after]
-        if line.says(WaitAttrs).together:
-            released += [n for n, g in self.guards.items() if g.waited and g.line.axes == guard.line.axes]
-        row = STARTS[guard.line.op]
-        for value, (place, filled) in zip(line.out, zip(line.into, row.filled(guard.line), strict=False), strict=False):
+        if op.says(WaitAttrs).together:
+            released += [n for n, g in self.guards.items() if g.waited and g.start.axes == guard.start.axes]
+        row = STARTS[guard.start.op]
+        for value, (place, filled) in zip(op.out, zip(op.into, row.filled(guard.start), strict=False), strict=False):
             if place is None or filled is None:
                 continue
             span, source = self._span(place), self._span(filled)
             if not (source[0] <= span[0] and span[1] <= source[1]):
-                self._write(line, value.name, span, guard)
+                self._write(op, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
         if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
             released.append(name)
-        if row.holds_device_only or not line.says(WaitAttrs).host:
+        if row.holds_device_only or not op.says(WaitAttrs).host:
             self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
         if row.holds_device_only:
-            self.sent_leaves[name] = [a for a in map(self._origin, guard.line.args) if a in self.program.leaves]
-        read = guard.line.into[: len(guard.line.args)]
+            self.sent_leaves[name] = [a for a in map(self._origin, guard.start.args) if a in self.program.leaves]
+        read = guard.start.into[: len(guard.start.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
         self.guards = {n: g for n, g in self.guards.items() if n not in released}
 
     def _origin(self, name: str) -> str:
         return self.same.get(name, name)
 
-    def _read(self, line: Line, name: str) -> None:
+    def _read(self, op: Instruction, name: str) -> None:
         span = self.places.get(name)
         if span is None:
             return
         for _, owner in self.owners[self._on(span)]:
             if owner != name:
-                self._add(line, f"{name} is read, but {owner} lies on it")
+                self._add(op, f"{name} is read, but {owner} lies on it")
 
-    def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
+    def _write(self, op: Instruction, name: str, span: Span, by: _Guard | None = None) -> None:
         bound = self.program.pool_bytes + (self.program.host_pool_bytes if span[0] >= self.program.pool_bytes else 0)
         if span[1] > bound and span[0] < _APART:
-            self._add(line, f"{name} ends at byte {span[1]} of a pool of {bound}")
+            self._add(op, f"{name} ends at byte {span[1]} of a pool of {bound}")
         for moving, guard in self.guards.items():
             if guard is not by and _meets_any(span, guard.spans):
                 what = "other ranks may still be reading it" if guard.waited else "it is under way"
-                self._add(line, f"{name} is written over the buffers of {moving}: {what}")
-        if not OPS[line.op].settles:
+                self._add(op, f"{name} is written over the buffers of {moving}: {what}")
+        if not OPS[op.op].settles:
             for moving, spans in self.sent.items():
                 if _meets_any(span, spans):
-                    self._add(line, f"{name} is written over what {moving} may still read or fill on the host")
+                    self._add(op, f"{name} is written over what {moving} may still read or fill on the host")
         self.places[name] = span
         self._own(span, name)
 
@@ -199,8 +197,8 @@ class _PoolChecker:
             begin += (1 + place.room) * _APART
         return begin, begin + place.nbytes * size
 
-    def _add(self, line: Line, text: str) -> None:
-        self.problems.append(f"{shown(line)}: {text}")
+    def _add(self, op: Instruction, text: str) -> None:
+        self.problems.append(f"{shown(op)}: {text}")
 
 
 def _meet(one: Span, other: Span) -> bool:

@@ -17,11 +17,11 @@ contains shards over `data` and, padded for the same `grid` of axes, the shards 
 divided into (see [Note: several axes] in fzero/sharding/layout.py). A transfer is over one axis: a gather over the
 last axis of its shards, a reduction over the next axis to shard.
 
-[Note: lines] An op (`Line`) calls a traced subgraph (`call`), moves data (a `..._start` and its `wait`), or does one
-of a few small things that need no trace: `cast`, `buffer` (memory that is written before it is read), `take_shard`,
-`take_part`, `unflatten`, `flatten`, `part_index`, `cut_index`, `num_valid`, `draw_start`, `accumulate`, `add`,
-`assign`, `zeros`. `update` is the complete optimizer before it is partitioned into subgraphs. `loop` runs its body
-once per micro-batch; an `accumulate` inside it is the sum over its iterations, or the maximum (`op`), and is read
+[Note: instructions] An op (`Instruction`) calls a traced subgraph (`call`), moves data (a `..._start` and its `wait`),
+or does one of a few small things that need no trace: `cast`, `buffer` (memory that is written before it is read),
+`take_shard`, `take_part`, `unflatten`, `flatten`, `part_index`, `cut_index`, `num_valid`, `draw_start`, `accumulate`,
+`add`, `assign`, `zeros`. `update` is the complete optimizer before it is partitioned into subgraphs. `loop` runs its
+body once per micro-batch; an `accumulate` inside it is the sum over its iterations, or the maximum (`op`), and is read
 after it. Without a loop, the ops themselves are repeated (`repeats`), and `add` adds to totals in place: its results
 are new names of its first arguments. Names are assigned once, except for the tensors of the state: their buffers are
 donated, and `writes` lists those that an op overwrites. `zeros` makes a value of zeros. For `speculative` ops
@@ -30,8 +30,8 @@ see fzero/ir/ops/rollback.py.
 A `cast` to 8 bits also reads a scale, and says `through` which dtype it goes (fzero/ops/scaled_matmul.py).
 
 [Note: pool] The buffers of transfers lie in one arena that a program keeps for the complete run, its pool: gathered
-parameters, the buffers that are reduced, shards of gradients, sums over micro-batches. `Line.into` lists buffers in
-it (compiler/buffer_allocation.py):
+parameters, the buffers that are reduced, shards of gradients, sums over micro-batches. `Instruction.into` lists buffers
+in it (compiler/buffer_allocation.py):
   call, cast, buffer, accumulate   one per result (None: newly allocated); the op writes there
   all_gather_start         the flat, padded full tensor of each argument; a rank's shard is its part of that buffer
   reduce_scatter_start     the flat, padded full tensor of each argument, then the shard of each result
@@ -63,6 +63,7 @@ from typing import Any, Generic
 import torch
 from typing_extensions import TypeVar
 
+from fzero._utils.deprecation import attribute_alias, warn
 from fzero.ir.attributes import (
     Attrs,
     BlockCall,
@@ -221,7 +222,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Line(Generic[A]):
+class Instruction(Generic[A]):
     """An op: `out = op(args)`. `attrs`: its attributes (fzero/ir/attributes.py). `by`: the transform that inserted
     it. `into`: the buffers of its results (see [Note: pool]).
     """
@@ -233,7 +234,7 @@ class Line(Generic[A]):
     attrs: A = _UNSAID
     writes: tuple[str, ...] = ()
     by: str = ""
-    body: tuple[Line, ...] = ()
+    body: tuple[Instruction, ...] = ()
     into: tuple[Place | None, ...] = ()
 
     def __post_init__(self) -> None:
@@ -319,22 +320,22 @@ class Line(Generic[A]):
         count = self.attrs.count if isinstance(self.attrs, Counted) else None
         return 1 if count is None else count
 
-    def with_body(self) -> Iterator[Line]:
+    def with_body(self) -> Iterator[Instruction]:
         """Yields the op, and all ops in its body."""
         yield self
-        for line in self.body:
-            yield from line.with_body()
+        for op in self.body:
+            yield from op.with_body()
 
     def says(self, kind: type[K]) -> K:
         """Returns its attributes, which must be of this class."""
         assert isinstance(self.attrs, kind), f"{self.op} says {self.attrs}"
         return self.attrs
 
-    def saying(self, **changes: Any) -> Line[A]:
+    def saying(self, **changes: Any) -> Instruction[A]:
         """Returns the op with changed attributes."""
         return replace(self, attrs=replace(self.attrs, **changes))
 
-    def rename(self, names: Mapping[str, str]) -> Line[A]:
+    def rename(self, names: Mapping[str, str]) -> Instruction[A]:
         new = replace(self, args=tuple(names.get(a, a) for a in self.args))
         if self.block is None:
             return new
@@ -368,7 +369,7 @@ class Program:
     mesh: AbstractMesh
     inputs: tuple[Value, ...]
     leaves: Mapping[str, Leaf]
-    lines: tuple[Line, ...]
+    instructions: tuple[Instruction, ...]
     outputs: tuple[str, ...]
     functions: Mapping[str, Function]
     transforms: tuple[Any, ...] = ()
@@ -380,34 +381,37 @@ class Program:
     host_pool_bytes: int = 0
     notes: tuple[str, ...] = ()
 
-    def walk(self) -> Iterator[tuple[Line, int]]:
+    lines = attribute_alias("program", "lines", "instructions")
+    map_lines = attribute_alias("program", "map_lines", "map_instructions")
+
+    def walk(self) -> Iterator[tuple[Instruction, int]]:
         """Yields every op with the number of times it runs in a step, including the bodies of loops."""
         return iter(self._walked)
 
     @functools.cached_property
-    def _walked(self) -> list[tuple[Line, int]]:
-        found: list[tuple[Line, int]] = []
+    def _walked(self) -> list[tuple[Instruction, int]]:
+        found: list[tuple[Instruction, int]] = []
 
-        def visit(lines: tuple[Line, ...], times: int) -> None:
-            for line in lines:
-                found.append((line, times))
-                if line.body:
-                    visit(line.body, times * line.count)
+        def visit(ops: tuple[Instruction, ...], times: int) -> None:
+            for op in ops:
+                found.append((op, times))
+                if op.body:
+                    visit(op.body, times * op.count)
 
-        visit(self.lines, 1)
+        visit(self.instructions, 1)
         return found
 
     @property
-    def update(self) -> Line[UpdateAttrs] | None:
+    def update(self) -> Instruction[UpdateAttrs] | None:
         """The op that is the complete optimizer, until it is partitioned into subgraphs."""
-        found = (line for line in self.lines if isinstance(line.attrs, UpdateAttrs))
+        found = (op for op in self.instructions if isinstance(op.attrs, UpdateAttrs))
         return next(found, None)  # type: ignore[return-value]
 
     def values(self) -> dict[str, Value]:
         """Returns every value by name."""
         found = {v.name: v for v in self.inputs}
-        for line, _ in self.walk():
-            found.update((v.name, v) for v in line.out)
+        for op, _ in self.walk():
+            found.update((v.name, v) for v in op.out)
         return found
 
     @functools.cached_property
@@ -415,24 +419,22 @@ class Program:
         return self.values()
 
     @functools.cached_property
-    def pooled(self) -> list[Line]:
+    def pooled(self) -> list[Instruction]:
         """The ops with buffers in the arena, in the order of the text: `pool[i]` in the text is `pooled[i].into`."""
-        return [line for line, _ in self.walk() if line.into]
+        return [op for op, _ in self.walk() if op.into]
 
     @functools.cached_property
     def pool_index(self) -> dict[int, int]:
         """The index of each op of `pooled`, by identity."""
-        return {id(line): i for i, line in enumerate(self.pooled)}
+        return {id(op): i for i, op in enumerate(self.pooled)}
 
-    def map_lines(self, fn: Callable[[Line], list[Line]]) -> Program:
+    def map_instructions(self, fn: Callable[[Instruction], list[Instruction]]) -> Program:
         """Returns the program with each op replaced by the ops that `fn` returns for it, innermost first."""
 
-        def visit(lines: tuple[Line, ...]) -> tuple[Line, ...]:
-            return tuple(
-                new for line in lines for new in fn(replace(line, body=visit(line.body)) if line.body else line)
-            )
+        def visit(ops: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+            return tuple(new for op in ops for new in fn(replace(op, body=visit(op.body)) if op.body else op))
 
-        return replace(self, lines=visit(self.lines))
+        return replace(self, instructions=visit(self.instructions))
 
     def __str__(self) -> str:
         from fzero.ir.printer import show
@@ -443,11 +445,18 @@ class Program:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def repeats(line: Line) -> bool:
+def repeats(op: Instruction) -> bool:
     """Returns whether an op repeats an earlier op for another micro-batch, and so reads the same parameters."""
-    return line.micro is not None and line.micro[0] > 0
+    return op.micro is not None and op.micro[0] > 0
 
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:
     """Returns the bytes of a value on one rank; for a shard, including its padding."""
     return math.prod(value.held(mesh)) * value.dtype.itemsize
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Line":  # the name of the class until 0.2
+        warn("fzero.ir.program.Line", "fzero.ir.program.Instruction")
+        return Instruction
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,14 +17,14 @@ import torch
 from fzero.errors import VerifyError
 from fzero.ir.attributes import RecvAttrs, SendAttrs
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Placement, Program, Value
+from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.ir.verifier import BUG, shown
 
 
 class _Moved(NamedTuple):
     """A send or a receive: its op and number, and the shape, dtype and placement of each moved value."""
 
-    line: Line
+    op: Instruction
     number: int
     kinds: tuple[tuple[tuple[int, ...], torch.dtype, Placement], ...]
 
@@ -51,24 +51,24 @@ class _Meeting:
         self.recvs: dict[tuple[int, int], list[_Moved]] = defaultdict(list)
         self.events = [self._events(stage, program) for stage, program in enumerate(programs)]
 
-    def _events(self, stage: int, program: Program) -> list[tuple[Line, tuple[int, int], bool, int, bool]]:
+    def _events(self, stage: int, program: Program) -> list[tuple[Instruction, tuple[int, int], bool, int, bool]]:
         """Returns the starts and waits of a stage: the op, its direction, whether it belongs to a send, its position
         in the queue, and whether it is the wait.
         """
         values, mesh = program.values_by_name, program.mesh
-        brought = {line.args[0]: line.out for line in program.lines if OPS[line.op].waits}
+        brought = {op.args[0]: op.out for op in program.instructions if OPS[op.op].waits}
         found, under_way = [], {}
-        for line in program.lines:
-            if isinstance(said := line.attrs, SendAttrs):
+        for op in program.instructions:
+            if isinstance(said := op.attrs, SendAttrs):
                 send = not isinstance(said, RecvAttrs)
                 way = (stage, said.peer) if send else (said.peer, stage)
-                moved: Sequence[Value] = [values[a] for a in line.args] if send else brought.get(line.out[0].name, ())
+                moved: Sequence[Value] = [values[a] for a in op.args] if send else brought.get(op.out[0].name, ())
                 queue = (self.sends if send else self.recvs)[way]
-                queue.append(_Moved(line, said.number, tuple((v.held(mesh), v.dtype, v.placement) for v in moved)))
-                under_way[line.out[0].name] = way, send, len(queue)
-                found.append((line, *under_way[line.out[0].name], False))
-            elif line.args and line.args[0] in under_way and OPS[line.op].waits:
-                found.append((line, *under_way.pop(line.args[0]), True))
+                queue.append(_Moved(op, said.number, tuple((v.held(mesh), v.dtype, v.placement) for v in moved)))
+                under_way[op.out[0].name] = way, send, len(queue)
+                found.append((op, *under_way[op.out[0].name], False))
+            elif op.args and op.args[0] in under_way and OPS[op.op].waits:
+                found.append((op, *under_way.pop(op.args[0]), True))
         return found
 
     def problems(self) -> tuple[list[str], str]:
@@ -82,9 +82,9 @@ class _Meeting:
         sends, recvs = self.sends[way], self.recvs[way]
         for send, recv in zip(sends, recvs, strict=False):
             if send[1:] != recv[1:]:
-                return [f"stage {of} to {to}: {shown(send.line)}, {send[1:]}; {shown(recv.line)}, {recv[1:]}"]
+                return [f"stage {of} to {to}: {shown(send.op)}, {send[1:]}; {shown(recv.op)}, {recv[1:]}"]
         if len(sends) != len(recvs):
-            rest = max(sends, recvs, key=len)[min(len(sends), len(recvs))].line
+            rest = max(sends, recvs, key=len)[min(len(sends), len(recvs))].op
             return [f"stage {of} to {to}: {shown(rest)} has no other side"]
         return []
 
@@ -107,7 +107,7 @@ class _Meeting:
             (stage, events[i]) for stage, (events, i) in enumerate(zip(self.events, at, strict=True)) if i < len(events)
         )
         return [
-            f"stage {stage} waits for {line.args[0]}, {'which stage' if send else 'from stage'} {way[send]}"
+            f"stage {stage} waits for {op.args[0]}, {'which stage' if send else 'from stage'} {way[send]}"
             f"{' is to receive it' if send else ''}"
-            for stage, (line, way, send, _, _) in left
+            for stage, (op, way, send, _, _) in left
         ]

@@ -23,7 +23,7 @@ from typing import Any
 from fzero.errors import VerifyError
 from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value
 from fzero.sharding.layout import cut_over
 from fzero.sharding.shard_regions import DimShard, uneven
 
@@ -38,7 +38,7 @@ def verify(program: Program) -> Program:
         VerifyError: listing every rule that is broken, with the op.
     """
     checker = _Checker(program)
-    checker.lines(program.lines, {v.name: v for v in program.inputs})
+    checker.check_ops(program.instructions, {v.name: v for v in program.inputs})
     checker.problems += [text for row in OPS.values() for text in row.check_program(program)]
     checker.outputs()
     refuse(program, checker.problems)
@@ -64,7 +64,7 @@ class _Checker:
         self.program = program
         self.problems: list[str] = []
         self.known: dict[str, Value] = {}
-        self.started: dict[str, Line] = {}
+        self.started: dict[str, Instruction] = {}
         self.written: set[str] = set()
         self.carried: set[str] = set()  # copies of values that were written
         self.overwritten: set[str] = set()  # tensors of the state that were written, completely or in one shard
@@ -77,44 +77,44 @@ class _Checker:
         self.aliases: dict[str, str] = {}
         self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that are possible on the mesh
 
-    def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
+    def check_ops(self, ops: Sequence[Instruction], known: dict[str, Value]) -> None:
         """Checks ops in order: what each reads, its own rule, then the values that it makes and the tensors that it
         writes. Values made inside a loop are unknown after it, except accumulations.
         """
         self.known = dict(known)
         waiting_outside = set(self.started)
-        for line in lines:
-            for name in line.args:
-                if wrong := self._unreadable(line, name):
-                    self.bad(line, f"{name} {wrong}")
-            self._check(line)
-            if line.body:
-                outside, turns, self.turns = dict(self.known), self.turns, line.count
-                self.lines(line.body, self.known)
+        for op in ops:
+            for name in op.args:
+                if wrong := self._unreadable(op, name):
+                    self.bad(op, f"{name} {wrong}")
+            self._check(op)
+            if op.body:
+                outside, turns, self.turns = dict(self.known), self.turns, op.count
+                self.check_ops(op.body, self.known)
                 self.turns = turns
                 # Values of the body are not known after the loop, except accumulations.
                 inner, self.known = self.known, outside
-                self.known.update((v.name, inner[v.name]) for x in line.body if _row(x).outlives for v in x.out)
-            for value in line.out:
+                self.known.update((v.name, inner[v.name]) for x in op.body if _row(x).outlives for v in x.out)
+            for value in op.out:
                 if value.name in self.known:
-                    self.bad(line, f"{value.name} is made twice")
+                    self.bad(op, f"{value.name} is made twice")
                 # An impossible placement is a violation already. The value is then treated as replicated, so that it
                 # causes no further violations.
                 possible = not self._impossible(value)
                 self.known[value.name] = value if possible else replace(value, placement=WHOLE)
             # A rollback puts old values back, which may then be read again.
-            if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
-                self.overwritten -= {*line.writes}
+            if isinstance(op.attrs, AssignAttrs) and op.attrs.restores:
+                self.overwritten -= {*op.writes}
                 continue
-            for name in line.writes:
+            for name in op.writes:
                 if name not in self.known:
-                    self.bad(line, f"writes {name}, which does not exist")
+                    self.bad(op, f"writes {name}, which does not exist")
                 elif name in self.written:
-                    self.bad(line, f"{name} is written twice")
+                    self.bad(op, f"{name} is written twice")
                 elif name in self.device_only:
-                    self.bad(line, f"{name} is written, and the device alone has waited for it")
-                for handle in self._read_by(line, name):
-                    self.bad(line, f"{name} is written while {handle} still reads it")
+                    self.bad(op, f"{name} is written, and the device alone has waited for it")
+                for handle in self._read_by(op, name):
+                    self.bad(op, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
                 if not self._gradient_waits(name):  # tensors that have no old value
                     self.overwritten.add(self.root(name))
@@ -122,17 +122,17 @@ class _Checker:
             if name not in waiting_outside:
                 self.bad(start, f"{name} is never waited for")
 
-    def _unreadable(self, line: Line, name: str) -> str | None:
+    def _unreadable(self, op: Instruction, name: str) -> str | None:
         """Returns why an op may not read a value, or None if it may."""
         if name not in self.known:
             return "is read before it is made"
-        if name in self.started and not _row(line).waits:
+        if name in self.started and not _row(op).waits:
             return "is still moving"
-        if name in self.device_only and not _device_only(line):
+        if name in self.device_only and not _device_only(op):
             return "is read on the host, and the device alone has waited for it"
-        if name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
+        if name not in op.writes and self._gradient_waits(name) and not self._has_arrived(name):
             return "is read before it is written"
-        if self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
+        if self.root(name) in self.overwritten and not _row(op).reads_new(op, name, self.aliases):
             return "has been overwritten"
         return None
 
@@ -180,7 +180,7 @@ class _Checker:
     def _has_arrived(self, name: str) -> bool:
         return name in self.written and not any(name in start.writes for start in self.started.values())
 
-    def _read_by(self, line: Line, name: str) -> list[str]:
+    def _read_by(self, op: Instruction, name: str) -> list[str]:
         """Returns the transfers in flight, other than an op's own, that read memory that the op writes."""
         root, unified = self.root(name), self.program.mesh.unified_memory
 
@@ -194,7 +194,7 @@ class _Checker:
         return [
             handle
             for handle, start in self.started.items()
-            if start is not line
+            if start is not op
             and start.op in STARTS
             and STARTS[start.op].reads_until_wait
             and any(map(same, STARTS[start.op].sent(start)))
@@ -204,30 +204,30 @@ class _Checker:
         """Returns the tensor of the state whose buffer a value may share."""
         return self.aliases.get(name, name)
 
-    def _check(self, line: Line) -> None:
+    def _check(self, op: Instruction) -> None:
         """Checks one op: its form, the axes and placements of its results, the tiers of its values, and the rule of
         its class.
         """
-        problems = misformed(line)
-        if (owner := OWNERS.get(line.op)) and owner not in {t.name for t in self.program.transforms}:
-            problems.append(f"{line.op} is an op of {owner}, which is no transform of this step")
+        problems = misformed(op)
+        if (owner := OWNERS.get(op.op)) and owner not in {t.name for t in self.program.transforms}:
+            problems.append(f"{op.op} is an op of {owner}, which is no transform of this step")
         for text in problems:
-            self.bad(line, text)
-        args = [self.known[a] for a in line.args if a in self.known]
-        if problems or len(args) != len(line.args):
+            self.bad(op, text)
+        args = [self.known[a] for a in op.args if a in self.known]
+        if problems or len(args) != len(op.args):
             return
-        impossible = [text for v in line.out if (text := self._impossible(v))]
-        if unknown := [a for a in line.axes if a not in self.program.mesh.axes]:
+        impossible = [text for v in op.out if (text := self._impossible(v))]
+        if unknown := [a for a in op.axes if a not in self.program.mesh.axes]:
             impossible.append(f"the mesh has no axis {', '.join(map(repr, unknown))}")
         for text in impossible:
-            self.bad(line, text)
+            self.bad(op, text)
         if impossible:
             return
-        for v in line.out:
+        for v in op.out:
             if not v.placement.is_nested:
-                self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
-        self._tiers(line, args)
-        OPS[line.op].check(line, args, self)
+                self.bad(op, f"{v.name} is {v.placement}, which does not begin with its axes")
+        self._tiers(op, args)
+        OPS[op.op].check(op, args, self)
 
     def _impossible(self, value: Value) -> str | None:
         """Returns why a value cannot have its placement on the mesh, or None if it can."""
@@ -245,57 +245,57 @@ class _Checker:
         self.possible.add((value.shape, at))
         return None
 
-    def micro(self, line: Line) -> tuple[int, int]:
+    def micro(self, op: Instruction) -> tuple[int, int]:
         """Returns the micro-batch that an op is for, and how many there are. The index is -1 if the op is for the
         micro-batch of each iteration of the enclosing loop.
         """
-        micro, count = line.micro or (-1, line.count)
+        micro, count = op.micro or (-1, op.count)
         if count != self.turns if micro < 0 else micro >= count:
-            self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
+            self.bad(op, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
         return micro, count
 
-    def pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None:
+    def pairs(self, op: Instruction, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None:
         for target, source in zip(targets, sources, strict=False):
             if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
-                self.bad(line, f"{source} is {how} to {target}")
+                self.bad(op, f"{source} is {how} to {target}")
 
-    def _tiers(self, line: Line, args: Sequence[Value]) -> None:
+    def _tiers(self, op: Instruction, args: Sequence[Value]) -> None:
         """Checks that an op's operands lie on the tier that it reads from, written tensors on the tier that it writes
         to, and results where it computes.
         """
-        row = OPS[line.op]
+        row = OPS[op.op]
         if isinstance(row, Copy):
-            reads, writes = row.tiers(line)
+            reads, writes = row.tiers(op)
         elif row.computes:
-            reads = writes = "host" if row.on_host(line, args[0] if args else None) else "device"
+            reads = writes = "host" if row.on_host(op, args[0] if args else None) else "device"
         else:
             return
-        num = len(line.writes) if isinstance(row, Copy) else 0
+        num = len(op.writes) if isinstance(row, Copy) else 0
         for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):
             if v.tier != tier:
-                self.bad(line, f"{v.name} is on the {v.tier}, not on the {tier}")
-        for v in line.out if not isinstance(row, Copy) else ():
+                self.bad(op, f"{v.name} is on the {v.tier}, not on the {tier}")
+        for v in op.out if not isinstance(row, Copy) else ():
             if v.tier != writes:
-                self.bad(line, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
+                self.bad(op, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
 
-    def bad(self, line: Line, text: str) -> None:
-        self.problems.append(f"{shown(line)}: {text}")
+    def bad(self, op: Instruction, text: str) -> None:
+        self.problems.append(f"{shown(op)}: {text}")
 
 
-def _row(line: Line) -> Op:
+def _row(op: Instruction) -> Op:
     """Returns the class of an op in the op table; an empty one for an op that is not in the table."""
-    return OPS.get(line.op, _NOTHING)
+    return OPS.get(op.op, _NOTHING)
 
 
 _NOTHING = Op()
 
 
-def _device_only(line: Line) -> bool:
+def _device_only(op: Instruction) -> bool:
     """Returns whether an op reads in the order of the device's queue, as a copy to the device does."""
-    row = _row(line)
+    row = _row(op)
     return isinstance(row, Start) and row.holds_device_only
 
 
-def shown(line: Line) -> str:
+def shown(op: Instruction) -> str:
     """Returns an op as violations name it."""
-    return f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}"
+    return f"{op.op} {op.fn} -> {', '.join(v.name for v in op.out)}"

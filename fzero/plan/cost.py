@@ -25,7 +25,7 @@ import torch.fx as fx
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import BlockCall
 from fzero.ir.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
-from fzero.ir.program import Function, Line, Program, local_bytes
+from fzero.ir.program import Function, Instruction, Program, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import Device, Link
 from fzero.plan.inductor.fusion import compiler, given_to, kernels
@@ -131,46 +131,44 @@ def _dtype(node: fx.Node) -> torch.dtype:
 HOST = "host"
 
 
-def on_host(line: Line, program: Program) -> bool:
+def on_host(op: Instruction, program: Program) -> bool:
     """Returns whether the host computes an op, on a mesh whose host has separate memory."""
-    if program.mesh.unified_memory or line.op in TRANSFERS:
+    if program.mesh.unified_memory or op.op in TRANSFERS:
         return False
-    return OPS[line.op].on_host(line, program.values_by_name[line.args[0]] if line.args else None)
+    return OPS[op.op].on_host(op, program.values_by_name[op.args[0]] if op.args else None)
 
 
-def host_bytes(line: Line, program: Program, backend: str = "inductor") -> float:
+def host_bytes(op: Instruction, program: Program, backend: str = "inductor") -> float:
     """Returns the bytes that an op which the host computes reads and writes there."""
-    if line.fn:
-        return cost_of(program.functions[line.fn], backend).bytes
-    return OPS[line.op].touched(line, program.values_by_name, program.mesh)
+    if op.fn:
+        return cost_of(program.functions[op.fn], backend).bytes
+    return OPS[op.op].touched(op, program.values_by_name, program.mesh)
 
 
-def channel(line: Line) -> str | None:
+def channel(op: Instruction) -> str | None:
     """Returns the queue that a start joins: `gather:data`, or `reduce:data` for reductions over the axis `data`;
     `to_host`, `to_device` and `disk`, whose reads and writes share one device; None for an op that moves nothing.
     """
-    row = STARTS.get(line.op)
-    return None if row is None else row.channel(line)
+    row = STARTS.get(op.op)
+    return None if row is None else row.channel(op)
 
 
-def seconds(line: Line, program: Program, device: Device, backend: str = "inductor") -> float:
+def seconds(op: Instruction, program: Program, device: Device, backend: str = "inductor") -> float:
     """Returns the time of one execution of an op on a device. A start takes the time of its transfer; a wait, or a
     loop itself, takes none.
 
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
-    if on_host(line, program):  # bound by memory, whatever the arithmetic is
-        return host_bytes(line, program, backend) / device.host_memory_bandwidth + (
-            device.call_seconds if line.fn else 0.0
-        )
-    if line.fn:
-        return cost_of(program.functions[line.fn], compiler(program.mesh, backend)).seconds(device)
-    if line.op in TRANSFERS:
-        return transfer_seconds(line, program, device)
-    return OPS[line.op].touched(line, program.values_by_name, program.mesh) / device.memory_bandwidth
+    if on_host(op, program):  # bound by memory, whatever the arithmetic is
+        return host_bytes(op, program, backend) / device.host_memory_bandwidth + (device.call_seconds if op.fn else 0.0)
+    if op.fn:
+        return cost_of(program.functions[op.fn], compiler(program.mesh, backend)).seconds(device)
+    if op.op in TRANSFERS:
+        return transfer_seconds(op, program, device)
+    return OPS[op.op].touched(op, program.values_by_name, program.mesh) / device.memory_bandwidth
 
 
-def transfer_seconds(line: Line, program: Program, device: Device) -> float:
+def transfer_seconds(op: Instruction, program: Program, device: Device) -> float:
     """Returns the time of one transfer.
 
     Transfers between ranks go around a ring: each of its steps pays the latency of the link that it crosses. Every
@@ -178,25 +176,25 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     these links.
     """
     mesh = program.mesh
-    row = STARTS[line.op]
+    row = STARTS[op.op]
     if isinstance(row, Copy):
-        nbytes = transfer_bytes(line, program.values_by_name, mesh)
+        nbytes = transfer_bytes(op, program.values_by_name, mesh)
         return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
-    size = mesh.axis_size(line.axes)
+    size = mesh.axis_size(op.axes)
     if size == 1:
         return 0.0
-    intra, inter, per_host = _links(mesh, line.axes, device)
+    intra, inter, per_host = _links(mesh, op.axes, device)
     num_hosts = -(-size // per_host)
     if row.direct:
-        link = direct_link(mesh, line.axes, device)
-        return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth
+        link = direct_link(mesh, op.axes, device)
+        return link.latency + transfer_bytes(op, program.values_by_name, mesh) / link.bandwidth
     if row.tree:  # small messages go up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
         across = num_hosts if num_hosts > 1 else 0
         inside = max(0, size - 1 - across)
-    sent = transfer_bytes(line, program.values_by_name, mesh)
-    return inside * intra.latency + across * inter.latency + sent / link_bandwidth(mesh, line.axes, device)
+    sent = transfer_bytes(op, program.values_by_name, mesh)
+    return inside * intra.latency + across * inter.latency + sent / link_bandwidth(mesh, op.axes, device)
 
 
 def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> float:
@@ -230,7 +228,7 @@ def as_used(device: Device, program: Program) -> Device:
     writes, because reads and writes slow each other down.
     """
     device = on_mesh(device, program.mesh)
-    used = {row.link for line, _ in program.walk() if isinstance(row := STARTS.get(line.op), Copy)}
+    used = {row.link for op, _ in program.walk() if isinstance(row := STARTS.get(op.op), Copy)}
     if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
         return device
     read, write = device.disk_read, device.disk_write
@@ -277,13 +275,13 @@ def model_flops(program: Program) -> float:
     """
     total = 0.0
     ranks = math.prod(program.mesh.axes[axis] for t in program.transforms for axis in t.flops_axes)
-    for line, times in program.walk():
-        if not line.fn:
+    for op, times in program.walk():
+        if not op.fn:
             continue
-        if (block := line.block) is not None and block.part != "both":
-            total += times * _joint_flops(block) / ranks if line.begins_block else 0
+        if (block := op.block) is not None and block.part != "both":
+            total += times * _joint_flops(block) / ranks if op.begins_block else 0
         else:
-            total += times * _counted(program.functions[line.fn].graph.graph.nodes)
+            total += times * _counted(program.functions[op.fn].graph.graph.nodes)
     return total
 
 

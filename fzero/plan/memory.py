@@ -19,7 +19,7 @@ from fzero.ir.aliases import Aliases
 from fzero.ir.attributes import BufferAttrs, ReplicateAttrs
 from fzero.ir.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
 from fzero.ir.printer import last_reads
-from fzero.ir.program import Function, Line, Place, Program, Value, local_bytes
+from fzero.ir.program import Function, Instruction, Place, Program, Value, local_bytes
 
 ROLES: tuple[str, ...] = (
     "params",
@@ -87,9 +87,9 @@ def ward_bytes(program: Program) -> int:
     """Returns the bytes of the two slots in which a rank's host keeps shards of another rank's state."""
     return 2 * sum(
         local_bytes(program.values_by_name[name], program.mesh)
-        for line, _ in program.walk()
-        if isinstance(line.attrs, ReplicateAttrs)
-        for name in line.args
+        for op, _ in program.walk()
+        if isinstance(op.attrs, ReplicateAttrs)
+        for name in op.args
     )
 
 
@@ -121,7 +121,7 @@ class _Memory:
 
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.values, self.roles = program, program.values_by_name, roles(program)
-        self.waits = {line.args[0]: line for line, _ in program.walk() if OPS[line.op].waits}
+        self.waits = {op.args[0]: op for op, _ in program.walk() if OPS[op.op].waits}
         self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
         self.outputs = Aliases(program.functions).outputs
         self.names: dict[str, tuple[_Storage, ...]] = {}
@@ -145,35 +145,35 @@ class _Memory:
             self.alive[0]["other"] += sum(x.nbytes for x in function.graph.constants.values())
 
     def run(self) -> Iterator[Sample]:
-        return self._lines(self.program.lines, 0)
+        return self._samples(self.program.instructions, 0)
 
-    def _lines(self, lines: Sequence[Line], turn: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
+    def _samples(self, ops: Sequence[Instruction], turn: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
         """Yields the samples of these ops. `leaving`: values made before these ops that no later op reads; each is
         released after its last reader here.
         """
-        last = {a: i for i, line in enumerate(lines) for a in self._read(line) if a in leaving}
-        for i, (line, dead) in enumerate(zip(lines, last_reads(lines, self.program), strict=True)):
+        last = {a: i for i, op in enumerate(ops) for a in self._read(op) if a in leaving}
+        for i, (op, dead) in enumerate(zip(ops, last_reads(ops, self.program), strict=True)):
             self.number += 1
             begin = self.number
-            for inner in range(turns(line)):
+            for inner in range(turns(op)):
                 self.number = begin
-                yield from self._lines(line.body, inner, dead if turns(line) == 1 else ())
-            if not line.body:
-                for name, storages in self._made(line):
+                yield from self._samples(op.body, inner, dead if turns(op) == 1 else ())
+            if not op.body:
+                for name, storages in self._made(op):
                     self._hold(name, storages)
-                yield self._sample(line, turn)
+                yield self._sample(op, turn)
             for name in (*dead, *(a for a in leaving if last.get(a) == i)):
                 if name in self.names:
                     self._release(name)
 
-    def _read(self, line: Line) -> set[str]:
+    def _read(self, op: Instruction) -> set[str]:
         """Returns the names that an op, or an op of its body, reads."""
-        return {*line.args}.union(*(self._read(inner) for inner in line.body))
+        return {*op.args}.union(*(self._read(inner) for inner in op.body))
 
-    def _sample(self, line: Line, turn: int) -> Sample:
+    def _sample(self, op: Instruction, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
-        if line.fn:
-            now[line.on_host and not self.program.mesh.unified_memory]["temporaries"] += self.temporaries[line.fn]
+        if op.fn:
+            now[op.on_host and not self.program.mesh.unified_memory]["temporaries"] += self.temporaries[op.fn]
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
         return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
@@ -202,50 +202,50 @@ class _Memory:
 
     # --- what an op makes ---
 
-    def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
+    def _made(self, op: Instruction) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
         """Yields the names that an op defines and the storages they refer to. A transfer's handle refers to its
         results, then to the buffers that it still reads.
         """
-        row = OPS[line.op]
-        if line.fn:
+        row = OPS[op.op]
+        if op.fn:
             made: dict[int, _Storage] = {}
-            for k, (value, (argument, root, nbytes)) in enumerate(zip(line.out, self.outputs(line.fn), strict=True)):
-                place = line.into[k] if line.into else None
+            for k, (value, (argument, root, nbytes)) in enumerate(zip(op.out, self.outputs(op.fn), strict=True)):
+                place = op.into[k] if op.into else None
                 # a view of an argument, without a buffer, is no new storage
                 if argument is not None and place is None:
-                    yield value.name, self.names[line.args[argument]]
+                    yield value.name, self.names[op.args[argument]]
                 else:
                     if place is not None or root not in made:
                         made[root] = self._storage(value.name, nbytes, place)
                     yield value.name, (made[root],)
         elif row.waits:
-            for value, storage in zip(line.out, self.names[line.args[0]], strict=False):
+            for value, storage in zip(op.out, self.names[op.args[0]], strict=False):
                 yield value.name, (storage,)
         elif isinstance(row, Start):
-            yield line.out[0].name, self._moving(line, row)
-        elif (shared := list(row.shares(line))) and row.is_view(line, self.values, self.program.mesh):
+            yield op.out[0].name, self._moving(op, row)
+        elif (shared := list(row.shares(op))) and row.is_view(op, self.values, self.program.mesh):
             for name, source in shared:
                 yield name, self.names[source]
         else:
-            for k, value in enumerate(line.out):
+            for k, value in enumerate(op.out):
                 if not (row.outlives and value.name in self.names):  # a total is one storage, in every iteration
-                    yield value.name, (self._fresh(value, k, line),)
+                    yield value.name, (self._fresh(value, k, op),)
 
-    def _moving(self, line: Line, row: Start) -> tuple[_Storage, ...]:
-        sources = [storage for a in row.sent(line) for storage in self.names[a]]
-        if line.writes or stays(line, self.program.mesh):
+    def _moving(self, op: Instruction, row: Start) -> tuple[_Storage, ...]:
+        sources = [storage for a in row.sent(op) for storage in self.names[a]]
+        if op.writes or stays(op, self.program.mesh):
             return tuple(sources)
-        wait = self.waits[line.out[0].name]
+        wait = self.waits[op.out[0].name]
         results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
         if row.between == "tiers":
             return (*results, *sources)
-        if not row.reads_until_wait or not line.into:
-            results += [self._lie(a, line.into[k]) if line.into else self.names[a][0] for k, a in enumerate(line.args)]
+        if not row.reads_until_wait or not op.into:
+            results += [self._lie(a, op.into[k]) if op.into else self.names[a][0] for k, a in enumerate(op.args)]
         return tuple(results)
 
-    def _fresh(self, value: Value, k: int, line: Line) -> _Storage:
+    def _fresh(self, value: Value, k: int, op: Instruction) -> _Storage:
         """Returns the storage of result `k` of an op that makes it as a new value."""
-        return self._storage(value.name, local_bytes(value, self.program.mesh), line.into[k] if line.into else None)
+        return self._storage(value.name, local_bytes(value, self.program.mesh), op.into[k] if op.into else None)
 
     def _lie(self, name: str, place: Place | None) -> _Storage:
         """Returns the storage that an argument of a transfer is read from: its buffer in the arena, which may be a
@@ -272,7 +272,7 @@ class _Memory:
 
 def roles(program: Program) -> dict[str, str]:
     """Returns the role of every value, one of `ROLES`."""
-    lines = [line for line, _ in program.walk()]
+    ops = [op for op, _ in program.walk()]
     values = program.values_by_name
     known = {v.name: "batch" if v.name not in program.leaves else program.leaves[v.name].role for v in program.inputs}
     known = {
@@ -280,26 +280,26 @@ def roles(program: Program) -> dict[str, str]:
         for name, role in known.items()
     }
     leaves = set(known)
-    backward = next((i for i, line in enumerate(lines) if line.is_backward), len(lines))
+    backward = next((i for i, op in enumerate(ops) if op.is_backward), len(ops))
     # results of the backward that updates read, and what they are computed from
     gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
     copies = _copies(program)
     late: set[str] = set()  # read in the backward
-    for i, line in reversed(list(enumerate(lines))):
-        made = {v.name for v in line.out} | {*line.writes}
-        read = {a for a in line.args if a not in leaves}
-        if line.fn:
-            gradients |= {a for a in read if line.writes and values[a].shape and copies.get(a, a) not in leaves}
-        elif line.op != "take_shard" and not made.isdisjoint(gradients):
+    for i, op in reversed(list(enumerate(ops))):
+        made = {v.name for v in op.out} | {*op.writes}
+        read = {a for a in op.args if a not in leaves}
+        if op.fn:
+            gradients |= {a for a in read if op.writes and values[a].shape and copies.get(a, a) not in leaves}
+        elif op.op != "take_shard" and not made.isdisjoint(gradients):
             gradients |= read
-        if OPS[line.op].pool == "gather":
+        if OPS[op.op].pool == "gather":
             gathered |= made | read
-        if i >= backward and line.fn:
+        if i >= backward and op.fn:
             late |= read
-    for i, line in enumerate(lines):
-        cast = dict(zip(line.out, line.args, strict=False)) if line.op == "cast" else {}
-        for value in line.out:
+    for i, op in enumerate(ops):
+        cast = dict(zip(op.out, op.args, strict=False)) if op.op == "cast" else {}
+        for value in op.out:
             source = copies.get(value.name)
             if source in leaves:
                 role = "gathered" if known[source] == "params" else known[source]
@@ -309,11 +309,11 @@ def roles(program: Program) -> dict[str, str]:
                 role = known[source]
             elif (
                 value.name in gathered
-                or (OPS[line.op].waits and line.args[0] in gathered)
+                or (OPS[op.op].waits and op.args[0] in gathered)
                 or (value in cast and known.get(cast[value]) == "params")
             ):
                 role = "gathered"
-            elif line.op == "take_part" or (value in cast and known.get(cast[value]) == "batch"):
+            elif op.op == "take_part" or (value in cast and known.get(cast[value]) == "batch"):
                 role = "batch"
             elif not value.shape:
                 role = "other"
@@ -325,16 +325,16 @@ def roles(program: Program) -> dict[str, str]:
 
 def _copies(program: Program) -> dict[str, str]:
     """Returns the origin of each copy between tiers: a tensor of the state, or a result of an op."""
-    started: dict[str, Line] = {}
+    started: dict[str, Instruction] = {}
     out: dict[str, str] = {}
-    for line, _ in program.walk():
-        if line.op in COPIES:
-            started[line.out[0].name] = line
-        elif OPS[line.op].waits and line.args[0] in started:
-            start = started[line.args[0]]
-            out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
-        elif isinstance(line.attrs, BufferAttrs):
-            out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs.leaves, strict=True))
-        elif line.op == "cast":  # a cast in between
-            out.update((v.name, out[a]) for v, a in zip(line.out, line.args, strict=False) if a in out)
+    for op, _ in program.walk():
+        if op.op in COPIES:
+            started[op.out[0].name] = op
+        elif OPS[op.op].waits and op.args[0] in started:
+            start = started[op.args[0]]
+            out.update((v.name, out.get(a, a)) for v, a in zip(op.out, STARTS[start.op].sent(start), strict=False))
+        elif isinstance(op.attrs, BufferAttrs):
+            out.update((v.name, leaf) for v, leaf in zip(op.out, op.attrs.leaves, strict=True))
+        elif op.op == "cast":  # a cast in between
+            out.update((v.name, out[a]) for v, a in zip(op.out, op.args, strict=False) if a in out)
     return out

@@ -343,12 +343,12 @@ def plan(
     timeline = timelines[stage]
     step_seconds = max(x.step_seconds for x in timelines)
     sent: dict[str, int] = {}
-    for line, times in walked:
-        queue = channel(line)
+    for op, times in walked:
+        queue = channel(op)
         if queue is not None:
-            sent[queue] = sent.get(queue, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
-        elif found.asynchronous and on_host(line, program):
-            sent[HOST] = sent.get(HOST, 0) + times * int(host_bytes(line, program, backend))
+            sent[queue] = sent.get(queue, 0) + times * transfer_bytes(op, program.values_by_name, program.mesh)
+        elif found.asynchronous and on_host(op, program):
+            sent[HOST] = sent.get(HOST, 0) + times * int(host_bytes(op, program, backend))
     exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
@@ -401,19 +401,19 @@ def plan(
 
 
 def _stage(program: Program, timeline: Timeline, step_seconds: float, device: Device, backend: str) -> StagePlan:
-    sends = [line for line in program.lines if line.op == "send_start"]
+    sends = [op for op in program.instructions if op.op == "send_start"]
     # after its own work, the stage waits for the others
     waits = step_seconds - timeline.step_seconds
     waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("send:", "recv:")))
     peak, host, _ = peak_bytes(program, device, backend)
     return StagePlan(
-        num_blocks=len({line.block.number for line in program.lines if line.block is not None}),
+        num_blocks=len({op.block.number for op in program.instructions if op.block is not None}),
         compute_seconds=timeline.compute_seconds,
         bubble=waits / step_seconds if step_seconds else 0.0,
         peak_bytes=peak,
         host_peak_bytes=host,
         persistent_bytes=resting_bytes(program),
-        sent_bytes=sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in sends),
+        sent_bytes=sum(transfer_bytes(op, program.values_by_name, program.mesh) for op in sends),
     )
 
 
@@ -459,7 +459,7 @@ def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
 
 def _timelines(programs: Sequence[Program], device: Device, backend: str) -> list[Timeline]:
     rates = as_used(device, programs[0])
-    return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
+    return simulate(programs, lambda op, program: seconds(op, program, rates, backend), device.asynchronous)
 
 
 @keyword_aliases("fz.fits", whole="include_process")
@@ -493,9 +493,9 @@ def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> boo
 def compute_dtype(program: Program) -> torch.dtype:
     """Returns the dtype that most products run in."""
     flops: dict[torch.dtype, float] = {torch.float32: 0.0}
-    for line, times in program.walk():
-        if line.op == "call":
-            for dtype, n in cost_of(program.functions[line.fn]).flops.items():
+    for op, times in program.walk():
+        if op.op == "call":
+            for dtype, n in cost_of(program.functions[op.fn]).flops.items():
                 flops[dtype] = flops.get(dtype, 0.0) + times * n
     return max(flops, key=lambda dtype: flops[dtype])
 

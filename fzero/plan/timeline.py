@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from fzero.ir.attributes import RecvAttrs, SendAttrs, WaitAttrs
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
 
 COMPUTE = "compute"
@@ -68,7 +68,7 @@ class Timeline:
 
 
 def simulate(
-    programs: Sequence[Program], seconds: Callable[[Line, Program], float], asynchronous: bool
+    programs: Sequence[Program], seconds: Callable[[Instruction, Program], float], asynchronous: bool
 ) -> list[Timeline]:
     """Simulates the queues of one step, for each program.
 
@@ -81,16 +81,16 @@ def simulate(
     """
     meeting = _Rendezvous() if len(programs) > 1 else None
     stages = [
-        _Simulation(program, lambda line, program=program: seconds(line, program), asynchronous, meeting, stage)
+        _Simulation(program, lambda op, program=program: seconds(op, program), asynchronous, meeting, stage)
         for stage, program in enumerate(programs)
     ]
     left = [list(stage.numbered()) for stage in stages]
     at = [0] * len(stages)
-    while any(i < len(lines) for i, lines in zip(at, left, strict=True)):
+    while any(i < len(ops) for i, ops in zip(at, left, strict=True)):
         before = [*at]
         for n, stage in enumerate(stages):
-            while at[n] < len(left[n]) and stage.can_run(line := left[n][at[n]][0]):
-                stage.one(line, left[n][at[n]][1], 0)
+            while at[n] < len(left[n]) and stage.can_run(op := left[n][at[n]][0]):
+                stage.one(op, left[n][at[n]][1], 0)
                 at[n] += 1
         assert at != before, "stages wait for each other"
     return [stage.finish() for stage in stages]
@@ -123,19 +123,19 @@ class _Simulation:
     def __init__(
         self,
         program: Program,
-        seconds: Callable[[Line], float],
+        seconds: Callable[[Instruction], float],
         asynchronous: bool,
         meeting: _Rendezvous | None,
         stage: int,
     ):
         self.program, self.asynchronous, self.meeting, self.stage = program, asynchronous, meeting, stage
         self.meets: dict[str, tuple[int, int, int]] = {}  # by handle, for transfers between stages
-        self.seconds = [seconds(line) for line, _ in program.walk()]
-        self.line_channel = [channel(line) for line, _ in program.walk()]
-        self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
+        self.seconds = [seconds(op) for op, _ in program.walk()]
+        self.op_channel = [channel(op) for op, _ in program.walk()]
+        self.on_host = [asynchronous and on_host(op, program) for op, _ in program.walk()]
         # channels whose waits block the host's thread
         self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
-        self.size = [sum(1 for _ in line.with_body()) for line, _ in program.walk()]
+        self.size = [sum(1 for _ in op.with_body()) for op, _ in program.walk()]
         self.found = Timeline()
         self.clock = 0.0  # when compute has finished all the work that it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
@@ -150,51 +150,51 @@ class _Simulation:
         self.found.step_seconds = max([self.clock, *self.free.values()])
         return self.found
 
-    def numbered(self) -> Iterator[tuple[Line, int]]:
+    def numbered(self) -> Iterator[tuple[Instruction, int]]:
         """Yields the ops of the program, without those inside loops, with their indices."""
         number = 0
-        for line in self.program.lines:
-            yield line, number
+        for op in self.program.instructions:
+            yield op, number
             number += self.size[number]
 
-    def can_run(self, line: Line) -> bool:
+    def can_run(self, op: Instruction) -> bool:
         """Returns whether an op does not wait for something that another stage has not started yet."""
-        key = self.meets.get(line.args[0]) if line.args and OPS[line.op].waits else None
+        key = self.meets.get(op.args[0]) if op.args and OPS[op.op].waits else None
         return key is None or self.meeting is None or key in self.meeting.done
 
-    def one(self, line: Line, number: int, turn: int) -> None:
-        if line.op == "loop":
-            self._loop(line, number)
-        elif line.count:  # otherwise the plan assumes that it does not run
-            self._line(line, number, turn)
+    def one(self, op: Instruction, number: int, turn: int) -> None:
+        if op.op == "loop":
+            self._loop(op, number)
+        elif op.count:  # otherwise the plan assumes that it does not run
+            self._one(op, number, turn)
 
-    def _lines(self, lines: Sequence[Line], number: int, turn: int) -> None:
-        for line in lines:
-            self.one(line, number, turn)
+    def _run(self, ops: Sequence[Instruction], number: int, turn: int) -> None:
+        for op in ops:
+            self.one(op, number, turn)
             number += self.size[number]
 
-    def _line(self, line: Line, number: int, turn: int) -> None:
+    def _one(self, op: Instruction, number: int, turn: int) -> None:
         """Simulates one op: a transfer between stages, another transfer, a wait, a subgraph on the host, or an op on
         the device.
         """
-        seconds, queue = self.seconds[number], self.line_channel[number]
-        if line.fn and line.writes and not self.found.before_update:
+        seconds, queue = self.seconds[number], self.op_channel[number]
+        if op.fn and op.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
-        if self.meeting is not None and isinstance(said := line.attrs, SendAttrs):
+        if self.meeting is not None and isinstance(said := op.attrs, SendAttrs):
             way = (said.peer, self.stage) if isinstance(said, RecvAttrs) else (self.stage, said.peer)
-            self._meet(line.out[0].name, queue or "", (*way, said.number), seconds)
+            self._meet(op.out[0].name, queue or "", (*way, said.number), seconds)
         elif queue is not None:
-            self._start(line.out[0].name, queue, seconds, number, turn)
-        elif OPS[line.op].waits:
-            self._wait(line.args[0], number, turn, line.says(WaitAttrs).host)
+            self._start(op.out[0].name, queue, seconds, number, turn)
+        elif OPS[op.op].waits:
+            self._wait(op.args[0], number, turn, op.says(WaitAttrs).host)
         elif self.on_host[number]:
             if seconds:
                 self._count(HOST, seconds)
-            self._hold(HOST, line.fn or line.op, seconds, number, turn)
+            self._hold(HOST, op.fn or op.op, seconds, number, turn)
         else:
             self.found.compute_seconds += seconds
             self._catch_up(turn)
-            self._compute(line.fn or line.op, seconds, number, turn)
+            self._compute(op.fn or op.op, seconds, number, turn)
 
     def _start(self, handle: str, queue: str, seconds: float, number: int, turn: int) -> None:
         self._count(queue, seconds)
@@ -270,7 +270,7 @@ class _Simulation:
                 self._expose(event.name.removeprefix("wait "), ends - self.clock, event.line, turn)
         self.held.clear()
 
-    def _loop(self, loop: Line, number: int) -> None:
+    def _loop(self, loop: Instruction, number: int) -> None:
         """Simulates iterations of a loop until one finds the links in the same state as the one before: from then on
         each iteration takes as long as that one.
         """
@@ -279,7 +279,7 @@ class _Simulation:
         for turn in range(count):
             begin, before, waits = self.clock, after, dict(found.exposed)
             compute, transfers, busy = found.compute_seconds, dict(found.num_transfers), dict(found.busy_seconds)
-            self._lines(loop.body, number + 1, turn)
+            self._run(loop.body, number + 1, turn)
             took, left, after = self.clock - begin, count - turn - 1, self._ahead(begin)
             if left and turn and all(abs(ahead - before.get(q, 0.0)) <= _ALIKE * took for q, ahead in after.items()):
                 found.compute_seconds += left * (found.compute_seconds - compute)

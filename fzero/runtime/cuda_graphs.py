@@ -91,13 +91,13 @@ def graphs_of(mesh: Mesh) -> Graphs | None:
 def obstacles(program: Program) -> list[str]:
     """Lists the ops because of which a program cannot be captured, one of each kind."""
     found: dict[str, str] = {}
-    for line, _ in program.walk():
-        if line.op in COPIES:
-            found.setdefault(line.op, f"{line.op}: moves values from {' to '.join(from_to(line))}")
-        elif reason := OPS[line.op].uncaptured:
-            found.setdefault(reason, f"{line.op}: {reason}")
-        elif line.on_host:
-            found.setdefault("on the host", f"{line.fn or line.op}: runs on the host")
+    for op, _ in program.walk():
+        if op.op in COPIES:
+            found.setdefault(op.op, f"{op.op}: moves values from {' to '.join(from_to(op))}")
+        elif reason := OPS[op.op].uncaptured:
+            found.setdefault(reason, f"{op.op}: {reason}")
+        elif op.on_host:
+            found.setdefault("on the host", f"{op.fn or op.op}: runs on the host")
     return list(found.values())
 
 

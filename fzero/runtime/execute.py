@@ -44,7 +44,7 @@ def executable(
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
     carrier.connect_pairs(pairs)
-    tiers = TierTransport(mesh, any(line.op in COPIES and DISK in from_to(line) for line, _ in program.walk()))
+    tiers = TierTransport(mesh, any(op.op in COPIES and DISK in from_to(op) for op, _ in program.walk()))
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
@@ -52,7 +52,7 @@ def executable(
     running = _Running(mesh, carrier, tiers, batch_axes)
     # on a CPU that is both host and device, the same function may be called by ops of either
     same = mesh.device.type == "cpu" and mesh.unified_memory
-    on_host = set() if same else {line.fn for line, _ in program.walk() if line.on_host}
+    on_host = set() if same else {op.fn for op, _ in program.walk() if op.on_host}
     namespace: dict[str, Any] = {
         **{
             name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()

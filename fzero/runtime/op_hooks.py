@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Program
-from fzero.runtime.op_timers import LinePlace
+from fzero.ir.program import Instruction, Program
+from fzero.runtime.op_timers import OpPlace
 
 
 @contextmanager
 def observe(
     run: Callable[..., Any],
     program: Program,
-    before: Callable[[LinePlace, tuple[Any, ...]], Any],
-    after: Callable[[LinePlace, Any, tuple[Any, ...], Any], None],
+    before: Callable[[OpPlace, tuple[Any, ...]], Any],
+    after: Callable[[OpPlace, Any, tuple[Any, ...], Any], None],
 ) -> Iterator[None]:
     """Observes a single run of an executable, in the body of the `with`.
 
@@ -29,15 +29,15 @@ def observe(
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     following = Follower(program, run.skips)  # type: ignore[attr-defined]
 
-    def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[LinePlace, Any]:
+    def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpPlace, Any]:
         place = following.called(name)
         return place, before(place, args)
 
-    def ends(name: str, noted: tuple[LinePlace, Any], args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+    def ends(name: str, noted: tuple[OpPlace, Any], args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         after(*noted, args, result)
         following.returned(noted[0], result)
 
-    names = {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}
+    names = {op.fn or op.op for op, _ in program.walk() if op.op != "loop"}
     plain = {name: namespace[name] for name in names}
     namespace.update(observed(plain, begins, ends))
     try:
@@ -73,11 +73,11 @@ class Follower:
         skips: returns, while the program runs, whether an op is skipped.
     """
 
-    def __init__(self, program: Program, skips: Callable[[Line], bool]):
+    def __init__(self, program: Program, skips: Callable[[Instruction], bool]):
         self._skips, self._result = skips, None
-        self._coming = self._visit(program.lines, 0, 0)
+        self._coming = self._visit(program.instructions, 0, 0)
 
-    def called(self, name: str) -> LinePlace:
+    def called(self, name: str) -> OpPlace:
         """Returns the op that makes this call, its number, and the iteration of the loop around it."""
         place = next(self._coming, None)
         assert place is not None and (place[0].fn or place[0].op) == name, (
@@ -85,15 +85,15 @@ class Follower:
         )
         return place
 
-    def returned(self, place: LinePlace, result: Any) -> None:
+    def returned(self, place: OpPlace, result: Any) -> None:
         """Records the result of that call."""
         self._result = result
 
-    def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[LinePlace]:
-        for line in lines:
-            is_loop = line.op == "loop"
-            if not is_loop and not self._skips(line):
-                yield line, number, turn
-            for inner in range(OPS[line.op].turns_run(line, self._result)):
-                yield from self._visit(line.body, number + 1, inner if is_loop else turn)
-            number += sum(1 for _ in line.with_body())
+    def _visit(self, ops: Sequence[Instruction], number: int, turn: int) -> Iterator[OpPlace]:
+        for op in ops:
+            is_loop = op.op == "loop"
+            if not is_loop and not self._skips(op):
+                yield op, number, turn
+            for inner in range(OPS[op.op].turns_run(op, self._result)):
+                yield from self._visit(op.body, number + 1, inner if is_loop else turn)
+            number += sum(1 for _ in op.with_body())

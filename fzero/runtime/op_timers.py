@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from fzero._utils.bounded_json import read
-from fzero.ir.program import Line
+from fzero.ir.program import Instruction
 from fzero.plan.cost import channel
 from fzero.plan.timeline import COMPUTE, Event
 
-LinePlace = tuple[Line, int, int]
+OpPlace = tuple[Instruction, int, int]
 """An op, its number as `Program.walk` counts, and the iteration of the loop around it."""
 
 
@@ -67,12 +67,12 @@ class Timer:
     def __init__(self, device: torch.device):
         self._clock = clock_of(device)
         self._zero = self._clock.mark()
-        self._marks: list[tuple[LinePlace, Any, Any]] = []  # each op that ran, with the moments before and after it
+        self._marks: list[tuple[OpPlace, Any, Any]] = []  # each op that ran, with the moments before and after it
 
-    def before(self, place: LinePlace, args: tuple[Any, ...]) -> Any:
+    def before(self, place: OpPlace, args: tuple[Any, ...]) -> Any:
         return self._clock.mark()
 
-    def after(self, place: LinePlace, start: Any, args: tuple[Any, ...], result: Any) -> None:
+    def after(self, place: OpPlace, start: Any, args: tuple[Any, ...], result: Any) -> None:
         self._marks.append((place, start, self._clock.mark()))
 
     def events(self) -> list[Event]:
@@ -83,18 +83,18 @@ class Timer:
         return _events((place, seconds(begin), seconds(end)) for place, begin, end in self._marks)
 
 
-def _events(marks: Iterable[tuple[LinePlace, float, float]]) -> list[Event]:
+def _events(marks: Iterable[tuple[OpPlace, float, float]]) -> list[Event]:
     """Returns an event for each op, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
-    for (line, number, turn), begin, end in marks:
-        queue = channel(line)
-        name = f"{line.op} {line.args[0]}" if line.op == "wait" else line.out[0].name if queue else line.fn or line.op
+    for (op, number, turn), begin, end in marks:
+        queue = channel(op)
+        name = f"{op.op} {op.args[0]}" if op.op == "wait" else op.out[0].name if queue else op.fn or op.op
         if queue is not None:
             started[name] = queue, begin
-        elif line.op == "wait":
-            queue, since = started.pop(line.args[0])
-            events.append(Event(queue, line.args[0], since, end - since, number, turn))
+        elif op.op == "wait":
+            queue, since = started.pop(op.args[0])
+            events.append(Event(queue, op.args[0], since, end - since, number, turn))
         events.append(Event(COMPUTE, name, begin, end - begin, number, turn))
     return events
 

@@ -64,7 +64,7 @@ def describe(*programs: Program) -> str:
     parts = [f"deterministic algorithms: {deterministic_mode.setting()}"]
     for program in programs:
         parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
-        parts += [f"pool[{i}] = {line.into}" for i, line in enumerate(program.pooled)]
+        parts += [f"pool[{i}] = {op.into}" for i, op in enumerate(program.pooled)]
         for name, function in program.functions.items():
             parts.append(f"def {name}:")
             parts += [f"    {line}" for line in signature(function.graph)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fzero.ir.ops import TRANSFERS
-from fzero.ir.program import Line, Place, Program
+from fzero.ir.program import Instruction, Place, Program
 from fzero.mesh import Mesh
 
 Tensors = list[torch.Tensor | None]
@@ -20,22 +20,22 @@ Tensors = list[torch.Tensor | None]
 
 def places_of(program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> Sequence[Tensors]:
     """Returns the buffers of each op in `Program.pooled`, by the index of the op."""
-    if any(place is not None and place.arena == "apart" for line in program.pooled for place in line.into):
+    if any(place is not None and place.arena == "apart" for op in program.pooled for place in op.into):
         return _Rooms(program.pooled, mesh, arenas)
-    return [_tensors(line, mesh, arenas, {}) for line in program.pooled]
+    return [_tensors(op, mesh, arenas, {}) for op in program.pooled]
 
 
 class _Rooms(Sequence[Tensors]):
     """The buffers of ops if some of them are in separate allocations. Looking up an op is part of running it, because
     the lookup allocates and frees."""
 
-    def __init__(self, lines: Sequence[Line], mesh: Mesh, arenas: Mapping[str, torch.Tensor]):
-        self._lines, self._mesh, self._arenas = lines, mesh, arenas
+    def __init__(self, ops: Sequence[Instruction], mesh: Mesh, arenas: Mapping[str, torch.Tensor]):
+        self._ops, self._mesh, self._arenas = ops, mesh, arenas
         self._sizes: dict[int, int] = {}
         self._first: dict[int, list[int]] = {}  # the allocations that an op makes
         last: dict[int, int] = {}
-        for i, line in enumerate(lines):
-            for place in line.into:
+        for i, op in enumerate(ops):
+            for place in op.into:
                 if place is not None and place.arena == "apart":
                     end = place.offset + place.nbytes * (mesh.axis_size(place.part) if place.part else 1)
                     if place.room not in self._sizes:
@@ -46,13 +46,13 @@ class _Rooms(Sequence[Tensors]):
         for room, i in last.items():
             self._last.setdefault(i, []).append(room)
         self._rooms: dict[int, torch.Tensor] = {}
-        apart = {i for i, line in enumerate(lines) if any(p is not None and p.arena == "apart" for p in line.into)}
+        apart = {i for i, op in enumerate(ops) if any(p is not None and p.arena == "apart" for p in op.into)}
         self._known: list[Tensors | None] = [
-            None if i in apart else _tensors(line, mesh, arenas, {}) for i, line in enumerate(lines)
+            None if i in apart else _tensors(op, mesh, arenas, {}) for i, op in enumerate(ops)
         ]
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._ops)
 
     def __getitem__(self, number: int) -> Tensors:  # type: ignore[override]
         known = self._known[number]
@@ -60,24 +60,26 @@ class _Rooms(Sequence[Tensors]):
             return known
         for room in self._first.get(number, ()):
             self._rooms[room] = torch.empty(self._sizes[room], dtype=torch.uint8, device=self._mesh.device)
-        found = _tensors(self._lines[number], self._mesh, self._arenas, self._rooms)
+        found = _tensors(self._ops[number], self._mesh, self._arenas, self._rooms)
         for room in self._last.get(number, ()):
             del self._rooms[room]
         return found
 
 
-def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor], rooms: Mapping[int, torch.Tensor]) -> Tensors:
+def _tensors(
+    op: Instruction, mesh: Mesh, arenas: Mapping[str, torch.Tensor], rooms: Mapping[int, torch.Tensor]
+) -> Tensors:
     """Returns the buffers of an op as tensors: flat for the start of a transfer, and in the shapes of its results for
     any other op."""
     flats: Tensors = [
         None
         if place is None
         else _flat(place, mesh, rooms[place.room] if place.arena == "apart" else arenas[place.arena])
-        for place in line.into
+        for place in op.into
     ]
-    if line.op in TRANSFERS:
+    if op.op in TRANSFERS:
         return flats
-    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, line.out, strict=True)]
+    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, op.out, strict=True)]
 
 
 def _flat(place: Place, mesh: Mesh, memory: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def build_executable(
         graphs: whether runs are captured, as in `executable`.
     """
     # the subgraphs of all stages: the ranks divide their compilation among themselves
-    used = {line.fn for x in lowered.programs for line, _ in x.walk() if line.op == "call"}
+    used = {op.fn for x in lowered.programs for op, _ in x.walk() if op.op == "call"}
     functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, backend, mesh)
     how = {"pairs": message_directions(lowered.programs), "graphs": graphs}
     return functools.partial(executable, lowered.program, functions, mesh, **how)

@@ -23,10 +23,10 @@ import torch
 
 from fzero.ir.ops import OPS, STARTS, micro_of
 from fzero.ir.printer import statements
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import Mesh
 from fzero.testing.interpreter import Interpreter, cut
-from fzero.testing.recording import RanLine
+from fzero.testing.recording import ExecutedOp
 from fzero.testing.report import FirstLine
 from fzero.testing.tolerance import LAMBDA, unit
 
@@ -77,21 +77,21 @@ def part_values(
         parts: for each part, the unsharded tensors and its batch, by name.
     """
     runs = [Interpreter(base, mesh, leaves, part) for part, leaves in enumerate(parts)]
-    lines = [line for line in base.lines if line.op != "update"]
-    made = {v.name for line in lines for v in line.out}
-    for line in lines:
-        of_parts = [a for a in line.args if line.of_sums and a in made]
+    ops = [op for op in base.instructions if op.op != "update"]
+    made = {v.name for op in ops for v in op.out}
+    for op in ops:
+        of_parts = [a for a in op.args if op.of_sums and a in made]
         totals = {a: torch.stack([run.values[a] for run in runs]).sum(0) for a in of_parts}
         for run in runs:
             own = {a: run.values[a] for a in totals}
             run.values |= totals
-            run.run(line)
+            run.run(op)
             run.values |= own
-    return [{v.name: run.values[v.name] for line in lines for v in line.out} for run in runs]
+    return [{v.name: run.values[v.name] for op in ops for v in op.out} for run in runs]
 
 
 def first_line(
-    ran: Sequence[RanLine],
+    ran: Sequence[ExecutedOp],
     program: Program,
     mesh: Mesh,
     leaves: Mapping[str, torch.Tensor],
@@ -114,7 +114,9 @@ def first_line(
     texts = statements(program)
     found: FirstLine | None = None
 
-    def differs(entry: RanLine, name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float, why: str) -> None:
+    def differs(
+        entry: ExecutedOp, name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float, why: str
+    ) -> None:
         nonlocal found
         off = distance(got, want)
         if found is None and not off <= tolerance:
@@ -123,7 +125,7 @@ def first_line(
 
     empty: set[str] = set()  # memory that nothing has written yet
     for entry in ran:
-        line = entry.line
+        op = entry.op
         # Second account of the note: it read another value than was made.
         for name, x in entry.read.items():
             if name not in empty and x.shape == told.values[name].shape:
@@ -135,12 +137,12 @@ def first_line(
                     _rounding(x, told.values[name], mesh, loose),
                     f"reads {name}, which is not what was made",
                 )
-        told.run(line, entry.turn)
-        meanings.run(line, entry.turn)
-        if OPS[line.op].pool == "leaves":  # buffers for new values
-            empty.update(v.name for v in line.out)
+        told.run(op, entry.turn)
+        meanings.run(op, entry.turn)
+        if OPS[op.op].pool == "leaves":  # buffers for new values
+            empty.update(v.name for v in op.out)
             continue
-        empty.difference_update(line.writes)
+        empty.difference_update(op.writes)
         # First account: its result differs from what the program says.
         for name, x in entry.made.items():
             want = told.values[name].reshape(x.shape)
@@ -153,14 +155,14 @@ def first_line(
                 f"makes {name}, which is not what the program says",
             )
         # Third account: the program says something else than the step means.
-        for name in (v.name for v in line.out if v.name in told.values) if line.op not in STARTS else ():
+        for name in (v.name for v in op.out if v.name in told.values) if op.op not in STARTS else ():
             _compare(entry, name, told, meanings, differs)
-        for name in line.writes:
+        for name in op.writes:
             _compare(entry, name, told, meanings, differs)
     return found
 
 
-def _compare(entry: RanLine, name: str, told: Interpreter, meanings: _Meanings, differs: Any) -> None:
+def _compare(entry: ExecutedOp, name: str, told: Interpreter, meanings: _Meanings, differs: Any) -> None:
     expected = meanings.expected(name)
     if expected is not None and expected[0].numel() == told.values[name].numel():
         want, tolerance = expected
@@ -180,19 +182,19 @@ class _Meanings:
     def __init__(self, program: Program, mesh: Mesh, reference: Reference, axes: tuple[str, ...]):
         self._mesh, self._reference, self._axes = mesh, reference, axes
         self._of: dict[str, Meaning] = {v.name: Meaning(v.name) for v in program.inputs}
-        self._started: dict[str, Line] = {}
+        self._started: dict[str, Instruction] = {}
         self._values: dict[str, Value] = program.values_by_name
         self._num_micro = len(reference.parts) // max(mesh.axis_size(axes), 1)
         self._known = reference.parts[0].keys() if reference.parts else ()
 
-    def run(self, line: Line, turn: int) -> None:
-        if line.op in STARTS:
-            self._started[line.out[0].name] = line
-        OPS[line.op].stands(line, self, micro_of(line, turn)[0], turn)
+    def run(self, op: Instruction, turn: int) -> None:
+        if op.op in STARTS:
+            self._started[op.out[0].name] = op
+        OPS[op.op].stands(op, self, micro_of(op, turn)[0], turn)
 
     # --- called by the classes of ops (`Standing`) ---
 
-    def start_of(self, handle: str) -> Line:
+    def start_of(self, handle: str) -> Instruction:
         return self._started.pop(handle)
 
     def same(self, name: str, source: str) -> None:

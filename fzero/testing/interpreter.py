@@ -18,7 +18,7 @@ from fzero.comm.collectives import gather
 from fzero.comm.groups import ranks_along
 from fzero.ir.attributes import ShardOfAttrs
 from fzero.ir.ops import OPS, batch_axes_of
-from fzero.ir.program import Line, Placement, Program, Value
+from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Layout, Leaf, shard
 from fzero.trace.device_decompositions import by_operation, on_device
@@ -69,19 +69,19 @@ class Interpreter:
         self.program, self.mesh, self._part = program, mesh, part
         self._functions = BuiltFunctions(program, mesh.device) if functions is None else functions
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
-        self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
+        self.started: dict[str, tuple[Instruction, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
         self._sent: list[Any] = []  # kept until they are received
 
-    def run(self, line: Line, turn: int = 0) -> None:
+    def run(self, op: Instruction, turn: int = 0) -> None:
         """Runs one op, in the given iteration (`turn`) of the enclosing loop."""
-        row = OPS[line.op]
-        results = row.means(line, [] if row.waits else [self.values[a] for a in line.args], self, turn)
-        self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
+        row = OPS[op.op]
+        results = row.means(op, [] if row.waits else [self.values[a] for a in op.args], self, turn)
+        self.values.update((v.name, x) for v, x in zip(op.out, results, strict=True))
 
-    def valid_range(self, line: Line) -> tuple[int, int]:
+    def valid_range(self, op: Instruction) -> tuple[int, int]:
         """Returns the range of this rank's elements in the flattened tensor that an op is about."""
-        leaf = Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes))
+        leaf = Leaf("", "", op.says(ShardOfAttrs).shape, Layout(torch.float32, op.axes))
         boxes = leaf.boxes(self.mesh)
         return boxes.start, boxes.stop
 

@@ -21,7 +21,7 @@ from fzero.compiler.combined_transforms import zero_of
 from fzero.compiler.lower import lower
 from fzero.compiler.lowered import Lowered
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.sharding.layout import Leaf, shard
 from fzero.step import State, Step
@@ -169,7 +169,7 @@ class _Rank(Interpreter):
     ):
         super().__init__(program, mesh, leaves, functions=functions)
         self._board = board
-        self._times = {id(line): times for line, times in program.walk()}
+        self._times = {id(op): times for op, times in program.walk()}
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in self._board.along(self.mesh, axis, x)])
@@ -183,13 +183,13 @@ class _Rank(Interpreter):
     def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
         return self._board.recv(self.mesh, axis, peer, number)
 
-    def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
+    def run_ops(self, ops: Sequence[Instruction], turn: int = 0) -> None:
         """Runs ops in order, and the body of a loop as often as the program says."""
-        for line in lines:
-            if not line.body:
-                self.run(line, turn)
-            for again in range(self._times[id(line.body[0])] // self._times[id(line)] if line.body else 0):
-                self.lines(line.body, again)
+        for op in ops:
+            if not op.body:
+                self.run(op, turn)
+            for again in range(self._times[id(op.body[0])] // self._times[id(op)] if op.body else 0):
+                self.run_ops(op.body, again)
 
 
 class Simulation:
@@ -231,7 +231,7 @@ class Simulation:
             batch = dict(tree.with_paths(parts[i], "batch"))
             rank = _Rank(self.programs[i], self.ranks[i], {**held[i], **batch}, board, self._functions[i])
             try:
-                rank.lines(rank.program.lines)
+                rank.run_ops(rank.program.instructions)
             except BaseException:
                 board.abort()
                 raise

@@ -159,9 +159,9 @@ def longest_chain(program: Program) -> int:
     """
     inside = {name: _chain(function.graph.graph) for name, function in program.functions.items()}
     length: dict[str, int] = {}
-    for line, _ in program.walk():
-        here = max((length.get(a, 0) for a in line.args), default=0) + inside.get(line.fn, 0)
-        length.update((v.name, here) for v in line.out)
+    for op, _ in program.walk():
+        here = max((length.get(a, 0) for a in op.args), default=0) + inside.get(op.fn, 0)
+        length.update((v.name, here) for v in op.out)
     update = 0 if program.update is None else _chain(program.update.attrs.graph.graph)
     return max(length.values(), default=0) + update
 

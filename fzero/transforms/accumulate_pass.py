@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fzero.ir.attributes import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.value_names import Names
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.transform import find
@@ -21,7 +21,7 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
         batch: for each input that is split into micro-batches, the shape of this rank's batch.
     """
     record = find(program.transforms, Accumulate)
-    lines, totals = (
+    ops, totals = (
         _repeated(program, num, batch) if record is not None and record.layerwise else _looped(program, num, batch)
     )
     update = _update(program)
@@ -29,45 +29,47 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     sums, maxima = (tuple(totals[name] for name in names) for names in (update.attrs.sums, update.attrs.maxima))
     update = update.rename(totals).saying(sums=sums, maxima=maxima)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
-    return replace(program, inputs=inputs, lines=(*lines, update), grads=grads)
+    return replace(program, inputs=inputs, instructions=(*ops, update), grads=grads)
 
 
 def loop_totals(program: Program) -> set[str]:
     """Returns the names of the totals that loops over micro-batches accumulate."""
-    return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
+    return {v.name for op in program.instructions for x in op.body if x.op == "accumulate" for v in x.out}
 
 
-def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
+def _looped(
+    program: Program, num: int, batch: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Instruction], dict[str, str]]:
     """Returns the ops of loss and gradients in a loop over micro-batches, and the name of the total of each sum and
     gradient."""
     update = _update(program)
     before = [
-        line
-        for line in program.lines
-        if line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs.sums
+        op
+        for op in program.instructions
+        if op.op == "cast" and op.args[0] in program.leaves and op.out[0].name not in update.attrs.sums
     ]
-    inside = [line for line in program.lines if line is not update and line not in before]
+    inside = [op for op in program.instructions if op is not update and op not in before]
     values = program.values()
     names = Names(values)
     totals: dict[str, str] = {}
 
-    def loop(lines: Sequence[Line], summands: Sequence[str], parts: dict[str, str]) -> Line:
+    def loop(ops: Sequence[Instruction], summands: Sequence[str], parts: dict[str, str]) -> Instruction:
         """Returns a loop over these ops that accumulates `summands`. `parts` maps names of values to their names in the
         loop."""
         body = []
         for name in batch:
-            if any(name in line.args for line in lines):
+            if any(name in op.args for op in ops):
                 parts[name] = names(f"{name}_part")
                 part = replace(values[name], name=parts[name])
-                body.append(Line("take_part", (name,), (part,), attrs=PartAttrs(count=num), by="accumulate"))
+                body.append(Instruction("take_part", (name,), (part,), attrs=PartAttrs(count=num), by="accumulate"))
         body += [
-            replace(line.rename(parts), out=tuple(replace(v, name=parts.get(v.name, v.name)) for v in line.out))
-            for line in lines
+            replace(op.rename(parts), out=tuple(replace(v, name=parts.get(v.name, v.name)) for v in op.out))
+            for op in ops
         ]
         for name in summands:
             totals[name] = names(f"{name}_total")
             body.append(
-                Line(
+                Instruction(
                     "accumulate",
                     (parts.get(name, name),),
                     (replace(values[name], name=totals[name]),),
@@ -75,44 +77,44 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
                     by="accumulate",
                 )
             )
-        body = [line.saying(count=num) if line.op == "part_index" else line for line in body]
-        return Line("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
+        body = [op.saying(count=num) if op.op == "part_index" else op for op in body]
+        return Instruction("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
 
     seeds, ahead, rest = _ahead(inside)
-    loops = list[Line]()
+    loops = list[Instruction]()
     if ahead:
-        again = {v.name: names(f"{v.name}_ahead") for line in ahead if line in rest for v in line.out}
-        loops.append(loop(ahead, [s for s in _summands(program) if any(s in line.args for line in seeds)], again))
-    seeds = [line.rename(totals) for line in seeds]
+        again = {v.name: names(f"{v.name}_ahead") for op in ahead if op in rest for v in op.out}
+        loops.append(loop(ahead, [s for s in _summands(program) if any(s in op.args for op in seeds)], again))
+    seeds = [op.rename(totals) for op in seeds]
     main = loop(rest, [s for s in _summands(program) if s not in totals], {})
     return [*before, *loops, *seeds, main], totals
 
 
-def _ahead(lines: Sequence[Line]) -> tuple[list[Line], list[Line], list[Line]]:
+def _ahead(ops: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
     """Splits the ops of a loop if some of them (the seeds) read sums over all micro-batches.
 
     Returns the seeds, the ops that compute the sums that the seeds read (they need a loop of their own before the main
     loop), and the ops of the main loop after them. The main loop computes some of the second group again if its ops
     read them.
     """
-    seeds = [line for line in lines if line.of_sums]
+    seeds = [op for op in ops if op.of_sums]
     if not seeds:
-        return [], [], [*lines]
-    wanted, ahead = {a for line in seeds for a in line.args}, list[Line]()
-    for line in reversed(lines):
-        if not line.of_sums and any(v.name in wanted for v in line.out):
-            ahead.insert(0, line)
-            wanted.update(line.args)
-    rest = list[Line]()
-    read = {a for line in lines if not line.of_sums and line not in ahead for a in line.args}
-    for line in reversed(lines):
-        if not line.of_sums and (line not in ahead or any(v.name in read for v in line.out)):
-            rest.insert(0, line)
-            read.update(line.args)
+        return [], [], [*ops]
+    wanted, ahead = {a for op in seeds for a in op.args}, list[Instruction]()
+    for op in reversed(ops):
+        if not op.of_sums and any(v.name in wanted for v in op.out):
+            ahead.insert(0, op)
+            wanted.update(op.args)
+    rest = list[Instruction]()
+    read = {a for op in ops if not op.of_sums and op not in ahead for a in op.args}
+    for op in reversed(ops):
+        if not op.of_sums and (op not in ahead or any(v.name in read for v in op.out)):
+            rest.insert(0, op)
+            read.update(op.args)
     return seeds, ahead, rest
 
 
-def _update(program: Program) -> Line[UpdateAttrs]:
+def _update(program: Program) -> Instruction[UpdateAttrs]:
     assert program.update is not None
     return program.update
 
@@ -123,23 +125,25 @@ def _summands(program: Program) -> tuple[str, ...]:
     return (*update.attrs.sums, *update.attrs.maxima, *program.grads.values())
 
 
-def _how(update: Line[UpdateAttrs], name: str) -> str:
+def _how(update: Instruction[UpdateAttrs], name: str) -> str:
     return "max" if name in update.attrs.maxima else "sum"
 
 
-def _early(lines: list[Line]) -> list[Line]:
+def _early(ops: list[Instruction]) -> list[Instruction]:
     """Moves each `accumulate` directly after the op that makes its summand, so that unsharded gradients are freed
     early."""
-    adds: dict[str, Line] = {line.args[0]: line for line in lines if line.op == "accumulate"}
-    out: list[Line] = []
-    for line in lines:
-        if line.op != "accumulate":
-            out.append(line)
-            out.extend(adds[v.name] for v in line.out if v.name in adds)
+    adds: dict[str, Instruction] = {op.args[0]: op for op in ops if op.op == "accumulate"}
+    out: list[Instruction] = []
+    for op in ops:
+        if op.op != "accumulate":
+            out.append(op)
+            out.extend(adds[v.name] for v in op.out if v.name in adds)
     return out
 
 
-def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
+def _repeated(
+    program: Program, num: int, batch: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Instruction], dict[str, str]]:
     """Like `_looped`, but without a loop: each op is repeated for every micro-batch before the next op.
 
     Ops that depend on neither the batch nor the index of the micro-batch run once. The sums and gradients of the first
@@ -148,14 +152,14 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
     """
     names, values = Names(program.values()), program.values()
     update = _update(program)
-    lines, summands = _alone(program, names)
+    ops, summands = _alone(program, names)
     new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
-    out: list[Line] = []
+    out: list[Instruction] = []
     for whole in batch:
         for m in range(num):
             new[m][whole] = names(f"{whole}_micro_{m}")
             out.append(
-                Line(
+                Instruction(
                     "take_part",
                     (whole,),
                     (replace(values[whole], name=new[m][whole]),),
@@ -163,28 +167,28 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
                     by="accumulate",
                 )
             )
-    for unit in _units(lines, summands):
+    for unit in _units(ops, summands):
         if unit[0].of_sums:
-            out += [line.rename(new[0]) for line in unit]  # the totals
+            out += [op.rename(new[0]) for op in unit]  # the totals
             continue
-        made = [v for line in unit for v in line.out]
+        made = [v for op in unit for v in op.out]
         adds = [v for v in made if v.name in summands]
-        if not adds and not any(line.op == "part_index" or not new[0].keys().isdisjoint(line.args) for line in unit):
+        if not adds and not any(op.op == "part_index" or not new[0].keys().isdisjoint(op.args) for op in unit):
             out += unit
             continue
         for m in range(num):
             for v in made:
                 new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
-            for line in unit:
-                renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
-                out.append(replace(line.rename(new[m]), out=renamed).saying(micro=(m, num)))
+            for op in unit:
+                renamed = tuple(replace(v, name=new[m][v.name]) for v in op.out)
+                out.append(replace(op.rename(new[m]), out=renamed).saying(micro=(m, num)))
             out += _added(adds, {v.name: _how(update, summands[v.name]) for v in adds}, new, m, names) if m else ()
     return out, {name: new[0][summand] for summand, name in summands.items()}
 
 
 def _added(
     values: Sequence[Value], how: Mapping[str, str], new: Sequence[dict[str, str]], m: int, names: Names
-) -> Iterator[Line]:
+) -> Iterator[Instruction]:
     """Yields the ops that add the results of micro-batch `m` to the totals, which get new names.
 
     Args:
@@ -198,38 +202,38 @@ def _added(
         if group := [v for v in values if how[v.name] == op]:
             parts = tuple(new[k][v.name] for k in (0, m) for v in group)
             totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
-            yield Line("add", parts, totals, attrs=AddAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
+            yield Instruction("add", parts, totals, attrs=AddAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
             new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
 
 
-def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
+def _alone(program: Program, names: Names) -> tuple[list[Instruction], dict[str, str]]:
     """Returns the ops of loss and gradients, and a map from each accumulated value to its name in the update.
 
     A result that other ops read too is copied, because totals are overwritten in place; the copy is accumulated.
     """
     update = _update(program)
-    lines = [line for line in program.lines if line is not update]
-    read = {a for line in lines if not line.of_sums for a in line.args}
+    ops = [op for op in program.instructions if op is not update]
+    read = {a for op in ops if not op.of_sums for a in op.args}
     summands = {name: name for name in _summands(program)}
-    out: list[Line] = []
-    for line in lines:
-        out.append(line)
-        for v in (v for v in line.out if v.name in summands and v.name in read):
+    out: list[Instruction] = []
+    for op in ops:
+        out.append(op)
+        for v in (v for v in op.out if v.name in summands and v.name in read):
             copy = replace(v, name=names(f"{v.name}_copy"))
-            out.append(Line("cast", (v.name,), (copy,), attrs=CastAttrs(dtype=v.dtype), by="accumulate"))
+            out.append(Instruction("cast", (v.name,), (copy,), attrs=CastAttrs(dtype=v.dtype), by="accumulate"))
             summands[copy.name] = summands.pop(v.name)
     return out, summands
 
 
-def _units(lines: Sequence[Line], summands: Mapping[str, str]) -> Iterator[list[Line]]:
+def _units(ops: Sequence[Instruction], summands: Mapping[str, str]) -> Iterator[list[Instruction]]:
     """Yields the groups of ops that are repeated together: an op, followed by the casts of its results to the values
     that are accumulated."""
-    casts: dict[str, list[Line]] = {}
-    for line in lines:
-        if line.op == "cast" and line.out[0].name in summands:
-            casts.setdefault(line.args[0], []).append(line)
+    casts: dict[str, list[Instruction]] = {}
+    for op in ops:
+        if op.op == "cast" and op.out[0].name in summands:
+            casts.setdefault(op.args[0], []).append(op)
     done: set[int] = set()
-    for line in (line for line in lines if id(line) not in done):
-        unit = [line, *(cast for v in line.out for cast in casts.get(v.name, ()))]
+    for op in (op for op in ops if id(op) not in done):
+        unit = [op, *(cast for v in op.out for cast in casts.get(v.name, ()))]
         done.update(map(id, unit))
         yield unit

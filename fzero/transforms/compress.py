@@ -119,7 +119,7 @@ class Compress(Transform):
     def idle(self, step: EvalStep) -> str | None:
         return "an evaluation reduces no gradient" if self.params is None else None
 
-    def placed(self, line: Any) -> bool:
+    def placed(self, op: Any) -> bool:
         return True
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ def compress(
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(compress(fz.shard_params(step)), fz.AbstractMesh(data=4), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start")]
         ['all_gather_start', 'all_reduce_start', 'all_to_all_start', 'all_reduce_start']
     """
     problems = []

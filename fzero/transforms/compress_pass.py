@@ -26,7 +26,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import GatherAttrs, ScatterAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import OPS, STARTS
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.ops.block_quantization import BLOCK
 from fzero.sharding.layout import Leaf
@@ -109,12 +109,12 @@ class _Bundle(NamedTuple):
         decode: the last call.
     """
 
-    encode: Line
+    encode: Instruction
     sent: Sequence[Value]
     come: Sequence[Value]
-    add: Line
+    add: Instruction
     wholes: Sequence[Value]
-    decode: Line
+    decode: Instruction
 
 
 class _Coding:
@@ -133,34 +133,34 @@ class _Coding:
         self.values, self.names = program.values_by_name, Names(program.values())
         self.functions = Functions(program.functions)
         self.device = torch.device(compat.trace_device(self.mesh.device_type))
-        lines = [line for line, _ in program.walk()]
-        self.made = {v.name: line for line in lines for v in line.out}
-        self.waits = {line.args[0]: line for line in lines if OPS[line.op].waits}
-        self.leaf_of = {**self._params(lines), **self._grads()}
+        ops = [op for op, _ in program.walk()]
+        self.made = {v.name: op for op in ops for v in op.out}
+        self.waits = {op.args[0]: op for op in ops if OPS[op.op].waits}
+        self.leaf_of = {**self._params(ops), **self._grads()}
         # the names that some op reads as decoded values
-        self.read = {a for x in lines for a in x.args if not self._takes_codes(x, a)}
+        self.read = {a for x in ops for a in x.args if not self._takes_codes(x, a)}
         self.read |= {*program.outputs}
         self.codes: dict[str, Value] = {}  # the codes of a parameter, of its cast, or of a gathered shard of it
         self.wires: dict[str, Wire] = {}  # likewise
         self.num_deals = 0
-        self.before: list[Line] = []  # calls that encode before an op, or before the loop that contains it
-        self.starts: dict[str, Line] = {}  # by handle of a gather of codes: the gather before the rewrite
+        self.before: list[Instruction] = []  # calls that encode before an op, or before the loop that contains it
+        self.starts: dict[str, Instruction] = {}  # by handle of a gather of codes: the gather before the rewrite
         self.done: set[str] = set()  # axes over which something is sent encoded
         self.gone: set[str] = set()  # handles whose waits have been replaced
 
     def run(self) -> Program:
         self.check_axes()
-        lines = list[Line]()
-        for line in self.program.lines:
-            new = self._line(line)
-            lines += [*self.before, *new]
+        ops = list[Instruction]()
+        for op in self.program.instructions:
+            new = self._rewrite_op(op)
+            ops += [*self.before, *new]
             self.before = []
         self._check()
-        read = {a for line in lines for x in line.with_body() for a in x.args} | {*self.program.outputs}
+        read = {a for op in ops for x in op.with_body() for a in x.args} | {*self.program.outputs}
         idle = lambda x: x.op == "cast" and read.isdisjoint(v.name for v in x.out)  # noqa: E731
-        kept = [replace(x, body=tuple(y for y in x.body if not idle(y))) if x.body else x for x in lines]
-        lines = [x for x in kept if not idle(x)]
-        return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
+        kept = [replace(x, body=tuple(y for y in x.body if not idle(y))) if x.body else x for x in ops]
+        ops = [x for x in kept if not idle(x)]
+        return replace(self.program, instructions=tuple(ops), functions=self.functions.by_name)
 
     def check_axes(self) -> None:
         """Raises if the configuration names an axis that the mesh does not have."""
@@ -172,12 +172,12 @@ class _Coding:
 
     def travels(self, axis: str) -> _Travels:
         """Returns what could be sent encoded over an axis."""
-        lines = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
-        gathers = [x for x in lines if x.op == _GATHER]
-        reductions = [(x, self._pairs(x)) for x in lines if x.op != _GATHER]
+        ops = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
+        gathers = [x for x in ops if x.op == _GATHER]
+        reductions = [(x, self._pairs(x)) for x in ops if x.op != _GATHER]
 
         def coded(of: str) -> bool:
-            wires = (wire for line, pairs in reductions for wire in self._wires(line, pairs, GRADS[of]))
+            wires = (wire for op, pairs in reductions for wire in self._wires(op, pairs, GRADS[of]))
             return any(wire.format is not None for wire in wires)
 
         return _Travels(
@@ -186,31 +186,31 @@ class _Coding:
             any(not self._is_sum(value.name) for _, pairs in reductions for value, _ in pairs),
         )
 
-    def _gathers_codes(self, line: Line) -> bool:
-        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+    def _gathers_codes(self, op: Instruction) -> bool:
+        takes = [a for a in op.args if a in self.leaf_of and self._takes_codes(op, a)]
         format = PARAMS["int8"]
         return any(self._wire(a, format, math.prod(self._held(self.values[a]).shape)).format for a in takes)
 
     def _is_sum(self, name: str) -> bool:
         """Whether a gradient has been reduced over another axis before."""
-        line = self.made.get(name)
-        if line is None or line.op not in _KEEPS:
+        op = self.made.get(name)
+        if op is None or op.op not in _KEEPS:
             return False
-        if line.op == "wait":
-            return self.made[line.args[0]].op in _REDUCTIONS
+        if op.op == "wait":
+            return self.made[op.args[0]].op in _REDUCTIONS
         # For a sum over micro-batches, check each summand; the first of them is zeros.
-        position = [v.name for v in line.out].index(name)
-        return any(self._is_sum(a) for a in line.args[position :: len(line.out)])
+        position = [v.name for v in op.out].index(name)
+        return any(self._is_sum(a) for a in op.args[position :: len(op.out)])
 
-    def _params(self, lines: Sequence[Line]) -> dict[str, Leaf]:
+    def _params(self, ops: Sequence[Instruction]) -> dict[str, Leaf]:
         """Returns the parameter of each value that is one, a cast of one, or gathered from one of these."""
         found = {x.path: x for x in self.program.leaves.values() if x.role in ("params", "compute")}
-        for line in lines:
-            source = self.made.get(line.args[0]) if line.op == "wait" else None
-            if line.op == "cast" and len(line.out) == 1:
-                source = line
+        for op in ops:
+            source = self.made.get(op.args[0]) if op.op == "wait" else None
+            if op.op == "cast" and len(op.out) == 1:
+                source = op
             if source is not None and source.op in (_GATHER, "cast"):
-                found.update((v.name, found[a]) for v, a in zip(line.out, source.args, strict=False) if a in found)
+                found.update((v.name, found[a]) for v, a in zip(op.out, source.args, strict=False) if a in found)
         return found
 
     def _grads(self) -> dict[str, Leaf]:
@@ -220,27 +220,27 @@ class _Coding:
         todo = [(g, self.program.leaves[path]) for path, g in self.program.grads.items()]
         while todo:
             name, leaf = todo.pop()
-            line = self.made.get(name)
-            if name in found or line is None:
+            op = self.made.get(name)
+            if name in found or op is None:
                 continue
             found[name] = leaf
-            if line.op in _KEEPS:
-                source = self.made[line.args[0]] if line.op == "wait" else line
-                todo += [(a, leaf) for a in source.args[[v.name for v in line.out].index(name) :: len(line.out)]]
+            if op.op in _KEEPS:
+                source = self.made[op.args[0]] if op.op == "wait" else op
+                todo += [(a, leaf) for a in source.args[[v.name for v in op.out].index(name) :: len(op.out)]]
         return found
 
-    def _format(self, line: Line) -> Format | None:
+    def _format(self, op: Instruction) -> Format | None:
         """The format of a transfer of parameters or gradients; None: uncompressed."""
-        (axis,) = line.axes if len(line.axes) == 1 else ("",)
-        of = self.spec.of_params if line.op == _GATHER else self.spec.of_grads
+        (axis,) = op.axes if len(op.axes) == 1 else ("",)
+        of = self.spec.of_params if op.op == _GATHER else self.spec.of_grads
         return of(axis) if axis in self.axes else None
 
-    def _takes_codes(self, line: Line, name: str) -> bool:
+    def _takes_codes(self, op: Instruction, name: str) -> bool:
         """Whether an op gathers this value encoded, provided that the value has codes. It does not if the gather
         returns permuted shards of a dim."""
-        if line.op != _GATHER or self._format(line) is None:
+        if op.op != _GATHER or self._format(op) is None:
             return False
-        return STARTS[_GATHER].arrives(line, self.values[name].placement).kind != "parts"
+        return STARTS[_GATHER].arrives(op, self.values[name].placement).kind != "parts"
 
     def _wire(self, name: str, format: Format, numel: int) -> Wire:
         """Returns the form in which a value is sent in parts of `numel` elements."""
@@ -255,51 +255,51 @@ class _Coding:
 
     # --- ops ---
 
-    def _line(self, line: Line) -> list[Line]:
-        if line.body:
-            return [replace(line, body=tuple(new for x in line.body for new in self._line(x)))]
-        if line.op == _GATHER and (format := self._format(line)) and self.leaf_of.keys() & {*line.args}:
-            return self._gather(line, format)
-        if line.op == "wait" and line.args[0] in self.starts:
-            return self._gathered(line, self.starts[line.args[0]])
-        if line.op == "wait" and line.args[0] in self.gone:
+    def _rewrite_op(self, op: Instruction) -> list[Instruction]:
+        if op.body:
+            return [replace(op, body=tuple(new for x in op.body for new in self._rewrite_op(x)))]
+        if op.op == _GATHER and (format := self._format(op)) and self.leaf_of.keys() & {*op.args}:
+            return self._gather(op, format)
+        if op.op == "wait" and op.args[0] in self.starts:
+            return self._gathered(op, self.starts[op.args[0]])
+        if op.op == "wait" and op.args[0] in self.gone:
             return []
-        if line.op in _REDUCTIONS and (format := self._format(line)):
-            return self._reduce(line, format)
-        return [line]
+        if op.op in _REDUCTIONS and (format := self._format(op)):
+            return self._reduce(op, format)
+        return [op]
 
-    def _call(self, fn: str, graph: Recorded, args: Sequence[str], out: Sequence[Value]) -> Line:
-        return Line("call", tuple(args), tuple(out), self.functions.add(fn, graph), by=self.spec.name)
+    def _call(self, fn: str, graph: Recorded, args: Sequence[str], out: Sequence[Value]) -> Instruction:
+        return Instruction("call", tuple(args), tuple(out), self.functions.add(fn, graph), by=self.spec.name)
 
-    def _gather(self, line: Line, format: Format) -> list[Line]:
+    def _gather(self, op: Instruction, format: Format) -> list[Instruction]:
         """Returns the gather with codes in place of the values that are encoded, and the calls that encode those
         without codes."""
-        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+        takes = [a for a in op.args if a in self.leaf_of and self._takes_codes(op, a)]
         fresh = [a for a in takes if a not in self.codes]
         wires = {a: self._wire(a, format, math.prod(self._held(self.values[a]).shape)) for a in fresh}
-        lines = self._encoded({a: wire for a, wire in wires.items() if wire.format is not None})
-        sent = tuple(self.codes[a].name if a in takes and a in self.codes else a for a in line.args)
-        if sent == line.args:
-            return [line]
-        self.done.update(line.axes)
-        self.starts[line.out[0].name] = line
-        return [*lines, replace(line, args=sent)]
+        ops = self._encoded({a: wire for a, wire in wires.items() if wire.format is not None})
+        sent = tuple(self.codes[a].name if a in takes and a in self.codes else a for a in op.args)
+        if sent == op.args:
+            return [op]
+        self.done.update(op.axes)
+        self.starts[op.out[0].name] = op
+        return [*ops, replace(op, args=sent)]
 
-    def _encoded(self, wires: dict[str, Wire]) -> list[Line]:
+    def _encoded(self, wires: dict[str, Wire]) -> list[Instruction]:
         """Encodes shards, and returns the ops that do it. Stored values are encoded once per step, before all ops that
         read them (these ops go to `self.before`)."""
-        lines, self.wires = list[Line](), {**self.wires, **wires}
+        ops, self.wires = list[Instruction](), {**self.wires, **wires}
         rests = {a: path for a in wires if (path := self._resting(a)) is not None}
         self.codes |= {a: self.codes[path] for a, path in rests.items() if path in self.codes}
         early = {path: wires[a] for a, path in rests.items() if a not in self.codes}
-        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in rests}, lines)):
+        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in rests}, ops)):
             if group:
                 given = tuple(self._held(self.values[a]) for a in group)
                 made = [self._coded(a, wire) for a, wire in group.items()]
                 graph = compress_codes.shard_encoder(given, tuple(group.values()), self.device)
                 place.append(self._call("encode", graph, [*group], made))
         self.codes |= {a: self.codes[path] for a, path in rests.items()}
-        return lines
+        return ops
 
     def _resting(self, name: str) -> str | None:
         """Returns the stored parameter that a value is, or is cast from; None for other values. Codes are made from the
@@ -315,7 +315,7 @@ class _Coding:
         self.codes[name] = Value(self.names(f"{identifier(name)}_codes"), shape, torch.uint8, at)
         return self.codes[name]
 
-    def _gathered(self, wait: Line, start: Line) -> list[Line]:
+    def _gathered(self, wait: Instruction, start: Instruction) -> list[Instruction]:
         """Returns the wait for codes, and the call that decodes those that any op except another gather reads."""
         size, out = self.mesh.axis_size(start.axes), list[Value]()
         decoded = list[tuple[Value, Value, Wire]]()
@@ -331,39 +331,39 @@ class _Coding:
             out.append(come)
             if value.name in self.read:
                 decoded.append((come, value, wire))
-        lines = [replace(wait, out=tuple(out))]
+        ops = [replace(wait, out=tuple(out))]
         if decoded:
             come, made, wires = zip(*decoded, strict=True)
             given = tuple(map(self._held, come))
             graph = compress_codes.decoder(given, wires, tuple(map(self._held, made)), self.device)
-            lines.append(self._call("decode", graph, [v.name for v in come], made))
-        return lines
+            ops.append(self._call("decode", graph, [v.name for v in come], made))
+        return ops
 
-    def _reduce(self, line: Line, format: Format) -> list[Line]:
+    def _reduce(self, op: Instruction, format: Format) -> list[Instruction]:
         """Returns the encoded reduction; values that are not gradients keep the original one."""
-        wait, pairs = self.waits[line.out[0].name], self._pairs(line)
-        wires = self._wires(line, pairs, format)
+        wait, pairs = self.waits[op.out[0].name], self._pairs(op)
+        wires = self._wires(op, pairs, format)
         if all(w.format is None for w in wires):
-            return [line]
-        self.done.update(line.axes)
-        self.gone.add(line.out[0].name)
-        scatters = line.op == _REDUCTIONS[0]
-        lines = self._dealt(line, [(*pair, wire) for pair, wire in zip(pairs, wires, strict=True)], scatters)
-        if rest := [(a, v) for a, v in zip(line.args, wait.out, strict=True) if a not in self.leaf_of]:
+            return [op]
+        self.done.update(op.axes)
+        self.gone.add(op.out[0].name)
+        scatters = op.op == _REDUCTIONS[0]
+        ops = self._dealt(op, [(*pair, wire) for pair, wire in zip(pairs, wires, strict=True)], scatters)
+        if rest := [(a, v) for a, v in zip(op.args, wait.out, strict=True) if a not in self.leaf_of]:
             args, kept = zip(*rest, strict=True)
-            lines += [replace(line, args=args), replace(wait, out=kept)]
-        return lines
+            ops += [replace(op, args=args), replace(wait, out=kept)]
+        return ops
 
-    def _pairs(self, line: Line) -> list[tuple[Value, Value]]:
+    def _pairs(self, op: Instruction) -> list[tuple[Value, Value]]:
         """Returns the gradients that a reduction takes, each with its result."""
-        out = self.waits[line.out[0].name].out
-        return [(self.values[a], v) for a, v in zip(line.args, out, strict=True) if a in self.leaf_of]
+        out = self.waits[op.out[0].name].out
+        return [(self.values[a], v) for a, v in zip(op.args, out, strict=True) if a in self.leaf_of]
 
-    def _wires(self, line: Line, pairs: Sequence[tuple[Value, Value]], format: Format) -> list[Wire]:
+    def _wires(self, op: Instruction, pairs: Sequence[tuple[Value, Value]], format: Format) -> list[Wire]:
         """Returns the forms in which the gradients of a reduction are sent; none if the reduction is not a sum of
         gradients."""
-        said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
-        if getattr(line.attrs, "reduction", "") != "sum" or (said is not None and said.rows):
+        said, size = op.says(ScatterAttrs) if op.op == _REDUCTIONS[0] else None, self.mesh.axis_size(op.axes)
+        if getattr(op.attrs, "reduction", "") != "sum" or (said is not None and said.rows):
             return []
         wires = list[Wire]()
         for value, out in pairs:
@@ -373,10 +373,10 @@ class _Coding:
             wires.append(self._wire(value.name, format, padded if said is None else held))
         return wires
 
-    def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
+    def _dealt(self, op: Instruction, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Instruction]:
         """Returns the ops of a reduction: encode the summands, exchange them by an all_to_all, add them up. If the
         reduction leaves unsharded sums, the sums are then encoded, gathered and decoded."""
-        (axis,) = line.axes
+        (axis,) = op.axes
         # grouped by the axes over which the gradients vary
         bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
         for value, out, wire in moved:
@@ -384,17 +384,17 @@ class _Coding:
             bundles.setdefault(own, []).append((value, out, wire))
         made = [self._bundle(axis, own, values, scatters) for own, values in bundles.items()]
         self.num_deals += 1
-        lines = [x.encode for x in made]
-        lines += self._moved(
+        ops = [x.encode for x in made]
+        ops += self._moved(
             "all_to_all_start", "deal", axis, [v for x in made for v in x.sent], [v for x in made for v in x.come]
         )
-        lines += [x.add for x in made]
+        ops += [x.add for x in made]
         if not scatters:
-            lines += self._moved(
+            ops += self._moved(
                 _GATHER, "gather_sum", axis, [v for x in made for v in x.add.out], [v for x in made for v in x.wholes]
             )
-            lines += [x.decode for x in made]
-        return lines
+            ops += [x.decode for x in made]
+        return ops
 
     def _bundle(
         self, axis: str, own: tuple[str, ...], values: Sequence[tuple[Value, Value, Wire]], scatters: bool
@@ -426,11 +426,11 @@ class _Coding:
             encode, sent, come, add, wholes, self._call("decode_sums", decoder, [v.name for v in wholes], outs)
         )
 
-    def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Line]:
+    def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Instruction]:
         """Returns a transfer and its wait."""
         handle, attrs = moving(self.names.numbered(name)), GatherAttrs(axes=(axis,))
-        start = Line(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
-        return [start, Line("wait", (handle.name,), tuple(come), by=self.spec.name)]
+        start = Instruction(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
+        return [start, Instruction("wait", (handle.name,), tuple(come), by=self.spec.name)]
 
     # --- errors if nothing is encoded ---
 

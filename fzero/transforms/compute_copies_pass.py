@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fzero._compat import compat
 from fzero.ir.attributes import UpdateAttrs
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.layout import Leaf
 from fzero.trace.recorder import Recorded
 
@@ -31,7 +31,7 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
     """
     casts = {
         x.args[0]: x
-        for x in program.lines
+        for x in program.instructions
         if x.op == "cast" and x.args[0] in copies and x.out[0].dtype == copies[x.args[0]].dtype
     }
     held = {master: leaf for master, leaf in copies.items() if master in casts}
@@ -39,22 +39,21 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
         return program
     names = {casts[master].out[0].name: leaf.path for master, leaf in held.items()}
     dropped = set(map(id, casts.values()))
-    lines = [line.rename(names) for line in program.lines if id(line) not in dropped]
-    lines = [
-        _written(line, {m: leaf for m, leaf in held.items() if m in line.writes}) if line.op == "update" else line
-        for line in lines
+    ops = [op.rename(names) for op in program.instructions if id(op) not in dropped]
+    ops = [
+        _written(op, {m: leaf for m, leaf in held.items() if m in op.writes}) if op.op == "update" else op for op in ops
     ]
     owners = {**program.owners, **{leaf.path: program.owners[m] for m, leaf in held.items() if m in program.owners}}
     return replace(
         program,
         inputs=(*program.inputs, *(Value(leaf.path, leaf.shape, leaf.dtype) for leaf in held.values())),
         leaves={**program.leaves, **{leaf.path: leaf for leaf in held.values()}},
-        lines=tuple(lines),
+        instructions=tuple(ops),
         owners=owners,
     )
 
 
-def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
+def _written(update: Instruction, copies: Mapping[str, Leaf]) -> Instruction:
     """Returns the update that also writes the compute copies."""
     source = update.says(UpdateAttrs).graph
     graph = compat.Graph()

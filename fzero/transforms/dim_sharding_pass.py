@@ -21,7 +21,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding import dim_propagation as cuts
 from fzero.sharding import expert_propagation
@@ -56,7 +56,7 @@ def rewrite(program: Program, zero: Zero) -> Program:
 
 def calls_on_parts(
     program: Program, spec: Cutting, zero: Zero, known: dict[Any, CutFunction]
-) -> Iterator[tuple[Line, CutFunction | None]]:
+) -> Iterator[tuple[Instruction, CutFunction | None]]:
     """Yields the calls of a program, each with its sharded subgraph; None if the axis does not affect the call.
 
     Args:
@@ -70,13 +70,13 @@ def calls_on_parts(
     for value in program.inputs:
         parts._input(value)
     parts._want()
-    for line in program.lines:
-        if line.op != "call":
-            parts._line(line)
+    for op in program.instructions:
+        if op.op != "call":
+            parts._rewrite_op(op)
             continue
-        made = parts._made(line)
-        parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
-        yield line, made
+        made = parts._made(op)
+        parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(op.out))
+        yield op, made
 
 
 def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
@@ -92,13 +92,13 @@ def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...
     for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # exchanged samples are as many as before
         parts = _ToParts(program, spec, zero)
         places = parts.expected()
-        for line in program.lines:
-            if (block := line.block) is not None and line.is_forward:
+        for op in program.instructions:
+            if (block := op.block) is not None and op.is_forward:
                 inputs = block.inputs[: block.joint.num_inputs]
                 ends = CutEnds(
                     parts.n,
                     tuple(places[a] for a in inputs),
-                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in line.out),
+                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in op.out),
                     frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
                     spec.stream,
                     spec.by_position,
@@ -125,11 +125,11 @@ class _Before:
 
     @classmethod
     def of(cls, program: Program) -> _Before:
-        starts = [line for line in program.lines if line.op in COLLECTIVES]
-        rows = frozenset(a for line in starts if line.op != "all_reduce_start" for a in line.args)
+        starts = [op for op in program.instructions if op.op in COLLECTIVES]
+        rows = frozenset(a for op in starts if op.op != "all_reduce_start" for a in op.args)
         placed = {name: value.placement for name, value in program.values().items()}
         own, num_cuts = {a: at.own for a, at in placed.items()}, {a: len(at.cuts) for a, at in placed.items()}
-        return cls(own, {line.out[0].name: line.args for line in starts}, rows, num_cuts)
+        return cls(own, {op.out[0].name: op.args for op in starts}, rows, num_cuts)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _ToParts:
         self.places: dict[str, Anywhere] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
-        largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
+        largest = (x for x in program.instructions if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
@@ -181,37 +181,37 @@ class _ToParts:
         self._want()
         if self.spec.by_position is not None:
             self._hand_on()
-        lines, parts = list[Line](), dict[int | str, list[int]]()
-        for line in self.program.lines:
-            made, segment = self._line(line), line.segment
-            of = segment.of if segment.count > 1 else line.out[0].name if line.out else ""
-            parts.setdefault(of, []).extend(len(lines) + i for i, new in enumerate(made) if new.op == "call")
-            lines += made
+        ops, parts = list[Instruction](), dict[int | str, list[int]]()
+        for op in self.program.instructions:
+            made, segment = self._rewrite_op(op), op.segment
+            of = segment.of if segment.count > 1 else op.out[0].name if op.out else ""
+            parts.setdefault(of, []).extend(len(ops) + i for i, new in enumerate(made) if new.op == "call")
+            ops += made
         for of, at in enumerate(parts.values()):
             for index, i in enumerate(at if len(at) > 1 else ()):
-                lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
+                ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
         self._check()
         if self.index is not None:
-            index = Line("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
-            lines.insert(0, index)
+            index = Instruction("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
+            ops.insert(0, index)
         notes = tuple(
-            f"{self.spec.name}: {op} of {fn} is computed whole on every rank of {self.axis}: {size(nbytes)}{where}"
-            for (fn, op, where), nbytes in self.whole.items()
+            f"{self.spec.name}: {target} of {fn} is computed whole on every rank of {self.axis}: {size(nbytes)}{where}"
+            for (fn, target, where), nbytes in self.whole.items()
         )
         functions = self.functions.by_name
         notes = (*self.program.notes, *notes)
-        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
+        return replace(self.program, inputs=tuple(inputs), instructions=tuple(ops), functions=functions, notes=notes)
 
     def expected(self) -> dict[str, Place]:
         """Returns the place of each value that is a parameter or is wanted sharded; None for every other value."""
         for value in self.program.inputs:
             self._input(value)
         self._want()
-        for line in self.program.lines:
-            if line.op == "cast":
-                self._line(line)
+        for op in self.program.instructions:
+            if op.op == "cast":
+                self._rewrite_op(op)
                 continue
-            for v in line.out:
+            for v in op.out:
                 wanted = self.wanted.get(v.name)
                 self.places[v.name] = wanted if isinstance(wanted, Dim) else None
         return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
@@ -236,16 +236,16 @@ class _ToParts:
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
         self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
         if self.spec.cuts_batch:
-            added = {a for x in program.lines if x.op == "add" for a in x.args}
+            added = {a for x in program.instructions if x.op == "add" for a in x.args}
             self.wanted |= dict.fromkeys(added | self.maxima, Wanted.SUMMAND)
         self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
         self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
         out: dict[str, tuple[Value, ...]] = {}
-        for line in reversed(program.lines):
-            if line.op == "wait":
-                out[line.args[0]] = line.out
-            made = out[line.out[0].name] if line.op == "all_reduce_start" else line.out if line.op == "cast" else ()
-            for source, v in zip(line.args, made, strict=False):
+        for op in reversed(program.instructions):
+            if op.op == "wait":
+                out[op.args[0]] = op.out
+            made = out[op.out[0].name] if op.op == "all_reduce_start" else op.out if op.op == "cast" else ()
+            for source, v in zip(op.args, made, strict=False):
                 if v.name in self.wanted and source not in whole:  # an output may also be copied for a sum
                     self.wanted[source] = self.wanted[v.name]
 
@@ -261,13 +261,13 @@ class _ToParts:
         if self.stream is None:
             return []
         number: dict[str, int] = {}
-        for x in self.program.lines:
+        for x in self.program.instructions:
             sent = [number[a] for a in x.args if x.op in COLLECTIVES or x.op == "wait"]
             number.update(dict.fromkeys((v.name for v in x.out), *(sent[:1] or [x.block.number if x.block else -1])))
-        values = {v.name: v for x in self.program.lines for v in x.out}
+        values = {v.name: v for x in self.program.instructions for v in x.out}
         passing = {
             a
-            for x in self.program.lines
+            for x in self.program.instructions
             for a in (x.args if x.op not in COLLECTIVES and x.op != "wait" else ())
             if a in number and number[a] != (x.block.number if x.block else -1)
         }
@@ -280,15 +280,15 @@ class _ToParts:
 
     def _hand_on(self) -> None:
         """Finds the exchanged values that subgraphs return for others: those that another subgraph reads."""
-        for line in self.program.lines:
-            if line.op != "call":
-                self._line(line)
+        for op in self.program.instructions:
+            if op.op != "call":
+                self._rewrite_op(op)
                 continue
-            made = self._made(line)
-            self.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
+            made = self._made(op)
+            self.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(op.out))
             if made is not None:
-                self.exchanged.update((v.name, x) for v, x in zip(line.out, made.exchanged, strict=True) if x)
-                for a, read in zip(line.args, made.read, strict=True):
+                self.exchanged.update((v.name, x) for v, x in zip(op.out, made.exchanged, strict=True) if x)
+                for a, read in zip(op.args, made.read, strict=True):
                     self.read[a] |= {*read}
         self.exchanged = {
             a: found
@@ -311,37 +311,37 @@ class _ToParts:
             value = replace(value, shape=tuple(part(value.shape, place, self.n)))
         return replace(value, placement=at)
 
-    def _whole(self, line: Line, value: Value) -> Value:
+    def _whole(self, op: Instruction, value: Value) -> Value:
         """Returns a result of an op that does not compute on shards. If ranks have different samples, the result may
         vary between ranks."""
-        if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
+        if not self.spec.cuts_batch or isinstance(op.attrs, UpdateAttrs):
             # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
-            summands = line.of_sums and any(self.places[a] == PARTIAL for a in line.args)
+            summands = op.of_sums and any(self.places[a] == PARTIAL for a in op.args)
             return self._put(value, OWN if summands else None)
         if self.wanted.get(value.name) is Wanted.SUMMAND:
             return self._put(value, PARTIAL)
-        read = [self.places[a] for a in line.args]
+        read = [self.places[a] for a in op.args]
         own = any(place is not None and not isinstance(place, Dim) for place in read)
         placed = self._put(value, OWN if own else None)
-        if line.op == "part_index":  # the op itself names the axes whose index it returns
+        if op.op == "part_index":  # the op itself names the axes whose index it returns
             self.places[value.name] = OWN
         return placed
 
-    def _line(self, line: Line) -> list[Line]:
-        if line.op == "call":
-            return self._call(line)
-        if line.fn:
-            self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
-        if line.op in COLLECTIVES:
-            return [line]
-        if line.op == "wait":
-            sent = zip(self.before.sent[line.args[0]], line.out, strict=True)
-            return [replace(line, out=tuple(self._brought(a, v) for a, v in sent))]
-        if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
-            return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
-        self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
-        out = (self._put(v, self._cast_place(a, v)) for a, v in zip(line.args, line.out, strict=False))
-        return [replace(line, out=tuple(out))]
+    def _rewrite_op(self, op: Instruction) -> list[Instruction]:
+        if op.op == "call":
+            return self._call(op)
+        if op.fn:
+            self.functions.by_name.setdefault(op.fn, self.program.functions[op.fn])
+        if op.op in COLLECTIVES:
+            return [op]
+        if op.op == "wait":
+            sent = zip(self.before.sent[op.args[0]], op.out, strict=True)
+            return [replace(op, out=tuple(self._brought(a, v) for a, v in sent))]
+        if isinstance(op.attrs, UpdateAttrs) or op.op != "cast":
+            return [replace(op, out=tuple(self._whole(op, v) for v in op.out))]
+        self.leaves |= {v.name for a, v in zip(op.args, op.out, strict=False) if a in self.leaves}
+        out = (self._put(v, self._cast_place(a, v)) for a, v in zip(op.args, op.out, strict=False))
+        return [replace(op, out=tuple(out))]
 
     def _brought(self, source: str, value: Value) -> Value:
         """Returns a result of a collective along another axis. The values that it sends are sharded along this axis
@@ -358,48 +358,48 @@ class _ToParts:
         place = self.places[source]
         return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
 
-    def _call(self, line: Line) -> list[Line]:
+    def _call(self, op: Instruction) -> list[Instruction]:
         """Returns the ops for a call: the unchanged call, or the segments of its sharded subgraph with the collectives
         between them."""
-        made = self._made(line)
+        made = self._made(op)
         if made is None:
-            function = self.program.functions[line.fn]
-            fn = self.functions.add(line.fn, function.graph, function.writes)
-            return [replace(line, fn=fn, out=tuple(self._whole(line, v) for v in line.out))]
+            function = self.program.functions[op.fn]
+            fn = self.functions.add(op.fn, function.graph, function.writes)
+            return [replace(op, fn=fn, out=tuple(self._whole(op, v) for v in op.out))]
         if made not in self.segments:
-            like = [x.meta["val"] for x in self.program.functions[line.fn].graph.outputs]
+            like = [x.meta["val"] for x in self.program.functions[op.fn].graph.outputs]
             self.segments[made] = segments(made, [*like, *(x.meta["val"] for x in made.graph.outputs[len(like) :])])
         for x in made.whole:
-            of = line.fn, x.op, f", {x.line}" if x.line else ""
+            of = op.fn, x.op, f", {x.line}" if x.line else ""
             self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
-        more = [self._handed_on(v, x) for v in line.out for x in self.exchanged.get(v.name, ())]
-        given = [self.name_of[a, x] for a in line.args for x in self.exchanged.get(a, ())]
-        line = replace(line, args=(*line.args, *given), out=(*line.out, *more))
-        return self._emit(line, made, self.segments[made])
+        more = [self._handed_on(v, x) for v in op.out for x in self.exchanged.get(v.name, ())]
+        given = [self.name_of[a, x] for a in op.args for x in self.exchanged.get(a, ())]
+        op = replace(op, args=(*op.args, *given), out=(*op.out, *more))
+        return self._emit(op, made, self.segments[made])
 
-    def _made(self, line: Line) -> CutFunction | None:
+    def _made(self, op: Instruction) -> CutFunction | None:
         """Returns the sharded subgraph of a call; None if the axis does not affect the call."""
-        places: tuple[Anywhere, ...] = tuple(self.places[a] for a in line.args)
-        wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
+        places: tuple[Anywhere, ...] = tuple(self.places[a] for a in op.args)
+        wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in op.out)
         if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
             return None
         if self.spec.cuts_batch:
-            of = line.fn, places, wanted
+            of = op.fn, places, wanted
             if of not in self.known:
                 self.known[of] = expert_propagation.propagate(
-                    self.program.functions[line.fn].graph, self.n, places, wanted
+                    self.program.functions[op.fn].graph, self.n, places, wanted
                 )
             return self.known[of]
         request = _Request(
-            line.fn,
+            op.fn,
             cast("tuple[Place, ...]", places),
             wanted,
-            frozenset(i for i, a in enumerate(line.args) if a in self.leaves),
-            tuple(self.exchanged.get(a, ()) for a in line.args),
-            tuple(self.exchanged.get(v.name, ()) for v in line.out),
+            frozenset(i for i, a in enumerate(op.args) if a in self.leaves),
+            tuple(self.exchanged.get(a, ()) for a in op.args),
+            tuple(self.exchanged.get(v.name, ()) for v in op.out),
         )
         made = self._propagated(request)
-        torn = {i for i, v in enumerate(line.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
+        torn = {i for i, v in enumerate(op.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
         if torn:  # a value that another axis exchanges along dim 0 is not sharded along it
             made = self._propagated(
                 replace(request, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
@@ -425,22 +425,22 @@ class _ToParts:
         name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")
         return Value(name, exchanged.shape, exchanged.dtype)
 
-    def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
+    def _emit(self, op: Instruction, made: CutFunction, cut: Segments) -> list[Instruction]:
         """Returns the ops of a subgraph that is partitioned into segments."""
-        args, name = list(line.args), f"{line.fn}_{line.block.number}" if line.block else line.fn
+        args, name = list(op.args), f"{op.fn}_{op.block.number}" if op.block else op.fn
         if made.has_index:
             if self.index is None:
                 at = Placement("local", (self.axis,))
                 self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
             args.append(self.index.name)
         names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
-        others = self._others(line, made, cut)
+        others = self._others(op, made, cut)
         final = {
             x.node: self._put(self._owned(v, others[x.node]), x.place)
-            for x, v in zip(cut.results, line.out, strict=True)
+            for x, v in zip(cut.results, op.out, strict=True)
             if x.node not in names
         }
-        count, at, lines = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Line]()
+        count, at, ops = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Instruction]()
         sent = {x: step for step in cut.steps if isinstance(step, ExchangeStep) for x in step.sent}
         handles: dict[ExchangeStep, str] = {}
         for step in cut.steps:
@@ -449,23 +449,23 @@ class _ToParts:
                     final.get(x) or self._between(name, x, cut, sent.get(x), final, others[x]) for x in step.outputs
                 )
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
-                fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
-                lines.append(replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
+                fn = self.functions.add(op.fn if count == 1 else f"{op.fn}_seg{at}", step.graph)
+                ops.append(replace(op, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
                 at += 1
             elif isinstance(step, ExchangeStep):
                 handle = moving(self.names(f"{name}_{self.axis}_{len(handles)}"))
                 handles[step] = handle.name
-                lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
+                ops.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:
                 out = tuple(final.get(m) or self._arrived(name, m, others[m]) for m in step.of.markers)
                 names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
-                lines.append(Line("wait", (handles[step.of],), out, by=self.spec.name))
-        return lines
+                ops.append(Instruction("wait", (handles[step.of],), out, by=self.spec.name))
+        return ops
 
-    def _others(self, line: Line, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
+    def _others(self, op: Instruction, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
         """For each value of a subgraph, the previously processed axes along which it varies between ranks."""
         found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
-        found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, line.args, strict=False))
+        found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, op.args, strict=False))
         for x in made.graph.graph.nodes:
             if x.op == "call_function":
                 found[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in found[a]))
@@ -508,7 +508,7 @@ class _ToParts:
         own = Placement("local", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
         return Value(name, shape, value.dtype, own)
 
-    def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Line:
+    def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
         op, axes = _STARTS[step.kind], (self.axis,)
         attrs = {
             "all_gather_start": lambda: GatherAttrs(axes=axes),
@@ -516,7 +516,7 @@ class _ToParts:
             "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
             "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
         }[op]()
-        return Line(op, sent, (handle,), attrs=attrs, by=self.spec.name)
+        return Instruction(op, sent, (handle,), attrs=attrs, by=self.spec.name)
 
     def _check(self) -> None:
         """Raises if every rank would compute operations on unsharded values of more bytes than the spec allows, and

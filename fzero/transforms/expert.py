@@ -123,7 +123,7 @@ def expert_parallel(
         >>> shapes = {"router": (32, 8), "up": (8, 32, 64), "down": (8, 64, 32)}
         >>> params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         >>> lowered = fz.lower(step, fz.AbstractMesh(expert=4), params, (torch.empty(256, 32, device="meta"),))
-        >>> [line.op for line in lowered.program.lines if line.by == "expert_parallel" and line.op.endswith("start")]
+        >>> [op.op for op in lowered.program.instructions if op.by == "expert_parallel" and op.op.endswith("start")]
         ['all_to_all_start', 'all_to_all_start']
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fzero.ir.attributes import GatherAttrs, Over
 from fzero.ir.ops import STARTS
-from fzero.ir.program import Line, Value
+from fzero.ir.program import Instruction, Value
 from fzero.ir.value_names import Names
 
 K = TypeVar("K")
@@ -21,7 +21,7 @@ def gathered(
     names: Names,
     handle: Callable[[], Value],
     by: str,
-) -> tuple[dict[K, Value], list[Line]]:
+) -> tuple[dict[K, Value], list[Instruction]]:
     """Gathers values until they are sharded only over the given axes, and returns the values and the ops that gather
     them.
 
@@ -35,21 +35,21 @@ def gathered(
         handle: makes the result of a start.
         by: the transform that inserts the ops.
     """
-    now, lines = dict(values), list[Line]()
+    now, ops = dict(values), list[Instruction]()
     while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
         first = max((now[key].placement.axes for key in left), key=len)
         here = [key for key in left if now[key].placement.axes[-1:] == first[-1:]]
         sent = tuple(now[key].name for key in here)
-        start = Line("all_gather_start", sent, (handle(),), attrs=GatherAttrs(axes=first[-1:]), by=by)
+        start = Instruction("all_gather_start", sent, (handle(),), attrs=GatherAttrs(axes=first[-1:]), by=by)
         for key in here:
             placement = STARTS["all_gather_start"].arrives(start, now[key].placement)
             part = f"{named(key)}_{'parts' if placement.kind == 'parts' else 'part'}"
             name = names(part if placement.axes else named(key))
             now[key] = replace(now[key], name=name, placement=placement)
-        lines += [start, Line("wait", (start.out[0].name,), tuple(now[key] for key in here), by=by)]
+        ops += [start, Instruction("wait", (start.out[0].name,), tuple(now[key] for key in here), by=by)]
         for key in (key for key in here if now[key].placement.kind == "parts"):
             parts, placement = now[key], now[key].placement.joined
             name = names(f"{named(key)}_part" if placement.axes else named(key))
             now[key] = replace(parts, name=name, placement=placement)
-            lines.append(Line("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=by))
-    return now, lines
+            ops.append(Instruction("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=by))
+    return now, ops

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fzero._utils.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroValueError
-from fzero.ir.program import Line
+from fzero.ir.program import Instruction
 from fzero.sharding.layout import Leaf
 from fzero.step import EvalStep
 from fzero.transforms.transform import Transform, applied
@@ -68,10 +68,10 @@ class Offload(Transform):
     def takes(self, leaf: Leaf) -> bool:
         return accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
-    def placed(self, line: Line) -> bool:
+    def placed(self, op: Instruction) -> bool:
         """Copies from and to disk belong to the configuration of the disk tier; other copies, which may be part of such
         a transfer, to that of the host tier."""
-        return (self.tier == "nvme") == line.op.startswith("disk_")
+        return (self.tier == "nvme") == op.op.startswith("disk_")
 
     def in_program(self) -> str:
         """The text without the names of directories, which can differ between machines; their number is part of the

@@ -7,7 +7,7 @@ held until the backward. `offload_pass.py` inserts the copies.
 from __future__ import annotations
 
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Program, local_bytes
+from fzero.ir.program import Instruction, Program, local_bytes
 from fzero.trace.storages import output_storages
 from fzero.transforms.accumulate_pass import loop_totals
 from fzero.transforms.offload import Offload, spread_out
@@ -36,12 +36,12 @@ def updated_on_device(program: Program, host_share: float) -> frozenset[str]:
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
     share = next((float(r.update_on == "host") for r in records if r.update_on != "auto"), host_share)
-    parts = (line for line in program.lines if line.op == "take_shard" and line.args[0] in program.leaves)
-    leaves = {**program.leaves, **{line.out[0].name: program.leaves[line.args[0]] for line in parts}}
+    parts = (op for op in program.instructions if op.op == "take_shard" and op.args[0] in program.leaves)
+    leaves = {**program.leaves, **{op.out[0].name: program.leaves[op.args[0]] for op in parts}}
     size = lambda names: sum(leaves[a].numel * leaves[a].dtype.itemsize for a in names)  # noqa: E731
     blocks = []
-    for line in update_lines(program):
-        state = [a for a in line.args if a in leaves]
+    for op in update_ops(program):
+        state = [a for a in op.args if a in leaves]
         off = [a for a in state if leaves[a].layout.tier != "device"]
         blocks += [off] if off and 2 * size(off) >= size(state) else []
     on_host = spread_out([size(block) for block in blocks], share)
@@ -80,17 +80,17 @@ def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozens
     totals = loop_totals(program)
     own = no_gradients(program)
     values, known = program.values_by_name, known_last(program, own)
-    parts = {line.out[0].name: line.args[0] for line in program.lines if line.op == "take_shard"}
+    parts = {op.out[0].name: op.args[0] for op in program.instructions if op.op == "take_shard"}
     found: set[str] = set()
-    for line in update_lines(program):
-        state = {a: program.leaves[leaf] for a in line.args if (leaf := parts.get(a, a)) in program.leaves}
+    for op in update_ops(program):
+        state = {a: program.leaves[leaf] for a in op.args if (leaf := parts.get(a, a)) in program.leaves}
         off = {a for a, leaf in state.items() if leaf.layout.tier != "device"}
         nbytes = [sum(state[a].numel * state[a].dtype.itemsize for a in names) for names in (off, state)]
         on_host = bool(off) and on_device.isdisjoint(off) and 2 * nbytes[0] >= nbytes[1]
-        read = {a for a in line.args if a not in own}
+        read = {a for a in op.args if a not in own}
         if all(local_bytes(values[a], program.mesh) < SMALL for a in read):
             continue
-        late = read if not known.isdisjoint(line.args) else read & totals
+        late = read if not known.isdisjoint(op.args) else read & totals
         found |= late - totals if on_host and grads == "device" else late if on_host or grads == "host" else set()
     return frozenset(found)
 
@@ -98,7 +98,7 @@ def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozens
 def waits_for_all(program: Program) -> bool:
     """Whether an update depends on all gradients. The program's update must have been partitioned."""
     known = known_last(program, no_gradients(program))
-    return any(not known.isdisjoint(line.args) for line in update_lines(program))
+    return any(not known.isdisjoint(op.args) for op in update_ops(program))
 
 
 def saved_activations(program: Program) -> set[str]:
@@ -106,30 +106,30 @@ def saved_activations(program: Program) -> set[str]:
     record = next((t for t in program.transforms if isinstance(t, Offload) and "activations" in t.of), None)
     if record is None:
         return set()
-    lines = [line for line, _ in program.walk()]
-    late = {a for line in lines if line.is_backward for a in line.args}
+    ops = [op for op, _ in program.walk()]
+    late = {a for op in ops if op.is_backward for a in op.args}
     found = []
-    for line in lines:
-        if line.op == "call" and line.is_forward:
+    for op in ops:
+        if op.op == "call" and op.is_forward:
             # The last block is excluded: its backward follows directly, and forward and backward are one call.
-            outputs = output_storages(program.functions[line.fn].graph)
+            outputs = output_storages(program.functions[op.fn].graph)
             found += [
                 v
-                for v, o in zip(line.out, outputs, strict=True)
+                for v, o in zip(op.out, outputs, strict=True)
                 if v.name in late and o.argument is None and v.nbytes >= SMALL
             ]
     chosen = spread_out([v.nbytes for v in found], record.fraction)
     return {v.name for v, off in zip(found, chosen, strict=True) if off}
 
 
-def update_lines(program: Program) -> list[Line]:
+def update_ops(program: Program) -> list[Instruction]:
     """Returns the calls that write parameters and optimizer state."""
-    return [line for line in program.lines if line.by == "optimizer" and line.op == "call" and line.writes]
+    return [op for op in program.instructions if op.by == "optimizer" and op.op == "call" and op.writes]
 
 
 def no_gradients(program: Program) -> set[str]:
     """Returns the values, other than gradients, that updates read."""
-    made = {v.name for line in program.lines if line.by == "optimizer" or line.op == "take_shard" for v in line.out}
+    made = {v.name for op in program.instructions if op.by == "optimizer" or op.op == "take_shard" for v in op.out}
     return made | {v.name for v in program.inputs}
 
 
@@ -142,16 +142,16 @@ def known_last(program: Program, own: set[str]) -> set[str]:
         own: the values that are not gradients.
     """
     found: set[str] = set()
-    for line in program.lines:
-        if line.by == "optimizer" and not line.writes:
-            reduces = line.op == "call" and any(a not in own and program.values_by_name[a].shape for a in line.args)
-            found.update(v.name for v in line.out if reduces or not found.isdisjoint(line.args))
+    for op in program.instructions:
+        if op.by == "optimizer" and not op.writes:
+            reduces = op.op == "call" and any(a not in own and program.values_by_name[a].shape for a in op.args)
+            found.update(v.name for v in op.out if reduces or not found.isdisjoint(op.args))
     return found
 
 
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
     """Returns how many of the blocks with offloaded state are updated on the host, and the number of such blocks."""
-    updates = update_lines(program)
-    brought = {v.name for line in program.lines if OPS[line.op].waits for v in line.out}
-    on_host = sum(line.on_host for line in updates)
-    return on_host, on_host + sum(not line.on_host and not brought.isdisjoint(line.writes) for line in updates)
+    updates = update_ops(program)
+    brought = {v.name for op in program.instructions if OPS[op.op].waits for v in op.out}
+    on_host = sum(op.on_host for op in updates)
+    return on_host, on_host + sum(not op.on_host and not brought.isdisjoint(op.writes) for op in updates)

@@ -18,12 +18,12 @@ from dataclasses import replace
 
 from fzero.ir.attributes import BufferAttrs
 from fzero.ir.ops import OPS
-from fzero.ir.program import Function, Line, Program, Value, moving, repeats, resting
+from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, resting
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
 from fzero.transforms.accumulate_pass import loop_totals
 from fzero.transforms.offload import Offload
-from fzero.transforms.offload_analysis import known_last, no_gradients, saved_activations, update_lines
+from fzero.transforms.offload_analysis import known_last, no_gradients, saved_activations, update_ops
 
 
 def rewrite(
@@ -68,7 +68,7 @@ class _TierRewrite:
         self.functions = dict(program.functions)
         # by value: its name on each tier on which it exists, if not only where it was computed
         self.lies: dict[str, dict[str, str]] = {}
-        self.casts: dict[str, Line] = {}  # casts of parameters that are copied again for every reader
+        self.casts: dict[str, Instruction] = {}  # casts of parameters that are copied again for every reader
         self.streams = any("params" in r.of for r in records)
         self.on_device = on_device
         self.parts: set[str] = set()  # shards taken of unsharded state
@@ -83,81 +83,78 @@ class _TierRewrite:
         self.leaving: dict[str, list[str]] = {}  # by a held gradient: all gradients of the same update
         self.known = known_last(program, no_gradients(program))
         totals = loop_totals(program)
-        for line in update_lines(program):
-            together = [a for a in line.args if a in self.waiting and a not in totals]
+        for op in update_ops(program):
+            together = [a for a in op.args if a in self.waiting and a not in totals]
             self.leaving.update(dict.fromkeys(together, together))
-        self.summands: list[Line] = []  # accumulations on the host whose summands a loop has computed but not added yet
+        self.summands: list[
+            Instruction
+        ] = []  # accumulations on the host whose summands a loop has computed but not added yet
 
     def run(self) -> Program:
         for name, leaf in self.program.leaves.items():
             self.values[name] = replace(self.values[name], tier=leaf.layout.tier)
         self.saved = saved_activations(self.program)
-        lines = self._lines(self.program.lines)
+        ops = self._rewrite_ops(self.program.instructions)
         inputs = tuple(self.values[v.name] for v in self.program.inputs)
-        return replace(self.program, inputs=inputs, lines=tuple(lines), functions=self.functions)
+        return replace(self.program, inputs=inputs, instructions=tuple(ops), functions=self.functions)
 
-    def _lines(self, lines: Iterable[Line]) -> list[Line]:
-        return [new for line in lines for new in self._line(line)]
+    def _rewrite_ops(self, ops: Iterable[Instruction]) -> list[Instruction]:
+        return [new for op in ops for new in self._rewrite_op(op)]
 
-    def _line(self, line: Line) -> list[Line]:
-        source = line.args[0] if line.args else ""
-        if line.body:
-            return self._with_body(line)
-        if line.speculative and line.op in ("cast", "assign"):  # the old value stays on the tier of its tensor
-            return self._on(self._tier(source), line)
-        if (
-            line.op == "cast"
-            and source in self.program.leaves
-            and self._tier(source) != "device"
-            and line.micro is None
-        ):
-            return self._cast(line)
-        if line.op == "take_shard":
-            self.parts.add(line.out[0].name)
-            return self._on("device" if self._tier(source) == "device" else "host", line)
-        if line.op == "assign":
-            return self._assign(line)
-        if line.by == "optimizer" and line.op == "call":
-            self.scalars.update(v.name for v in line.out)
+    def _rewrite_op(self, op: Instruction) -> list[Instruction]:
+        source = op.args[0] if op.args else ""
+        if op.body:
+            return self._with_body(op)
+        if op.speculative and op.op in ("cast", "assign"):  # the old value stays on the tier of its tensor
+            return self._on(self._tier(source), op)
+        if op.op == "cast" and source in self.program.leaves and self._tier(source) != "device" and op.micro is None:
+            return self._cast(op)
+        if op.op == "take_shard":
+            self.parts.add(op.out[0].name)
+            return self._on("device" if self._tier(source) == "device" else "host", op)
+        if op.op == "assign":
+            return self._assign(op)
+        if op.by == "optimizer" and op.op == "call":
+            self.scalars.update(v.name for v in op.out)
             self.lies |= {
                 a: {**self._at(a), self._tier(found[a]): found[a]}
                 for found in self.recent
-                for a in line.writes
+                for a in op.writes
                 if a in found
             }
-            before = self._written() if self._stored(line) else []
-            lines = self._on(self._side(line), line)
-            speculated = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
-            return [*before, *(speculated if line.speculative else lines)]
-        if line.op == "accumulate" and line.out[0].name in self.waiting:
-            self.summands.append(line)
+            before = self._written() if self._stored(op) else []
+            ops = self._on(self._side(op), op)
+            speculated = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in ops]
+            return [*before, *(speculated if op.speculative else ops)]
+        if op.op == "accumulate" and op.out[0].name in self.waiting:
+            self.summands.append(op)
             return []
-        lines, sums = self._on("device", line), list[Line]()
-        if (line.is_backward or line.by == "fuse") and not repeats(line):
+        ops, sums = self._on("device", op), list[Instruction]()
+        if (op.is_backward or op.by == "fuse") and not repeats(op):
             # with separate memories, an update comes a block later (compiler/hoist_updates.py)
             num = 1 if self.program.mesh.unified_memory else 2
-            before = self.recent.pop() if line.segment.index else {}
-            self.recent = [*self.recent, {**before, **self._read_by(lines)}][-num:]
+            before = self.recent.pop() if op.segment.index else {}
+            self.recent = [*self.recent, {**before, **self._read_by(ops)}][-num:]
             sums = [*self._added(), *self._written()]
-        return [*lines, *sums, *self._rest(line)]
+        return [*ops, *sums, *self._rest(op)]
 
-    def _with_body(self, line: Line) -> list[Line]:
+    def _with_body(self, op: Instruction) -> list[Instruction]:
         """Returns an op that contains other ops, with these rewritten."""
         before = self._written()
         outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-        if OPS[line.op].reads_old:
+        if OPS[op.op].reads_old:
             self.lies = {name: tiers for name, tiers in outside.items() if name not in self.program.leaves}
             self.recent = []
-        body = (*self._lines(line.body), *self._added())
+        body = (*self._rewrite_ops(op.body), *self._added())
         self.lies, self.recent = outside, []
-        return [*before, replace(line, body=body)]
+        return [*before, replace(op, body=body)]
 
-    def _side(self, line: Line) -> str:
+    def _side(self, op: Instruction) -> str:
         """Returns the side on which a call of the optimizer runs. It is the host if most of the state it reads is
         offloaded and not updated on the device, or if it reads accumulated gradients on the host and writes nothing."""
-        if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
+        if not op.writes and any(a in self.waiting and "device" not in self._at(a) for a in op.args):
             return "host"
-        state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
+        state = {a: self.values[a].nbytes for a in op.args if a in self.program.leaves or a in self.parts}
         off = {a: n for a, n in state.items() if "device" not in self._at(a)}
         return (
             "host"
@@ -165,19 +162,19 @@ class _TierRewrite:
             else "device"
         )
 
-    def _is_late(self, line: Line) -> bool:
+    def _is_late(self, op: Instruction) -> bool:
         """Whether an op of the optimizer runs after the held gradients have been computed: a non-speculative update, or
         an op that depends on all gradients."""
         return (
-            line.by == "optimizer"
-            and line.op == "call"
-            and not line.speculative
-            and bool(line.writes or not self.known.isdisjoint(line.args))
+            op.by == "optimizer"
+            and op.op == "call"
+            and not op.speculative
+            and bool(op.writes or not self.known.isdisjoint(op.args))
         )
 
-    def _stored(self, line: Line) -> dict[str, str]:
+    def _stored(self, op: Instruction) -> dict[str, str]:
         """Returns the gradients that an op reads from disk, each with the tensor that stores it."""
-        return {a: self.on_disk[a] for a in line.args if a in self.on_disk} if self._is_late(line) else {}
+        return {a: self.on_disk[a] for a in op.args if a in self.on_disk} if self._is_late(op) else {}
 
     # --- the tiers of values ---
 
@@ -188,17 +185,17 @@ class _TierRewrite:
         """The tiers on which a value exists, with its name on each."""
         return self.lies.get(name) or {self._tier(name): name}
 
-    def _on(self, tier: str, line: Line) -> list[Line]:
+    def _on(self, tier: str, op: Instruction) -> list[Instruction]:
         """Returns the op on a tier, with the ops that copy its arguments there and its results back."""
-        given, lines = self._bring(line, tier)
-        names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
-        written = tuple(names[w] for w in line.writes)
-        out = tuple(replace(v, tier=tier) for v in line.out)
+        given, ops = self._bring(op, tier)
+        names = {a: given.get(a) or self._at(a)[tier] for a in op.args}
+        written = tuple(names[w] for w in op.writes)
+        out = tuple(replace(v, tier=tier) for v in op.out)
         self.values.update((v.name, v) for v in out)
-        line = line.saying(on="host") if tier == "host" and line.op == "call" else line
-        fn = self._for_host(line.fn) if line.op == "call" and line.on_host else line.fn
-        lines.append(replace(line, args=tuple(names[a] for a in line.args), writes=written, out=out, fn=fn))
-        return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
+        op = op.saying(on="host") if tier == "host" and op.op == "call" else op
+        fn = self._for_host(op.fn) if op.op == "call" and op.on_host else op.fn
+        ops.append(replace(op, args=tuple(names[a] for a in op.args), writes=written, out=out, fn=fn))
+        return ops + self._store({w: u for w, u in zip(op.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
         """Returns the name of the subgraph compiled for the host, if the host is a different device."""
@@ -212,31 +209,31 @@ class _TierRewrite:
 
     # --- copies ---
 
-    def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
+    def _bring(self, op: Instruction, tier: str) -> tuple[dict[str, str], list[Instruction]]:
         """Copies an op's operands to its tier. Returns their names there, and the ops that copy them."""
-        shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        stored = self._stored(line)
-        absent = [a for a in self._absent(line, tier, stored) if a not in shared]
+        shared = {a: self.shared[a] for a in op.args if a in self.shared} if repeats(op) else {}
+        stored = self._stored(op)
+        absent = [a for a in self._absent(op, tier, stored) if a not in shared]
         # Many ops read each scalar that the optimizer computes, so it is copied once, in a separate transfer.
         scalars = [a for a in absent if a in self.scalars]
-        names, lines = self._move(f"to_{tier}", scalars, scalars)
+        names, ops = self._move(f"to_{tier}", scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
         absent = [a for a in absent if a not in scalars]
-        given = self._buffers(line, absent, tier, lines)
+        given = self._buffers(op, absent, tier, ops)
         absent = [a for a in absent if a not in given]
         given |= {a: name for a in absent if (name := self._at_hand(a, stored))}
-        given |= self._fetch(absent, stored, tier, lines)
+        given |= self._fetch(absent, stored, tier, ops)
         travel = [a for a in absent if self._tier(given[a]) != tier]
         arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
         found = {**given, **{a: arrived[given[a]] for a in travel}}
-        self.shared = self.shared if repeats(line) else found or self.shared
-        return {**shared, **found}, lines + more
+        self.shared = self.shared if repeats(op) else found or self.shared
+        return {**shared, **found}, ops + more
 
-    def _absent(self, line: Line, tier: str, stored: Mapping[str, str]) -> list[str]:
+    def _absent(self, op: Instruction, tier: str, stored: Mapping[str, str]) -> list[str]:
         """Returns the operands of an op that are not on its tier, or whose held copies are elsewhere."""
-        late = line.is_backward or self._is_late(line)
+        late = op.is_backward or self._is_late(op)
         waits = lambda a: a in stored or (late and a in self.resting)  # noqa: E731
-        return [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or waits(a)]
+        return [a for a in dict.fromkeys(op.args) if tier not in self._at(a) or waits(a)]
 
     def _at_hand(self, name: str, stored: Mapping[str, str]) -> str | None:
         """Returns the name of a value in memory, or of its held copy; None if it must be read from disk or cast."""
@@ -244,35 +241,37 @@ class _TierRewrite:
             return self.resting.get(name)
         return self._at(name).get("host") or self._at(name).get("device")
 
-    def _fetch(self, names: Sequence[str], stored: Mapping[str, str], tier: str, lines: list[Line]) -> dict[str, str]:
+    def _fetch(
+        self, names: Sequence[str], stored: Mapping[str, str], tier: str, ops: list[Instruction]
+    ) -> dict[str, str]:
         """Returns the names of values that are read from disk, or cast from an offloaded tensor."""
         sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in names}
         disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
         read, more = self._move("disk_read", list(disk), list(disk.values()))
-        lines += more
+        ops += more
         found = {a: read[s] for a, s in sources.items() if s in read}
         for a, cast in ((a, self.casts[a]) for a in names if a in self.casts):
             name = self.names(f"{identifier(sources[a])}_cast")
             value = replace(cast.out[0], name=name, tier="host")
-            lines.append(self._made(replace(cast, args=(found.get(a, sources[a]),), out=(value,))))
+            ops.append(self._made(replace(cast, args=(found.get(a, sources[a]),), out=(value,))))
             found[a] = name
         return found
 
-    def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
+    def _buffers(self, op: Instruction, absent: Sequence[str], tier: str, ops: list[Instruction]) -> dict[str, str]:
         """Returns buffers for tensors that an op writes but does not read, so that they need memory on its tier, but
         not their old values: the compute copies."""
         unified = self.program.mesh.unified_memory
         names = [
             a
             for a in absent
-            if a in line.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)
+            if a in op.writes and self._role(a) == "compute" and (self._tier(a) == "disk" or not unified)
         ]
         if not names:
             return {}
         out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
-        lines.append(
+        ops.append(
             self._made(
-                Line(
+                Instruction(
                     "buffer",
                     (),
                     out,
@@ -286,7 +285,7 @@ class _TierRewrite:
     def _role(self, name: str) -> str:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
-    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
+    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Instruction]]:
         """Copies values to another tier. Returns the names of the copies by those of their sources, and a start with
         its wait."""
         if not names:
@@ -298,18 +297,18 @@ class _TierRewrite:
             for n, c in zip(names, called, strict=True)
         ]
         handle = moving(self.names.numbered(how))
-        lines = [
-            Line(f"{how}_start", tuple(names), (handle,), by="offload"),
-            Line("wait", (handle.name,), tuple(out), by="offload"),
+        ops = [
+            Instruction(f"{how}_start", tuple(names), (handle,), by="offload"),
+            Instruction("wait", (handle.name,), tuple(out), by="offload"),
         ]
-        for line in lines:
-            self._made(line)
-        return {n: v.name for n, v in zip(names, out, strict=True)}, lines
+        for op in ops:
+            self._made(op)
+        return {n: v.name for n, v in zip(names, out, strict=True)}, ops
 
-    def _store(self, written: dict[str, str], tier: str) -> list[Line]:
+    def _store(self, written: dict[str, str], tier: str) -> list[Instruction]:
         """Returns the ops that copy written values back to the tensors of the state. `written` maps each tensor to its
         copy."""
-        lines: list[Line] = []
+        ops: list[Instruction] = []
         back: dict[str, list[str]] = defaultdict(list)
         for target in written:
             if target in self.program.leaves:
@@ -317,85 +316,87 @@ class _TierRewrite:
             else:  # a shard of a tensor that is written unsharded later
                 self.lies[target] = {tier: written[target]}
         if tier == "device" and back["disk"]:
-            names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
+            names, ops = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
             how = "disk_write" if to == "disk" else f"to_{to}"
             if targets and to == tier:
-                lines.append(
-                    Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer")
+                ops.append(
+                    Instruction(
+                        "assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer"
+                    )
                 )
             elif targets:
                 handle = moving(self.names.numbered(how))
                 args = (*targets, *(written[t] for t in targets))
-                lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
-                lines.append(Line("wait", (handle.name,), by="offload"))
-        return lines
+                ops.append(
+                    self._made(Instruction(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload"))
+                )
+                ops.append(Instruction("wait", (handle.name,), by="offload"))
+        return ops
 
-    def _made(self, line: Line) -> Line:
-        self.values.update((v.name, v) for v in line.out)
-        return line
+    def _made(self, op: Instruction) -> Instruction:
+        self.values.update((v.name, v) for v in op.out)
+        return op
 
-    def _read_by(self, lines: Sequence[Line]) -> dict[str, str]:
+    def _read_by(self, ops: Sequence[Instruction]) -> dict[str, str]:
         """Returns the tensors that these ops read from disk, and their copies."""
-        reads = {x.out[0].name: x.args for x in lines if x.op == "disk_read_start"}
+        reads = {x.out[0].name: x.args for x in ops if x.op == "disk_read_start"}
         return {
             leaf: v.name
-            for x in lines
+            for x in ops
             if x.op == "wait" and x.args[0] in reads
             for leaf, v in zip(reads[x.args[0]], x.out, strict=True)
         }
 
     # --- special ops ---
 
-    def _cast(self, line: Line) -> list[Line]:
+    def _cast(self, op: Instruction) -> list[Instruction]:
         """Casts a parameter to its compute dtype: for each reader again if parameters are offloaded, or once if only
         masters are."""
-        value = line.out[0]
+        value = op.out[0]
         self.values[value.name] = replace(value, tier="host")
         if self.streams:
-            self.casts[value.name] = line
+            self.casts[value.name] = op
             return []
         on_host = replace(value, name=self.names(f"{value.name}_host"))
-        lines = self._on("host", replace(line, out=(on_host,)))
+        ops = self._on("host", replace(op, out=(on_host,)))
         handle = moving(self.names.numbered("to_device"))
-        lines.append(self._made(Line("to_device_start", (on_host.name,), (handle,), by="offload")))
-        lines.append(self._made(Line("wait", (handle.name,), (value,), by="offload")))
-        return lines
+        ops.append(self._made(Instruction("to_device_start", (on_host.name,), (handle,), by="offload")))
+        ops.append(self._made(Instruction("wait", (handle.name,), (value,), by="offload")))
+        return ops
 
-    def _assign(self, line: Line) -> list[Line]:
+    def _assign(self, op: Instruction) -> list[Instruction]:
         """Writes values to tensors of the state: in place if the tensor is stored on the device; otherwise the values
         are copied."""
-        pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
+        pairs = dict(zip(op.args[: len(op.writes)], op.args[len(op.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
-        lines = (
-            self._on("device", replace(line, args=(*here, *(pairs[t] for t in here)), writes=tuple(here)))
-            if here
-            else []
+        ops = (
+            self._on("device", replace(op, args=(*here, *(pairs[t] for t in here)), writes=tuple(here))) if here else []
         )
         for tier in ("device", "host"):
-            lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
-        return lines
+            ops += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
+        return ops
 
     # --- values that are held on the host or on disk ---
 
-    def _rest(self, line: Line) -> list[Line]:
+    def _rest(self, op: Instruction) -> list[Instruction]:
         """Returns copies to the host of a block's saved values, and of the gradients of an update as soon as all of
         them have been computed."""
-        lines: list[Line] = []
+        ops: list[Instruction] = []
         for names in (
-            [v.name for v in line.out if v.name in self.saved],
-            *(self._complete(v.name) for v in line.out if v.name in self.waiting),
+            [v.name for v in op.out if v.name in self.saved],
+            *(self._complete(v.name) for v in op.out if v.name in self.waiting),
         ):
             copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
             # a rollback reads the host's copy of a leaf that was updated speculatively
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
-            lines += more
-        return [*lines, *self._written()] if self.program.mesh.unified_memory else lines
+            ops += more
+        return [*ops, *self._written()] if self.program.mesh.unified_memory else ops
 
-    def _written(self) -> list[Line]:
+    def _written(self) -> list[Instruction]:
         """Returns the ops that write gradients to disk. They come a block after the copies to the host, so that the
         device runs another block meanwhile."""
         written, self.unwritten = self.unwritten, {}
@@ -406,14 +407,14 @@ class _TierRewrite:
         together = self.leaving.pop(grad)
         return [] if any(a in self.leaving for a in together) else together
 
-    def _added(self) -> list[Line]:
+    def _added(self) -> list[Instruction]:
         """Returns the ops that add up micro-batches on the host. They come a block later, so that the device runs
         another block meanwhile."""
-        lines, copies = list[Line](), dict[str, str]()
+        ops, copies = list[Instruction](), dict[str, str]()
         if self.summands:
-            copies, lines = self._move("to_host", parts := [line.args[0] for line in self.summands], parts)
-        for line in self.summands:
-            total = replace(line.out[0], tier="host")
-            lines.append(self._made(replace(line, args=(copies[line.args[0]],), out=(total,))))
+            copies, ops = self._move("to_host", parts := [op.args[0] for op in self.summands], parts)
+        for op in self.summands:
+            total = replace(op.out[0], tier="host")
+            ops.append(self._made(replace(op, args=(copies[op.args[0]],), out=(total,))))
         self.summands = []
-        return lines
+        return ops

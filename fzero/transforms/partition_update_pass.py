@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from fzero.ir.attributes import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding.flat_propagation import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
 from fzero.sharding.layout import TIERS, Cut, cut_over
@@ -59,7 +59,7 @@ class _Cutter:
         self.gathered: dict[fx.Node, str] = {}
         update = program.update
         assert update is not None
-        self.line = update
+        self.update = update
         source: Recorded = update.attrs.graph
         places = source.inputs
         named = {**update.attrs.leaf, **{g: f"the gradient of {leaf}" for leaf, g in program.grads.items()}}
@@ -84,15 +84,15 @@ class _Cutter:
         self.known: dict[Any, str] = {}  # the subgraphs so far, by their signatures
         self._copy_moved()
         self.outputs = self.graph.outputs
-        self.lines: list[Line] = []
+        self.ops: list[Instruction] = []
         self.owner = self._owners(program)
         self.metric = dict(zip(reversed(self.outputs), reversed(update.out), strict=False))
         self._pack()
         self._emit()
-        at = program.lines.index(update)
+        at = program.instructions.index(update)
         self.program = replace(
             program,
-            lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]),
+            instructions=(*program.instructions[:at], *self.ops, *program.instructions[at + 1 :]),
             functions=self.functions.by_name,
         )
 
@@ -102,7 +102,7 @@ class _Cutter:
         graph, outputs = self.graph.graph, self.graph.outputs
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
-            for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
+            for i, (target, node) in enumerate(zip(self.update.writes, outputs, strict=False)):
                 made_here = node not in views and node.target not in (cut, gather)
                 if not made_here or self.name.get(node, target) != target:
                     outputs[i] = graph.call_function(
@@ -128,14 +128,14 @@ class _Cutter:
                 for arg in node.all_input_nodes:
                     if is_leaf_value(arg):
                         parent[root(arg)] = root(node)
-        for target, node in zip(self.line.writes, self.outputs, strict=False):
+        for target, node in zip(self.update.writes, self.outputs, strict=False):
             # a parameter belongs to the block of its new value, even if that does not read it
             place = self.place[target]
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
         grads = {g: leaf for leaf, g in program.grads.items()}
-        aliases = self.line.attrs.leaf
+        aliases = self.update.attrs.leaf
         for place in self.places:
             name = self.name[place]
             leaf = aliases.get(name, grads.get(name, name))
@@ -217,16 +217,16 @@ class _Cutter:
         }
         for at in sorted({level[n] for n in nodes if n in needed and n.op != "output"}):
             self._level([n for n in nodes if n in needed and level[n] == at], at, stop)
-        metrics = self.outputs[len(self.line.writes) :]
+        metrics = self.outputs[len(self.update.writes) :]
         arrays = [n for n in dict.fromkeys(metrics) if n not in self.name]
         # metrics that are not scalars come first: they may read views of parameters that are overwritten next
         if arrays:
             self._function("metrics", arrays, (), stop - set(arrays))
         self._write(stop)
-        for node, value in zip(metrics, self.line.out, strict=True):
+        for node, value in zip(metrics, self.update.out, strict=True):
             if self.name[node] != value.name:
                 attrs = CastAttrs(dtype=value.dtype)
-                self.lines.append(Line("cast", (self.name[node],), (value,), attrs=attrs, by="optimizer"))
+                self.ops.append(Instruction("cast", (self.name[node],), (value,), attrs=attrs, by="optimizer"))
 
     def _level(self, here: Sequence[fx.Node], at: int, stop: set[fx.Node]) -> None:
         """Adds the ops of one level: its scalars, shards of unsharded tensors, and subgraphs that reduce to new
@@ -235,11 +235,11 @@ class _Cutter:
             args: Any = node.args
             if node.target is num_valid:
                 shape, axes = args
-                self._line("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("local", axes))
+                self._append("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("local", axes))
             elif node.target is draw_start:
                 base, shape, axes = args
                 placement = Placement("local", axes) if axes else WHOLE
-                self._line("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
+                self._append("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
         self._scalars([n for n in here if self._is_scalar(n)], at, stop)
         self._cuts([n for n in here if n.target is cut], stop)
         reductions = [n for n in here if reduces(n)]
@@ -252,15 +252,15 @@ class _Cutter:
     def _write(self, stop: set[fx.Node]) -> None:
         """Adds the subgraphs of blocks that write the state in place, and the assignments of unchanged values."""
         targets: dict[fx.Node, list[str]] = defaultdict(list)
-        for target, node in zip(self.line.writes, self.outputs, strict=False):
+        for target, node in zip(self.update.writes, self.outputs, strict=False):
             if self.name.get(node) != target:
                 targets[node].append(target)
         for group in self._by_owner([n for n in targets if is_leaf_value(n)]):
             written = [(n, target) for n in group for target in targets[n]]
             self._function("update", [n for n, _ in written], tuple(t for _, t in written), stop - set(group))
-        for target, node in zip(self.line.writes, self.outputs, strict=False):
+        for target, node in zip(self.update.writes, self.outputs, strict=False):
             if not is_leaf_value(node) and self.name[node] != target:
-                self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
+                self.ops.append(Instruction("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
 
     def _scalar_name(self, node: fx.Node) -> str:
         """The name of the metric if the node is one, otherwise a new numbered name."""
@@ -314,9 +314,9 @@ class _Cutter:
                 shape, placement = self.placed.get(node, (tuple(node.meta["val"].shape), placement))
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], shape, node.meta["val"].dtype, placement))
-            self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
+            self.ops.append(Instruction("call", args, tuple(out), fn, by="optimizer"))
             return
-        self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
+        self.ops.append(Instruction("call", args, (), fn, writes=targets, by="optimizer"))
 
     def _gather(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
         """Adds the ops that gather tensors of one block."""
@@ -332,10 +332,10 @@ class _Cutter:
         }
         handle = lambda: moving(self.names("gather_whole"))  # noqa: E731
         named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
-        whole, lines = multi_axis_gather.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
+        whole, ops = multi_axis_gather.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
         self.gathered |= named
         self.name.update((n, v.name) for n, v in whole.items())
-        self.lines += lines
+        self.ops += ops
 
     def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
         """Adds the ops that take shards of unsharded tensors. Tensors computed from the same gathered value share a
@@ -355,9 +355,9 @@ class _Cutter:
             placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
             attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
             shape = tuple(source.meta["val"].shape)
-            self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
+            self._append("take_shard", (self.name[source],), node, attrs, placement, shape)
 
-    def _line(
+    def _append(
         self,
         op: str,
         args: tuple[str, ...],
@@ -369,8 +369,8 @@ class _Cutter:
         """Adds an op that computes a node. `shape` is the unsharded shape if each rank has only a shard."""
         self.name[node] = self._scalar_name(node)
         shape = tuple(node.meta["val"].shape) if shape is None else shape
-        self.lines.append(
-            Line(
+        self.ops.append(
+            Instruction(
                 op,
                 args,
                 (Value(self.name[node], shape, node.meta["val"].dtype, placement),),
@@ -389,8 +389,8 @@ class _Cutter:
                 here = [n for n, axes in group.items() if left[0] in axes]
                 handle = moving(self.names("reduce_norms"))
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
-                self.lines.append(
-                    Line(
+                self.ops.append(
+                    Instruction(
                         "all_reduce_start",
                         args,
                         (handle,),
@@ -404,7 +404,7 @@ class _Cutter:
                     self.name[node] = self._scalar_name(node)
                     placement = Placement(by=op).left(group[node])
                     out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
-                self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
+                self.ops.append(Instruction("wait", (handle.name,), tuple(out), by="optimizer"))
 
 
 class Across(NamedTuple):

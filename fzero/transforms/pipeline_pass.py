@@ -40,7 +40,7 @@ from fzero.ir.aliases import Views
 from fzero.ir.attributes import CallAttrs, RecvAttrs, SendAttrs, SentValue
 from fzero.ir.dependencies import dependences
 from fzero.ir.ops import OPS, STARTS
-from fzero.ir.program import Line, Program, moving
+from fzero.ir.program import Instruction, Program, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, recv_starts, send_ends, table, when
@@ -70,7 +70,7 @@ def block_numbers(program: Program) -> list[int]:
     Blocks after the last one that has a backward, such as the chunks of `chunked_cross_entropy`, are part of the loss
     and are not included.
     """
-    blocks = [line.block for line in program.lines if line.block is not None]
+    blocks = [op.block for op in program.instructions if op.block is not None]
     numbers = [*dict.fromkeys(block.number for block in blocks)]
     last = max((block.number for block in blocks if block.part != "forward"), default=None)
     return numbers if last is None else numbers[: numbers.index(last) + 1]
@@ -81,20 +81,20 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
     have no stages yet."""
     places, found = _Places(program, of_block), dict[str, int]()
     origin: dict[str, str] = {}
-    stage_of: dict[int, Place] = dict(enumerate(places.of_line))
+    stage_of: dict[int, Place] = dict(enumerate(places.of_op))
     readers: dict[str, list[int]] = defaultdict(list)
-    for i in reversed(range(len(program.lines))):  # ops that read only the batch belong to their readers
-        line = program.lines[i]
+    for i in reversed(range(len(program.instructions))):  # ops that read only the batch belong to their readers
+        op = program.instructions[i]
         if stage_of[i] is None:
-            after = [s for v in line.out for j in readers[v.name] if (s := stage_of[j]) is not None]
+            after = [s for v in op.out for j in readers[v.name] if (s := stage_of[j]) is not None]
             stage_of[i] = min(after, default=None)
-        for a in line.args:
+        for a in op.args:
             readers[a].append(i)
-    for i, line in enumerate(program.lines):
-        if line.op == "cast" and origin.get(line.args[0], line.args[0]) in program.leaves:
-            origin[line.out[0].name] = origin.get(line.args[0], line.args[0])
+    for i, op in enumerate(program.instructions):
+        if op.op == "cast" and origin.get(op.args[0], op.args[0]) in program.leaves:
+            origin[op.out[0].name] = origin.get(op.args[0], op.args[0])
             continue
-        for leaf in {origin.get(a, a) for a in line.args} & {*program.leaves} if line.op == "call" else ():
+        for leaf in {origin.get(a, a) for a in op.args} & {*program.leaves} if op.op == "call" else ():
             if (stage := stage_of[i]) is not None:
                 found[leaf] = min(stage, found.get(leaf, stage))
     return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
@@ -139,113 +139,113 @@ class _Places:
         self.values = program.values_by_name
         # True for a finished program; the ops of a base program have no micro-batches
         self._is_cut = program.update is None
-        self.of_line: list[Place] = []
+        self.of_op: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
-        self._of_block, self._started = of_block, dict[str, Line]()
+        self._of_block, self._started = of_block, dict[str, Instruction]()
         self._after: dict[int, int] = {}
         # parameters and state of one stage, their gradients, and what ops other than calls make of them
         self.leaf_like = {*self.of, *program.grads.values()}
-        for i, line in enumerate(program.lines):
-            self.made.update((v.name, i) for v in line.out)
-        self.backward = max((i for i, line in enumerate(program.lines) if line.is_forward), default=-1) + 1
+        for i, op in enumerate(program.instructions):
+            self.made.update((v.name, i) for v in op.out)
+        self.backward = max((i for i, op in enumerate(program.instructions) if op.is_forward), default=-1) + 1
         for i in range(self.backward):
-            self._add(i, program.lines[i])
+            self._add(i, program.instructions[i])
         self._after = self._of_readers()
-        for i in range(self.backward, len(program.lines)):
-            self._add(i, program.lines[i])
+        for i in range(self.backward, len(program.instructions)):
+            self._add(i, program.instructions[i])
 
     def rank(self, place: Place) -> Place:
         """The rank of a stage; `EVERY` and None are returned unchanged."""
         return place if place is None or place == EVERY or self.num_ranks is None else place % self.num_ranks
 
-    def _add(self, i: int, line: Line) -> None:
-        row, start = OPS[line.op], self._started.get(line.args[0]) if line.args else None
-        of_step = line.micro is None
-        if line.op == "update":
+    def _add(self, i: int, op: Instruction) -> None:
+        row, start = OPS[op.op], self._started.get(op.args[0]) if op.args else None
+        of_step = op.micro is None
+        if op.op == "update":
             place: Place = EVERY
-        elif line.block is not None and line.block.number in self._of_block:
-            place = self._of_block[line.block.number]
-        elif line.op in STARTS and of_step:
-            self._started[line.out[0].name], place = line, EVERY
+        elif op.block is not None and op.block.number in self._of_block:
+            place = self._of_block[op.block.number]
+        elif op.op in STARTS and of_step:
+            self._started[op.out[0].name], place = op, EVERY
             self.divided.add(i)
         elif row.waits and start is not None:
-            for v, a in zip(line.out, start.args, strict=True):
+            for v, a in zip(op.out, start.args, strict=True):
                 self.of[v.name] = self.of.get(a)
                 self.leaf_like |= {v.name} if a in self.leaf_like else set()
-            self.of_line.append(EVERY)
+            self.of_op.append(EVERY)
             self.divided.add(i)
             return
         else:
-            place = self._of_unit(i, line) if self._is_of_unit(line) else self._of_step(line)
-        self.of_line.append(place)
-        self.of.update((v.name, place) for v in line.out)
+            place = self._of_unit(i, op) if self._is_of_unit(op) else self._of_step(op)
+        self.of_op.append(place)
+        self.of.update((v.name, place) for v in op.out)
 
-    def _is_of_unit(self, line: Line) -> bool:
-        return line.micro is not None or (line.op != "update" and not self._is_cut)
+    def _is_of_unit(self, op: Instruction) -> bool:
+        return op.micro is not None or (op.op != "update" and not self._is_cut)
 
     def _of_readers(self) -> dict[int, int]:
         """Returns the stages of ops of the backward: for an op of a block its stage, otherwise the last stage whose
         forward the op reads, or that reads it. Gradients are read on the stages of their parameters."""
-        grads, found, starts = self.program.grads, dict[int, int](), dict[str, Line]()
+        grads, found, starts = self.program.grads, dict[int, int](), dict[str, Instruction]()
         readers = {grads[leaf]: s for leaf, s in self.of.items() if leaf in grads and s is not None}
-        for line in self.program.lines:
-            starts.update((v.name, line) for v in line.out if line.op in STARTS)
-        for i in reversed(range(self.backward, len(self.program.lines))):
-            line = self.program.lines[i]
-            if not self._is_of_unit(line):  # a gradient that is sent to its update
-                sources = starts[line.args[0]].args if OPS[line.op].waits and line.args else line.args
-                pairs = zip(line.out, sources, strict=False) if len(sources) == len(line.out) else ()
+        for op in self.program.instructions:
+            starts.update((v.name, op) for v in op.out if op.op in STARTS)
+        for i in reversed(range(self.backward, len(self.program.instructions))):
+            op = self.program.instructions[i]
+            if not self._is_of_unit(op):  # a gradient that is sent to its update
+                sources = starts[op.args[0]].args if OPS[op.op].waits and op.args else op.args
+                pairs = zip(op.out, sources, strict=False) if len(sources) == len(op.out) else ()
                 readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
                 continue
-            stages = [s for a in line.args if (s := self._stage(a)) is not None]
-            stages += [readers[v.name] for v in line.out if v.name in readers]
-            if line.block is not None and line.block.number in self._of_block:
-                stages = [self._of_block[line.block.number]]
+            stages = [s for a in op.args if (s := self._stage(a)) is not None]
+            stages += [readers[v.name] for v in op.out if v.name in readers]
+            if op.block is not None and op.block.number in self._of_block:
+                stages = [self._of_block[op.block.number]]
             if stages:
                 found[i] = max(stages)
-                readers.update((a, max(found[i], readers.get(a, 0))) for a in line.args)
+                readers.update((a, max(found[i], readers.get(a, 0))) for a in op.args)
         return found
 
     def _stage(self, a: str) -> int | None:
         """Returns the stage of a value that actions compute before the backward; None for any other value."""
         at, place = self.made.get(a, -1), self.of.get(a)
-        of_unit = 0 <= at < self.backward and self._is_of_unit(self.program.lines[at])
+        of_unit = 0 <= at < self.backward and self._is_of_unit(self.program.instructions[at])
         return place if of_unit and place != EVERY else None
 
-    def _of_unit(self, i: int, line: Line) -> Place:
+    def _of_unit(self, i: int, op: Instruction) -> Place:
         """Returns the stage of an op of a micro-batch: see [Note: stages]."""
-        in_place = OPS[line.op].in_place
+        in_place = OPS[op.op].in_place
         # a cast or an accumulation of a summand
-        if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):
-            place = self.of.get(line.args[0])
+        if op.args and op.args[0] in self.made and (op.op == "cast" or in_place):
+            place = self.of.get(op.args[0])
             if place is not None or not in_place:
                 return place
         elif i in self._after:
             return self._after[i]
         # a total that begins with zeros is on the stage of its summands
         units, step = set[int](), set[int]()
-        for a in line.args:
+        for a in op.args:
             if (place := self.of.get(a)) is not None and place != EVERY:
                 at = self.made.get(a)
-                (units if at is not None and self._is_of_unit(self.program.lines[at]) else step).add(place)
+                (units if at is not None and self._is_of_unit(self.program.instructions[at]) else step).add(place)
         if units:
             return min(units) if i >= self.backward else max(units)
         return min(step, default=None)
 
-    def _of_step(self, line: Line) -> Place:
+    def _of_step(self, op: Instruction) -> Place:
         """Returns the stage of an op that runs once per step: see [Note: stages].
 
         Raises:
             FzeroValueError: an update reads parameters of several ranks at once.
         """
-        names = (*line.args, *line.writes)
+        names = (*op.args, *op.writes)
         found = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
         # gradients are sent to the stage of their parameters
         leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
-        shared = any(self.of.get(w) is None for w in line.writes)  # for example, the step counter
+        shared = any(self.of.get(w) is None for w in op.writes)  # for example, the step counter
         if len({*map(self.rank, leaves.values())}) > 1 or (leaves and shared):
-            if line.op == "call" and line.by != "optimizer" and not line.writes:
+            if op.op == "call" and op.by != "optimizer" and not op.writes:
                 # The loss reads only parameters here, such as for weight decay: it runs once for all micro-batches.
                 return max(leaves.values())
             grads = {g: leaf for leaf, g in self.program.grads.items()}
@@ -253,7 +253,7 @@ class _Places:
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
             raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
         if leaves:
-            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # for example, a shard of a parameter
+            self.leaf_like |= {v.name for v in op.out if op.op != "call"}  # for example, a shard of a parameter
             return next(iter(leaves.values()))
         places = [s for a in names if (s := self.of.get(a)) is not None]
         alone = not shared and EVERY not in places and len({*map(self.rank, places)}) == 1
@@ -295,18 +295,18 @@ class _Whole:
             raise FzeroValueError("pipeline", what, [str(spec)], fix)
         owner = [stage for stage, count in enumerate(spec.stages) for _ in range(count)]
         self.places = _Places(program, dict(zip(numbers, owner, strict=True)))
-        self.lines, self.values = program.lines, program.values_by_name
-        micro = next((line.micro[1] for line in self.lines if line.micro is not None), 1)
+        self.ops, self.values = program.instructions, program.values_by_name
+        micro = next((op.micro[1] for op in self.ops if op.micro is not None), 1)
         self.table = table(spec.schedule, self.n, spec.chunks, micro)
         self.index = {unit: i for order in self.table for i, unit in enumerate(order)}
         self._weights = self._of_weights()
-        self._unit_of = [self._unit(i) for i in range(len(self.lines))]
+        self._unit_of = [self._unit(i) for i in range(len(self.ops))]
         self.units: dict[Unit, list[int]] = defaultdict(list)
         for i, unit in enumerate(self._unit_of):
             if unit is not None:
                 self.units[unit].append(i)
         self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
-        after = dependences([self.lines[i] for i in self.of_step], Views(program))
+        after = dependences([self.ops[i] for i in self.of_step], Views(program))
         # by op of the step: the ops of the step that it must follow
         self.after = {i: {self.of_step[j] for j in js} for i, js in zip(self.of_step, after, strict=True)}
         self._find_crossing()
@@ -320,17 +320,17 @@ class _Whole:
 
     def runs(self, i: int) -> set[int]:
         """Returns the ranks that run an op; none if it runs on each rank that reads it."""
-        place = self.places.rank(self.places.of_line[i])
+        place = self.places.rank(self.places.of_op[i])
         return set() if place is None else {*range(self.n)} if place == EVERY else {place}
 
     def _find_crossing(self) -> None:
         """Finds the values that other ranks read, with those ranks, and determines when each is sent."""
         self.crossing: dict[str, set[int]] = defaultdict(set)
         of_units = self._read_by_units()
-        for i, line in enumerate(self.lines):
+        for i, op in enumerate(self.ops):
             if i in self.places.divided:
                 continue
-            for a in line.args:
+            for a in op.args:
                 rank = self.rank_of(a)
                 if rank is not None and rank != EVERY and (others := self.runs(i) - {rank}):
                     self.crossing[a] |= others
@@ -356,9 +356,9 @@ class _Whole:
         """Returns the values that actions read, directly or through ops of the step, such as gathers of a norm's
         shards."""
         found = set[str]()
-        for line in reversed(self.lines):
-            if line.micro is not None or not found.isdisjoint(v.name for v in line.out):
-                found.update(line.args)
+        for op in reversed(self.ops):
+            if op.micro is not None or not found.isdisjoint(v.name for v in op.out):
+                found.update(op.args)
         return found
 
     def _together(self, values: list[str]) -> list[_Message]:
@@ -373,13 +373,13 @@ class _Whole:
 
     def _levels(self, sent: set[str]) -> dict[str, int]:
         """Returns the levels of values that are sent once per step: see [Note: messages between stages]."""
-        of_line, found = dict[int, int](), dict[str, int]()
+        of_op, found = dict[int, int](), dict[str, int]()
         for i in self.of_step:
-            received = [a for a in self.lines[i].args if a in sent and self.runs(i) - {self.rank_of(a)}]
-            of_line[i] = max((of_line[j] for j in self.after[i]), default=0)
+            received = [a for a in self.ops[i].args if a in sent and self.runs(i) - {self.rank_of(a)}]
+            of_op[i] = max((of_op[j] for j in self.after[i]), default=0)
             if i not in self.places.divided:
-                of_line[i] = max([of_line[i], *(found.get(a, 0) + 1 for a in received)])
-            found.update((v.name, of_line[i]) for v in self.lines[i].out)
+                of_op[i] = max([of_op[i], *(found.get(a, 0) + 1 for a in received)])
+            found.update((v.name, of_op[i]) for v in self.ops[i].out)
         return {a: found.get(a, 0) for a in sent}
 
     def first(self, values: Sequence[str]) -> list[int]:
@@ -396,16 +396,16 @@ class _Whole:
         found: dict[str, dict[int, int]] = defaultdict(dict)
         for a in self.program.outputs:
             found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
-        for i in reversed(range(len(self.lines))):
-            line, unit = self.lines[i], self._unit_of[i]
+        for i in reversed(range(len(self.ops))):
+            op, unit = self.ops[i], self._unit_of[i]
             if unit is not None and unit in self.index:
                 when = {unit.stage % self.n: self.index[unit]}
             else:  # needed when its results are, at the latest after all actions
                 when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self.runs(i)}
-                for v in line.out:
+                for v in op.out:
                     for rank, number in found[v.name].items():
                         when[rank] = min(number, when.get(rank, number))
-            for a in line.args if i not in self.places.divided else ():
+            for a in op.args if i not in self.places.divided else ():
                 for rank, number in when.items():
                     found[a][rank] = min(number, found[a].get(rank, number))
         return found
@@ -425,17 +425,17 @@ class _Whole:
         """Raises if a forward reads values of a later stage's forward, or a backward values of an earlier stage's
         backward."""
         problems = list[str]()
-        for i, line in enumerate(self.lines):
-            here, unit = self.places.of_line[i], self._unit_of[i]
+        for i, op in enumerate(self.ops):
+            here, unit = self.places.of_op[i], self._unit_of[i]
             if unit is None or here is None or here == EVERY:
                 continue
-            for a in line.args:
+            for a in op.args:
                 made, stage = self.places.made.get(a), self.places.of.get(a)
                 of = None if made is None else self._unit_of[made]
                 if of is None or stage is None or stage == EVERY or unit.kind > of.kind:
                     continue
                 if of.kind > unit.kind or (stage > here if unit.kind == FORWARD else stage < here):
-                    problems.append(f"{a}, of stage {stage}: read by {line.fn or line.op} on stage {here}")
+                    problems.append(f"{a}, of stage {stage}: read by {op.fn or op.op} on stage {here}")
         if problems:
             fix = "let `stages` keep the blocks that it is of on one stage"
             raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
@@ -444,11 +444,11 @@ class _Whole:
         """Returns the indices of the ops of weight actions: calls that compute gradients of parameters, and the ops
         that read these gradients."""
         found, made = set[int](), set[str]()
-        for i, line in enumerate(self.lines):
-            says = isinstance(line.attrs, CallAttrs) and line.attrs.weights
-            if line.micro is not None and (says or not made.isdisjoint(line.args)):
+        for i, op in enumerate(self.ops):
+            says = isinstance(op.attrs, CallAttrs) and op.attrs.weights
+            if op.micro is not None and (says or not made.isdisjoint(op.args)):
                 found.add(i)
-                made.update(v.name for v in line.out)
+                made.update(v.name for v in op.out)
         return found
 
     def _between_weights(self) -> dict[Unit, set[Unit]]:
@@ -456,7 +456,7 @@ class _Whole:
         tied embedding."""
         found: dict[Unit, set[Unit]] = defaultdict(set)
         for i in self._weights:
-            for a in self.lines[i].args:
+            for a in self.ops[i].args:
                 made, unit = self.places.made.get(a), self._unit_of[i]
                 of = self._unit_of[made] if made in self._weights else None
                 if of is not None and unit is not None and EVERY not in (of.stage, unit.stage) and of != unit:
@@ -466,7 +466,7 @@ class _Whole:
     def _unit(self, i: int) -> Unit | None:
         """Returns the action of an op; None for an op of the step. If the op runs on each rank that reads it, the
         action has no stage (`EVERY`)."""
-        micro, stage = self.lines[i].micro, self.places.of_line[i]
+        micro, stage = self.ops[i].micro, self.places.of_op[i]
         kind = WEIGHTS if i in self._weights else BACKWARD if i >= self.places.backward else FORWARD
         return None if micro is None else Unit(kind, micro[0], EVERY if stage is None else stage)
 
@@ -477,12 +477,16 @@ class _Projection:
     def __init__(self, whole: _Whole, me: int):
         self.whole, self.me = whole, me
         self.names = Names(whole.values)
-        self.out: list[Line] = []
+        self.out: list[Instruction] = []
         self.emitted: set[int] = set()
         self.here: dict[str, str] = {}  # the names that parameters of other stages have on this rank
-        self.taken: dict[str, tuple[_Message, Line]] = {}  # by value: the receive that has not been waited for yet
+        self.taken: dict[
+            str, tuple[_Message, Instruction]
+        ] = {}  # by value: the receive that has not been waited for yet
         self.posted: set[str] = set()
-        self.waits: list[tuple[int, Line]] = []  # waits for sends, with the index of the action that they precede
+        self.waits: list[
+            tuple[int, Instruction]
+        ] = []  # waits for sends, with the index of the action that they precede
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self._emit_all()
         self.program = self._made()
@@ -533,12 +537,12 @@ class _Projection:
         by = self.whole.spec.name
         handle = moving(self.names(f"recv_{identifier(message.values[0])}"))
         attrs = RecvAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._sent_values(message))
-        self.out.append(Line("recv_start", (), (handle,), attrs=attrs, by=by))
+        self.out.append(Instruction("recv_start", (), (handle,), attrs=attrs, by=by))
         leaves = [a for a in message.values if a in self.whole.program.leaves]
         self.here |= {a: self.names(f"{identifier(a)}_received") for a in leaves}
         made = tuple(replace(v, name=self.here.get(v.name, v.name)) for v in values)
         self.posted.update(message.values)
-        self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
+        self.taken |= dict.fromkeys(message.values, (message, Instruction("wait", (handle.name,), made, by=by)))
 
     def _send(self, message: _Message, before: int) -> None:
         """Sends values of this rank to one that reads them, and waits for the send before action `before`."""
@@ -548,8 +552,8 @@ class _Projection:
         self.counts[True, message.to] += 1
         handle = moving(self.names(f"send_{identifier(message.values[0])}"))
         attrs = SendAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._sent_values(message))
-        self.out.append(Line("send_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
-        self.waits.append((before, Line("wait", (handle.name,), by=self.whole.spec.name)))
+        self.out.append(Instruction("send_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
+        self.waits.append((before, Instruction("wait", (handle.name,), by=self.whole.spec.name)))
 
     def _sent_values(self, message: _Message) -> tuple[SentValue, ...]:
         values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
@@ -563,8 +567,8 @@ class _Projection:
 
     def _finish(self, unit: int) -> None:
         """Adds the waits that are due before this action."""
-        self.out += [line for number, line in self.waits if number <= unit]
-        self.waits = [(number, line) for number, line in self.waits if number > unit]
+        self.out += [op for number, op in self.waits if number <= unit]
+        self.waits = [(number, op) for number, op in self.waits if number > unit]
 
     def _need(self, a: str) -> None:
         """Makes a value available on this rank, before the op that reads it."""
@@ -583,34 +587,34 @@ class _Projection:
         if i in self.emitted:
             return
         self.emitted.add(i)
-        line = self.whole.lines[i]
+        op = self.whole.ops[i]
         if i in self.whole.places.divided:
-            line = self._own_part(i, line)
-            if not (line.args if line.op in STARTS else line.out):
+            op = self._own_part(i, op)
+            if not (op.args if op.op in STARTS else op.out):
                 return
-        for a in line.args:
+        for a in op.args:
             self._need(a)
-        self.out.append(line.rename(self.here))
+        self.out.append(op.rename(self.here))
 
-    def _own_part(self, i: int, line: Line) -> Line:
+    def _own_part(self, i: int, op: Instruction) -> Instruction:
         """Returns a transfer of the step, or its wait, restricted to the values that this rank has."""
         has = lambda a: self.whole.rank_of(a) in (None, EVERY, self.me)  # noqa: E731
-        if line.op in STARTS:
-            return replace(line, args=tuple(a for a in line.args if has(a)))
-        return replace(line, out=tuple(v for v in line.out if has(v.name)))
+        if op.op in STARTS:
+            return replace(op, args=tuple(a for a in op.args if has(a)))
+        return replace(op, out=tuple(v for v in op.out if has(v.name)))
 
     def _made(self) -> Program:
         """Returns the program with the state of this rank's stages only."""
         program, chunks = self.whole.program, self.whole.spec.chunks
         stages = ", ".join(str(self.me + chunk * self.whole.n) for chunk in range(chunks))
         own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.whole.axis, self.me))}
-        made = {v.name for line in self.out for v in line.out} | own
-        written = {w for line in self.out for w in line.writes}
+        made = {v.name for op in self.out for v in op.out} | own
+        written = {w for op in self.out for w in op.writes}
         return replace(
             program,
             inputs=tuple(v for v in program.inputs if v.name in own or v.name not in program.leaves),
             leaves={p: leaf.with_layout(only=None) for p, leaf in program.leaves.items() if p in own},
-            lines=tuple(self.out),
+            instructions=tuple(self.out),
             owners={p: n for p, n in program.owners.items() if p in own},
             assigns=tuple(a for a in program.assigns if a in written),
             grads={p: g for p, g in program.grads.items() if g in made and p in own},

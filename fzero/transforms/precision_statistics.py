@@ -17,7 +17,7 @@ import torch
 
 from fzero import tree
 from fzero.ir.from_graph import Inputs
-from fzero.ir.program import Line
+from fzero.ir.program import Instruction
 from fzero.optim.tree_updates import sum_of_squares
 
 
@@ -36,15 +36,15 @@ class Watched:
     owner: tuple[int, ...]
 
 
-def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
+def watched_blocks(name: str, params: Inputs, ops: Sequence[Instruction]) -> Watched:
     """Returns the watched blocks among the ops of a loss and its gradients. `name` is that of the code outside
     blocks."""
     position = {params.leaves[i].path: i for i in params.distinct}
-    source = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    source = {op.out[0].name: op.args[0] for op in ops if op.op == "cast"}
     dotted = tree.names(params.rebuild({i: torch.empty(0, device="meta") for i in params.distinct}))
     names, reads = [], []
-    for line in lines:
-        if (block := line.block) is not None and block.part == "forward":
+    for op in ops:
+        if (block := op.block) is not None and block.part == "forward":
             joint, given = block.joint, block.inputs
             here = tuple(position[p] for p in (source.get(a, a) for a in given[: joint.num_params]) if p in position)
             names.append(_above([dotted[i] for i in here]) or joint.name)

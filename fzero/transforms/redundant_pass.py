@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fzero.ir.aliases import Views
 from fzero.ir.attributes import ReplicateAttrs
-from fzero.ir.program import Line, Program, moving
+from fzero.ir.program import Instruction, Program, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.transform import find
@@ -29,23 +29,25 @@ def rewrite(program: Program) -> Program:
     assert spec is not None
     values, names = program.values(), Names(program.values())
     groups: dict[tuple[int, bool], list[str]] = {}
-    writers, end = _writers(program), len(program.lines)
+    writers, end = _writers(program), len(program.instructions)
     for name, leaf in program.leaves.items():
         if spec.sends(leaf):
             apart = values[name].tier == "device" and not program.mesh.unified_memory
             groups.setdefault((writers.get(name, end), apart), []).append(name)
-    before: dict[int, list[Line]] = {}  # by the index of an op: the ops that come before it
+    before: dict[int, list[Instruction]] = {}  # by the index of an op: the ops that come before it
     # after the first block has run, or the loop over all of them, if the step begins with it
-    later = next((i for i, x in enumerate(program.lines[1:], 1) if x.block or x.body or program.lines[0].body), end)
+    later = next(
+        (i for i, x in enumerate(program.instructions[1:], 1) if x.block or x.body or program.instructions[0].body), end
+    )
     on_the_way = f"{spec.name}, to the host"
     for number, ((writer, apart), leaves) in enumerate(groups.items()):
         sent, leaves_at = leaves, 0
         if apart:
             copied = moving(names(f"replicate_{number}_to_host"))
             copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
-            before.setdefault(0, []).append(Line("to_host_start", tuple(leaves), (copied,), by=on_the_way))
+            before.setdefault(0, []).append(Instruction("to_host_start", tuple(leaves), (copied,), by=on_the_way))
             sent, leaves_at = [v.name for v in copies], min(writer, later)
-            before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
+            before.setdefault(leaves_at, []).append(Instruction("wait", (copied.name,), copies, by=on_the_way))
         handle = moving(names(f"replicate_{number}"))
         attrs = ReplicateAttrs(
             axes=(spec.axis,),
@@ -55,18 +57,18 @@ def rewrite(program: Program) -> Program:
             leaves=tuple(leaves),
             number=number,
         )
-        start = Line("replicate_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
+        start = Instruction("replicate_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
         before.setdefault(leaves_at, []).append(start)
-        before.setdefault(writer, []).append(Line("wait", (handle.name,), by=spec.name))
-    lines = [x for i, line in enumerate(program.lines) for x in (*before.get(i, ()), line)]
-    return replace(program, lines=(*lines, *before.get(end, ())))
+        before.setdefault(writer, []).append(Instruction("wait", (handle.name,), by=spec.name))
+    ops = [x for i, op in enumerate(program.instructions) for x in (*before.get(i, ()), op)]
+    return replace(program, instructions=(*ops, *before.get(end, ())))
 
 
 def _writers(program: Program) -> dict[str, int]:
     """Returns, for each tensor of the state, the index of the first op that writes it, or a value in its memory."""
     views, found = Views(program), dict[str, int]()
-    for number, line in enumerate(program.lines):
-        for x in line.with_body():
+    for number, op in enumerate(program.instructions):
+        for x in op.with_body():
             for name in (root for written in x.writes for root in views.roots(written)):
                 found.setdefault(name, number)
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.dim_propagation import CutEnds
 from fzero.transforms.dim_sharding_pass import cuts_of_blocks
 from fzero.transforms.joint_split import Choices, Kept, Split
@@ -23,29 +23,29 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
         zero: how its values are sharded, if they are.
     """
     blocks = _blocks(program, known, zero)
-    stay = {line.fn for line, _ in program.walk() if line.block is None or line.block.number not in blocks}
+    stay = {op.fn for op, _ in program.walk() if op.block is None or op.block.number not in blocks}
     functions = Functions({name: f for name, f in program.functions.items() if name in stay})
     splits: dict[Choices, Split] = {}
     names: dict[int, dict[str, str]] = {}  # call -> kept node -> value name
 
-    def visit(line: Line) -> list[Line]:
-        if line.block is None or line.block.number not in blocks:
-            return [line]
-        call, inputs = line.block.number, line.block.inputs
+    def visit(op: Instruction) -> list[Instruction]:
+        if op.block is None or op.block.number not in blocks:
+            return [op]
+        call, inputs = op.block.number, op.block.inputs
         choices = blocks[call]
         if choices not in splits:
             splits[choices] = choices.split(_kept(choices, policy), functions)
         split = splits[choices]
-        if line.is_forward:
-            names[call] = {n: line.out[i].name for n, i in split.reused.items()}
+        if op.is_forward:
+            names[call] = {n: op.out[i].name for n, i in split.reused.items()}
             saved = [Value(f"saved_{call}_{j}", tuple(v.shape), v.dtype) for j, v in enumerate(split.saved.values())]
             names[call].update(zip(split.saved, (v.name for v in saved), strict=True))
             args = tuple(inputs[i] for i in split.forward_inputs)
-            return [replace(line, args=args, out=(*line.out, *saved), fn=split.forward, by="remat")]
+            return [replace(op, args=args, out=(*op.out, *saved), fn=split.forward, by="remat")]
         args = tuple(inputs[i] for i in split.backward_inputs) + tuple(names[call][n] for n in split.kept)
-        return [replace(line, args=args, fn=split.backward, by="remat")]
+        return [replace(op, args=args, fn=split.backward, by="remat")]
 
-    return replace(program.map_lines(visit), functions=functions.by_name)
+    return replace(program.map_instructions(visit), functions=functions.by_name)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[
     """Returns, for each call that runs both forward and backward, in order, the values that can be saved."""
     alive, found = _alive(program), {}
     cuts = {} if zero is None else _cuts(program, known, zero)
-    for line, _ in program.walk():
-        if (block := line.block) is not None and block.part == "backward":
+    for op, _ in program.walk():
+        if (block := op.block) is not None and block.part == "backward":
             key = block.joint, block.grads, alive[block.joint], cuts.get(block.number, ())
             if key not in known:
                 known[key] = Choices(*key)
@@ -79,7 +79,7 @@ def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[
 
 
 def _cuts(program: Program, known: dict[Any, Any], zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
-    key = "cuts", id(program.lines)
+    key = "cuts", id(program.instructions)
     if key not in known:
         known[key] = program, cuts_of_blocks(program, zero)  # holding the program keeps its id unique
     return known[key][1]
@@ -94,11 +94,11 @@ def _kept(choices: Choices, policy: str | float) -> Kept:
 def _alive(program: Program) -> dict[Any, frozenset[int]]:
     """Returns, for each block, the outputs that another block reads in all of its calls. They are kept as that block's
     inputs, so this block can read them at no cost."""
-    blocks = [(line, line.block) for line, _ in program.walk() if line.block is not None]
-    read = {a for line, _ in blocks for a in line.args}
+    blocks = [(op, op.block) for op, _ in program.walk() if op.block is not None]
+    read = {a for op, _ in blocks for a in op.args}
     alive: dict[Any, frozenset[int]] = {}
-    for line, block in blocks:
+    for op, block in blocks:
         if block.part == "forward":
-            here = frozenset(i for i, v in enumerate(line.out) if v.name in read)
+            here = frozenset(i for i, v in enumerate(op.out) if v.name in read)
             alive[block.joint] = alive.get(block.joint, here) & here
     return alive

@@ -31,7 +31,7 @@ import torch.fx as fx
 from fzero._compat import compat
 from fzero.ir.attributes import CutAttrs, DealAttrs, GatherAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import Line, Placement, Program, Value, moving
+from fzero.ir.program import Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.trace.recorder import Recorded
 
@@ -41,7 +41,7 @@ _GATHER = "all_gather_start"
 
 def gathers(program: Program) -> bool:
     """Whether an update gathers anything."""
-    return any(line.op == _GATHER and line.by == "optimizer" for line in program.lines)
+    return any(op.op == _GATHER and op.by == "optimizer" for op in program.instructions)
 
 
 def deal(program: Program) -> Program:
@@ -64,21 +64,21 @@ class _Dealer:
     group."""
 
     def __init__(self, program: Program):
-        self.program, self.lines, self.values = program, [*program.lines], program.values_by_name
+        self.program, self.ops, self.values = program, [*program.instructions], program.values_by_name
         self.names, self.functions = Names(self.values), Functions(program.functions)
         self.leaf_of = {grad: leaf for leaf, grad in program.grads.items()}
-        self.made = {v.name: i for i, line in enumerate(self.lines) for v in line.out}
+        self.made = {v.name: i for i, op in enumerate(self.ops) for v in op.out}
         self.readers: dict[str, list[int]] = defaultdict(list)
-        for i, line in enumerate(self.lines):
-            for a in (*line.args, *(a for x in line.body for a in x.args)):
+        for i, op in enumerate(self.ops):
+            for a in (*op.args, *(a for x in op.body for a in x.args)):
                 self.readers[a].append(i)
 
     def run(self) -> Program:
         alike: dict[Hashable, list[_Dealt]] = defaultdict(list)
-        for i, line in enumerate(self.lines):
-            if line.by == "optimizer" and line.fn and not line.writes and (found := self._dealt(i, line)):
-                alike[self._key(line, found)].append(found)
-        new: dict[int, list[Line]] = {}  # the ops that replace an op
+        for i, op in enumerate(self.ops):
+            if op.by == "optimizer" and op.fn and not op.writes and (found := self._dealt(i, op)):
+                alike[self._key(op, found)].append(found)
+        new: dict[int, list[Instruction]] = {}  # the ops that replace an op
         gone: set[str] = set()  # values that are not gathered any more
         for calls in alike.values():
             axis = next(iter(calls[0].shards.values())).placement.axes
@@ -88,71 +88,71 @@ class _Dealer:
                     new.update((i, []) for x in group for i in (x.at, *x.cuts))
                     new[group[-1].at] = self._deal(group, axis)
                     gone.update(a for x in group for a in x.shards)
-        lines = [x for i, line in enumerate(self.lines) for x in new.get(i, self._left(line, gone))]
-        return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
+        ops = [x for i, op in enumerate(self.ops) for x in new.get(i, self._left(op, gone))]
+        return replace(self.program, instructions=tuple(ops), functions=self.functions.by_name)
 
-    def _dealt(self, at: int, line: Line) -> _Dealt | None:
+    def _dealt(self, at: int, op: Instruction) -> _Dealt | None:
         """Returns a call if it can be assigned to one rank: nothing else reads its gathered arguments, and its results
         are sharded flat."""
         shards: dict[str, Value] = {}
-        for a in dict.fromkeys(line.args):
-            wait = self.lines[self.made[a]] if a in self.made else None
-            start = self.lines[self.made[wait.args[0]]] if wait is not None and wait.op == "wait" else None
+        for a in dict.fromkeys(op.args):
+            wait = self.ops[self.made[a]] if a in self.made else None
+            start = self.ops[self.made[wait.args[0]]] if wait is not None and wait.op == "wait" else None
             if wait is not None and start is not None and (start.op, start.by) == (_GATHER, "optimizer"):
                 shards[a] = self.values[start.args[[v.name for v in wait.out].index(a)]]
         axes = {v.placement.axes for v in shards.values()}
-        cuts = [self.readers[v.name] for v in line.out]
+        cuts = [self.readers[v.name] for v in op.out]
         flat = all(len(v.placement.axes) == 1 and not v.placement.dims for v in shards.values())
         if len(axes) != 1 or not flat or any(len(self.readers[a]) > 1 for a in shards):
             return None
         for readers in cuts:
-            cut = self.lines[readers[0]] if len(readers) == 1 else None
+            cut = self.ops[readers[0]] if len(readers) == 1 else None
             if cut is None or cut.op != "take_shard" or cut.axes[:1] not in axes or cut.says(CutAttrs).dims:
                 return None
-        if any(v.name in self.program.outputs for v in line.out):
+        if any(v.name in self.program.outputs for v in op.out):
             return None
         return _Dealt(at, shards, [readers[0] for readers in cuts])
 
-    def _key(self, line: Line, call: _Dealt) -> Hashable:
+    def _key(self, op: Instruction, call: _Dealt) -> Hashable:
         """Returns a key that is equal for calls of one subgraph, on one stage of a pipeline, that differ only in their
         shards."""
         shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
-        args = tuple("" if a in call.shards else a for a in line.args)
-        return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts), self._stages(call.shards.values())
+        args = tuple("" if a in call.shards else a for a in op.args)
+        return op.fn, args, shards, tuple(self.ops[c].axes for c in call.cuts), self._stages(call.shards.values())
 
     def _stages(self, shards: Iterable[Value]) -> frozenset[int]:
         """Returns the stages of a pipeline that have the parameters from which these shards are computed."""
         names = {v.name for v in shards}
-        names |= {a for x in names if x in self.made for a in self.lines[self.made[x]].args}
+        names |= {a for x in names if x in self.made for a in self.ops[self.made[x]].args}
         leaves = (self.program.leaves.get(self.leaf_of.get(x, x)) for x in names)
         return frozenset(leaf.layout.only.index for leaf in leaves if leaf is not None and leaf.layout.only is not None)
 
-    def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Line]:
+    def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Instruction]:
         """Returns the ops for one group of calls."""
-        call, said = self.lines[group[0].at], DealAttrs(axes=axis, count=len(group))
-        lines, sent = list[Line](), list[Value]()
+        call, said = self.ops[group[0].at], DealAttrs(axes=axis, count=len(group))
+        ops, sent = list[Instruction](), list[Value]()
         for shards in zip(*(x.shards.values() for x in group), strict=True):
             sent.append(self._stack(shards[0], axis))
-            lines.append(_line("stack_shards", [v.name for v in shards], sent[-1:], said))
+            ops.append(_op("stack_shards", [v.name for v in shards], sent[-1:], said))
         got = [replace(v, name=self.names("deal")) for v in sent]
         place = dict(zip(group[0].shards, got, strict=True))
-        cuts = [[self.lines[c] for c in column] for column in zip(*(x.cuts for x in group), strict=True)]
+        cuts = [[self.ops[c] for c in column] for column in zip(*(x.cuts for x in group), strict=True)]
         columns = [[(cut, self._shard(cut)) for cut in column] for column in cuts]
         made = [self._stack(column[0][1], axis) for column in columns]
         given = {i: place[a] for i, a in enumerate(call.args) if a in place}
         fn = self.functions.add(f"{call.fn}_dealt", _on_stacks(self.program.functions[call.fn].graph, given, made))
         args = tuple(place[a].name if a in place else a for a in call.args)
         back = [replace(v, name=self.names("deal")) for v in made]
-        lines += [*self._exchange(sent, got, axis), replace(call, args=args, out=tuple(made), fn=fn)]
-        lines += self._exchange(made, back, axis)
+        ops += [*self._exchange(sent, got, axis), replace(call, args=args, out=tuple(made), fn=fn)]
+        ops += self._exchange(made, back, axis)
         for stack, column in zip(back, columns, strict=True):
-            lines.append(_line("unstack_shards", [stack.name], [shard for _, shard in column], said))
+            ops.append(_op("unstack_shards", [stack.name], [shard for _, shard in column], said))
             for cut, shard in column:  # with several axes, it is sharded further
                 if further := cut.axes[1:]:
-                    lines.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
-        return lines
+                    ops.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
+        return ops
 
-    def _shard(self, cut: Line) -> Value:
+    def _shard(self, cut: Instruction) -> Value:
         """Returns the shard over the first axis that a `take_shard` makes or, if it shards over several axes, passes
         through."""
         value = cut.out[0]
@@ -166,27 +166,27 @@ class _Dealer:
         shape = (mesh.axis_size(axis), math.prod(shard.held(mesh)))
         return Value(self.names("deal"), shape, shard.dtype, Placement("local", axis))
 
-    def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Line]:
+    def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Instruction]:
         handle = moving(self.names("exchange_whole"))
-        start = _line("all_to_all_start", [v.name for v in sent], [handle], GatherAttrs(axes=axis))
-        return [start, Line("wait", (handle.name,), tuple(got), by="optimizer")]
+        start = _op("all_to_all_start", [v.name for v in sent], [handle], GatherAttrs(axes=axis))
+        return [start, Instruction("wait", (handle.name,), tuple(got), by="optimizer")]
 
-    def _left(self, line: Line, gone: set[str]) -> list[Line]:
+    def _left(self, op: Instruction, gone: set[str]) -> list[Instruction]:
         """Returns a gather, or its wait, without the values that are no longer gathered."""
-        start = line if line.op == _GATHER else None
-        if line.op == "wait" and line.args[0] in self.made:
-            start = self.lines[self.made[line.args[0]]]
+        start = op if op.op == _GATHER else None
+        if op.op == "wait" and op.args[0] in self.made:
+            start = self.ops[self.made[op.args[0]]]
         if start is None or (start.op, start.by) != (_GATHER, "optimizer"):
-            return [line]
-        wait = self.lines[self.readers[start.out[0].name][0]]
+            return [op]
+        wait = self.ops[self.readers[start.out[0].name][0]]
         kept = [(a, v) for a, v in zip(start.args, wait.out, strict=True) if v.name not in gone]
-        if line is start:
+        if op is start:
             return [replace(start, args=tuple(a for a, _ in kept))] if kept else []
         return [replace(wait, out=tuple(v for _, v in kept))] if kept else []
 
 
-def _line(op: str, args: Sequence[str], out: Sequence[Value], attrs: Any) -> Line:
-    return Line(op, tuple(args), tuple(out), attrs=attrs, by="optimizer")
+def _op(op: str, args: Sequence[str], out: Sequence[Value], attrs: Any) -> Instruction:
+    return Instruction(op, tuple(args), tuple(out), attrs=attrs, by="optimizer")
 
 
 def _on_stacks(graph: Recorded, given: Mapping[int, Value], made: Sequence[Value]) -> Recorded:

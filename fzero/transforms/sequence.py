@@ -131,7 +131,7 @@ def sequence_parallel(
         >>> step = fz.sequence_parallel(fz.eval_step(loss))
         >>> params = {"qkv": torch.empty(32, 96, device="meta"), "out": torch.empty(32, 32, device="meta")}
         >>> lowered = fz.lower(step, fz.AbstractMesh(seq=4), params, (torch.empty(2, 64, 32, device="meta"),))
-        >>> [(line.op, len(line.args)) for line in lowered.program.lines if line.op.startswith("all_to_all")]
+        >>> [(op.op, len(op.args)) for op in lowered.program.instructions if op.op.startswith("all_to_all")]
         [('all_to_all_start', 3), ('all_to_all_start', 1)]
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]

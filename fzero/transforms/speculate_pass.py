@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.ir.attributes import AssignAttrs, CastAttrs, TurnsAttrs
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names, identifier
 
 if TYPE_CHECKING:
@@ -55,23 +55,23 @@ def with_old_values(program: Program) -> Program:
     The updates must have been hoisted already. A tensor on disk needs no copy: its new value is written next to the old
     one. Compute copies of masters need none: no update reads them.
     """
-    names, lines, kept = Names(program.values_by_name), list[Line](), dict[str, str]()
+    names, ops, kept = Names(program.values_by_name), list[Instruction](), dict[str, str]()
     tier_of = lambda name: program.leaves[name].layout.tier  # noqa: E731
-    for line in program.lines:
-        for name in line.writes if line.speculative else ():
+    for op in program.instructions:
+        for name in op.writes if op.speculative else ():
             if tier_of(name) != "disk" and program.leaves[name].role != "compute":
                 old = replace(program.values_by_name[name], name=names(f"{identifier(name)}_kept"))
                 attrs = CastAttrs(dtype=old.dtype, speculative=True)
-                lines.append(Line("cast", (name,), (old,), attrs=attrs, by="optimizer"))
+                ops.append(Instruction("cast", (name,), (old,), attrs=attrs, by="optimizer"))
                 kept[name] = old.name
-        if line.op == "rollback":
-            attrs, written = AssignAttrs(restores=True, speculative=True), [w for x in line.body for w in x.writes]
+        if op.op == "rollback":
+            attrs, written = AssignAttrs(restores=True, speculative=True), [w for x in op.body for w in x.writes]
             for tier in ("host", "device"):
                 if ws := tuple(w for w in written if w in kept and tier_of(w) == tier):
-                    back = Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=ws, by="optimizer")
-                    line = replace(line, body=(back, *line.body))
-        lines.append(line)
-    return replace(program, lines=tuple(lines)) if kept else program
+                    back = Instruction("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=ws, by="optimizer")
+                    op = replace(op, body=(back, *op.body))
+        ops.append(op)
+    return replace(program, instructions=tuple(ops)) if kept else program
 
 
 def starts(least: Options, program: Program, budget: Any) -> list[Options]:
@@ -117,42 +117,40 @@ class _Speculation:
 
     def __init__(self, program: Program, tiers: Sequence[str]):
         self.program, self.values, self.tiers = program, program.values_by_name, {*tiers}
-        self.lines = [line for line in program.lines if line.by == "optimizer"]
-        self.made = {v.name: line for line in self.lines for v in line.out}
+        self.ops = [op for op in program.instructions if op.by == "optimizer"]
+        self.made = {v.name: op for op in self.ops for v in op.out}
         self.keys = {name for name, leaf in program.leaves.items() if leaf.role == "key"}
-        self.updates = [line for line in self.lines if self._may_be_speculative(line)]
+        self.updates = [op for op in self.ops if self._may_be_speculative(op)]
 
-    def _may_be_speculative(self, line: Line) -> bool:
+    def _may_be_speculative(self, op: Instruction) -> bool:
         leaves = self.program.leaves
-        off = {leaves[w].layout.tier if w in leaves else "" for w in line.writes} - {"device"}
-        if not line.fn or not off or not off <= self.tiers:
+        off = {leaves[w].layout.tier if w in leaves else "" for w in op.writes} - {"device"}
+        if not op.fn or not off or not off <= self.tiers:
             return False
-        waits_for = set().union(*(self._reductions(a) for a in line.args if a in self.made))
+        waits_for = set().union(*(self._reductions(a) for a in op.args if a in self.made))
         return bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
 
     def _reductions(self, name: str) -> set[str]:
         """Returns the reductions over tensors that a value of the optimizer depends on, by the names of their results
         on all ranks."""
-        line = self.made[name]
-        if OPS[line.op].waits:
+        op = self.made[name]
+        if OPS[op.op].waits:
             return {name}
-        inside = [a for a in line.args if a in self.made]
-        return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
+        inside = [a for a in op.args if a in self.made]
+        return {name} if self._reduces(op) else set().union(*map(self._reductions, inside))
 
-    def _reduces(self, line: Line) -> bool:
+    def _reduces(self, op: Instruction) -> bool:
         """Whether a call reduces a tensor to scalars: it reads a value from outside the optimizer that is larger than a
         scalar or a key."""
-        return bool(line.fn) and any(
-            a not in self.made and a not in self.keys and self.values[a].shape for a in line.args
-        )
+        return bool(op.fn) and any(a not in self.made and a not in self.keys and self.values[a].shape for a in op.args)
 
     def _of_gradients(self, name: str) -> bool:
         """Whether a reduction reads only gradients."""
-        line = self.made[name]
-        if OPS[line.op].waits:
-            start = self.made[line.args[0]]
+        op = self.made[name]
+        if OPS[op.op].waits:
+            start = self.made[op.args[0]]
             return start.op == "all_reduce_start" and all(self._of_gradients(a) for a in start.args)
-        return self._reduces(line) and not any(a in self.program.leaves or a in self.made for a in line.args)
+        return self._reduces(op) and not any(a in self.program.leaves or a in self.made for a in op.args)
 
     def run(self) -> Program:
         """Returns the program in which these updates run on assumed scalars, followed by the `rollback`."""
@@ -161,7 +159,7 @@ class _Speculation:
         names = Names(self.values)
         zeros: dict[tuple[tuple[int, ...], str], str] = {}
         known: dict[str, str] = {}  # scalar -> its assumed value
-        new: list[Line] = []
+        new: list[Instruction] = []
 
         def assumed(name: str) -> str:
             """Returns the name of a scalar's assumed value; if it does not depend on gradients, its own name."""
@@ -174,26 +172,26 @@ class _Speculation:
                 key = value.shape, str(value.dtype)
                 if key not in zeros:
                     zeros[key] = names("neutral")
-                    new.append(Line("zeros", (), (replace(value, name=zeros[key]),), by="optimizer"))
+                    new.append(Instruction("zeros", (), (replace(value, name=zeros[key]),), by="optimizer"))
                 return known.setdefault(name, zeros[key])
-            line = self.made[name]
-            args = tuple(map(assumed, line.args))
-            out = tuple(replace(v, name=names(f"assumed_{v.name}")) for v in line.out)
-            known.update((v.name, g.name) for v, g in zip(line.out, out, strict=True))
-            new.append(replace(line, args=args, out=out))
+            op = self.made[name]
+            args = tuple(map(assumed, op.args))
+            out = tuple(replace(v, name=names(f"assumed_{v.name}")) for v in op.out)
+            known.update((v.name, g.name) for v, g in zip(op.out, out, strict=True))
+            new.append(replace(op, args=args, out=out))
             return known[name]
 
-        chosen = {id(line) for line in self.updates}
+        chosen = {id(op) for op in self.updates}
         first = [replace(x, args=tuple(map(assumed, x.args))).saying(speculative=True) for x in self.updates]
         scalars = dict.fromkeys(a for x in self.updates for a in x.args if assumed(a) != a)
-        rollback = Line(
+        rollback = Instruction(
             "rollback",
             (*scalars, *map(assumed, scalars)),
             attrs=TurnsAttrs(count=0),
             body=tuple(self.updates),
             by="optimizer",
         )
-        at = next(i for i, line in enumerate(self.program.lines) if id(line) in chosen)
-        rest = [line for line in self.program.lines[at:] if id(line) not in chosen]
-        assert not any(v.name in scalars for line in rest for v in line.out), "scalars before updates"
-        return replace(self.program, lines=(*self.program.lines[:at], *new, *first, rollback, *rest))
+        at = next(i for i, op in enumerate(self.program.instructions) if id(op) in chosen)
+        rest = [op for op in self.program.instructions[at:] if id(op) not in chosen]
+        assert not any(v.name in scalars for op in rest for v in op.out), "scalars before updates"
+        return replace(self.program, instructions=(*self.program.instructions[:at], *new, *first, rollback, *rest))

@@ -16,7 +16,7 @@ import torch.fx as fx
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import Segment
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value
 from fzero.ir.value_names import Names
 from fzero.sharding.collective_partitions import Pieces, in_two
 from fzero.transforms.pipeline import Pipeline
@@ -37,49 +37,49 @@ def rewrite(program: Program) -> Program:
     """
     functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
     onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
-    lines, calls = list[Line](), dict[int | str, list[int]]()  # the indices of the ops that call each subgraph
-    for line in program.lines:
-        made = [line]
-        first = tuple(i for i, v in enumerate(line.out) if v.name in onward)
-        if line.block is not None and not line.is_forward and first and len(first) < len(line.out):
-            key = line.fn, first
+    ops, calls = list[Instruction](), dict[int | str, list[int]]()  # the indices of the ops that call each subgraph
+    for op in program.instructions:
+        made = [op]
+        first = tuple(i for i, v in enumerate(op.out) if v.name in onward)
+        if op.block is not None and not op.is_forward and first and len(first) < len(op.out):
+            key = op.fn, first
             if key not in split:
-                split[key] = in_two(program.functions[line.fn].graph, first)
-            args, fn = [values[a] for a in line.args], line.fn
-            made = _calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
+                split[key] = in_two(program.functions[op.fn].graph, first)
+            args, fn = [values[a] for a in op.args], op.fn
+            made = _calls(op, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
             made[1:] = [x.saying(weights=True) for x in made[1:]]
-        if line.op == "call":
-            of = line.segment.of if line.segment.count > 1 else line.out[0].name if line.out else ""
-            calls.setdefault(of, []).extend(range(len(lines), len(lines) + len(made)))
-        lines += made
+        if op.op == "call":
+            of = op.segment.of if op.segment.count > 1 else op.out[0].name if op.out else ""
+            calls.setdefault(of, []).extend(range(len(ops), len(ops) + len(made)))
+        ops += made
     for of, at in enumerate(calls.values()):
         for index, i in enumerate(at if len(at) > 1 else ()):
-            lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
+            ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
     if not split:
         what = "the schedule has units of weights, and no block has gradients that nothing else waits for"
         raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
-    used = {line.fn for line in lines if line.fn}
+    used = {op.fn for op in ops if op.fn}
     return replace(
-        program, lines=tuple(lines), functions={name: f for name, f in functions.by_name.items() if name in used}
+        program, instructions=tuple(ops), functions={name: f for name, f in functions.by_name.items() if name in used}
     )
 
 
 def _onward(program: Program) -> set[str]:
     """Returns the values that calls of blocks read, directly or through other ops."""
     found = set[str]()
-    for line in reversed(program.lines):
-        if line.op != "update" and (line.block is not None or any(v.name in found for v in line.out)):
-            found.update(line.args)
+    for op in reversed(program.instructions):
+        if op.op != "update" and (op.block is not None or any(v.name in found for v in op.out)):
+            found.update(op.args)
     return found
 
 
 def _calls(
-    line: Line, args: Sequence[Value], of: Pieces, functions: Functions, names: Names, named: Callable[[int], str]
-) -> list[Line]:
+    op: Instruction, args: Sequence[Value], of: Pieces, functions: Functions, names: Names, named: Callable[[int], str]
+) -> list[Instruction]:
     """Returns the ops of a call that is divided into pieces.
 
     Args:
-        line: the call.
+        op: the call.
         args: its arguments.
         of: its subgraph, in pieces.
         functions: the subgraphs of the program, which are extended.
@@ -87,23 +87,23 @@ def _calls(
         named: returns the name of a piece's subgraph, by the index of the piece.
     """
     made = dict(zip(of.inputs, args, strict=True))
-    made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
+    made.update((x, v) for x, v in zip(of.outputs, op.out, strict=True) if x not in made)
     own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
     for x in of.inputs[0].graph.nodes:  # a value varies between ranks along all axes along which its inputs do
         if x not in own:
             own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
-    assert line.block is not None
-    stem = f"{line.fn}_{line.block.number}"
-    lines = list[Line]()
+    assert op.block is not None
+    stem = f"{op.fn}_{op.block.number}"
+    ops = list[Instruction]()
     for number, (step, positions) in enumerate(zip(of.steps, of.positions, strict=True)):
         out = list[Value]()
         for x, position in zip(step.outputs, positions, strict=True):
             if position is not None:
-                out.append(line.out[position])
+                out.append(op.out[position])
                 continue
             at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
             made[x] = Value(names(f"{stem}_{x.name}"), tuple(value.shape), value.dtype, at)
             out.append(made[x])
         fn = functions.add(named(number), step.graph)
-        lines.append(replace(line, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))
-    return lines
+        ops.append(replace(op, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))
+    return ops

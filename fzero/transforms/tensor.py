@@ -161,7 +161,7 @@ def tensor_parallel(
         >>> step = fz.tensor_parallel(fz.train_step(loss, fz.optim.adamw(1e-3)), rules={"up": 1, "down": 0})
         >>> params = {"up": torch.empty(64, 256, device="meta"), "down": torch.empty(256, 64, device="meta")}
         >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
-        >>> [line.op for line in lowered.program.lines if line.by == "tensor_parallel" and line.op.endswith("start")]
+        >>> [op.op for op in lowered.program.instructions if op.by == "tensor_parallel" and op.op.endswith("start")]
         ['all_reduce_start']
 
         Without rules:

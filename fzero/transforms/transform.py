@@ -16,7 +16,7 @@ import torch
 from fzero.errors import TransformError
 from fzero.ir.ops import bring
 from fzero.ir.ops.op import Op
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
@@ -157,11 +157,11 @@ class Transform:
             return "an evaluation has no gradients and no update"
         return f"one rank along {axis!r}" if axes and all(program.mesh.axes.get(x, 1) == 1 for x in axes) else None
 
-    def placed(self, line: Line) -> bool:
+    def placed(self, op: Instruction) -> bool:
         """Whether an op that was inserted `by` a spec of this kind belongs to this one, if a step has several: by
         default one over its `axis`, or over some of its axes."""
         axis = getattr(self, "axis", ())
-        return {*line.axes} <= ({axis} if isinstance(axis, str) else {*axis})
+        return {*op.axes} <= ({axis} if isinstance(axis, str) else {*axis})
 
     def in_program(self) -> str:
         """Returns the text in a program's header: the same on every rank and every machine."""

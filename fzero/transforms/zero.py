@@ -109,7 +109,7 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(data_parallel(step), fz.AbstractMesh(data=4), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "data_parallel"]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start") and op.by == "data_parallel"]
         ['all_reduce_start', 'all_reduce_start']
     """
     return applied(_checked(DataParallel(axis)), step)
@@ -146,7 +146,7 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(shard_opt_state(step), fz.AbstractMesh(data=4), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_opt_state"]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start") and op.by == "shard_opt_state"]
         ['reduce_scatter_start', 'all_gather_start']
     """
     return applied(_checked(ShardOptState(axis, where)), step)
@@ -174,7 +174,7 @@ def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(shard_grads(step), fz.AbstractMesh(data=4), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_grads"]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start") and op.by == "shard_grads"]
         ['reduce_scatter_start', 'all_gather_start']
     """
     return applied(_checked(ShardGrads(axis, where)), step)
@@ -213,7 +213,7 @@ def shard_params(
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(shard_params(step), fz.AbstractMesh(data=4), params, batch)
-        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_params"]
+        >>> [op.op for op in lowered.program.instructions if op.op.endswith("start") and op.by == "shard_params"]
         ['all_gather_start', 'reduce_scatter_start']
     """
     return applied(_checked(ShardParams(axis, where)), step)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from fzero.ir.attributes import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
-from fzero.ir.program import MOVING, WHOLE, Line, Placement, Program, Value, moving, repeats, resting
+from fzero.ir.program import MOVING, WHOLE, Instruction, Placement, Program, Value, moving, repeats, resting
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
@@ -69,11 +69,11 @@ class _Rewrite:
         # blocks whose parameters are gathered once per step over a slow axis
         self.staying = {*blocks[len(blocks) - round(secondary_shard * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk()}
+        kept = {op.fn for op, _ in program.walk()}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         # name of a sharded parameter, or of its cast -> the parameter and the cast
-        self.leaf_of: dict[str, tuple[str, Line | None]] = {}
+        self.leaf_of: dict[str, tuple[str, Instruction | None]] = {}
         self.kept: dict[str, str] = {}  # copies that are gathered once per step
         self.renamed: dict[str, str] = {}  # partial value -> its reduction
         self.shared: dict[str, str] = {}  # gathered copies that an op and its repetitions for other micro-batches read
@@ -90,9 +90,9 @@ class _Rewrite:
         # micro-batch.
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
         self.gathered_for: dict[tuple[int, tuple[int, int] | None], dict[str, str]] = {}
-        for line, _ in program.walk():
-            if line.segment.count > 1:
-                self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
+        for op, _ in program.walk():
+            if op.segment.count > 1:
+                self.reads_of[op.segment.of].update(dict.fromkeys(op.args))
         self._name_sums()
 
     def _name_sums(self) -> None:
@@ -103,13 +103,20 @@ class _Rewrite:
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads = {summand.get(g, g): leaf for leaf, g in program.grads.items()}
         self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
-        self.added = {a for x in program.lines if x.op == "add" for a in x.args}
+        self.added = {a for x in program.instructions if x.op == "add" for a in x.args}
         self.of_maxima = {
-            a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
+            a
+            for x in program.instructions
+            if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max"
+            for a in x.args
         }
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
         # sums that the backward waits for, each reduced separately
-        ahead = {summand.get(a, a) for x in program.lines if x.of_sums for a in x.args} if update is not None else set()
+        ahead = (
+            {summand.get(a, a) for x in program.instructions if x.of_sums for a in x.args}
+            if update is not None
+            else set()
+        )
         self.ahead = ahead.intersection(self.sums)
         self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
 
@@ -123,46 +130,46 @@ class _Rewrite:
             inputs.append(replace(value, placement=placement))
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
-        lines = self._lines(self.program.lines)
+        ops = self._rewrite_ops(self.program.instructions)
         outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
         grads = {leaf: self.renamed.get(g, g) for leaf, g in self.program.grads.items()}
         functions = self.functions.by_name
         return replace(
-            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=functions, grads=grads
+            self.program,
+            inputs=tuple(inputs),
+            instructions=tuple(ops),
+            outputs=outputs,
+            functions=functions,
+            grads=grads,
         )
 
-    def _lines(self, lines: Sequence[Line]) -> list[Line]:
+    def _rewrite_ops(self, ops: Sequence[Instruction]) -> list[Instruction]:
         """Returns these ops, sharded, with the gathers and reductions that they need."""
-        out: list[Line] = []
+        out: list[Instruction] = []
         # gradients that are reduced together: those of one block
         together = {g: self._owner(leaf) for g, leaf in self.grads.items()}
         awaited = Counter(together.values())  # gradients that each still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        for line in lines:
-            if (
-                line.op == "cast"
-                and line.args[0] in self.leaf_of
-                and line.out[0].name not in self.sums
-                and line.micro is None
-            ):
+        for op in ops:
+            if op.op == "cast" and op.args[0] in self.leaf_of and op.out[0].name not in self.sums and op.micro is None:
                 # cast as a shard, before its gather
-                self.leaf_of[line.out[0].name] = (line.args[0], line)
-            elif line.op == "accumulate":
+                self.leaf_of[op.out[0].name] = (op.args[0], op)
+            elif op.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
-            elif line.op == "loop":
-                out += self._keep((a for x in line.body for a in x.args), self.cast_once)
-                out.append(replace(line, body=tuple(self._lines(line.body))))
-                out += self._after_loop({x.args[0] for x in line.body if x.op == "accumulate"})
-            elif line.op == "update":
-                out += self._update(line)
+            elif op.op == "loop":
+                out += self._keep((a for x in op.body for a in x.args), self.cast_once)
+                out.append(replace(op, body=tuple(self._rewrite_ops(op.body))))
+                out += self._after_loop({x.args[0] for x in op.body if x.op == "accumulate"})
+            elif op.op == "update":
+                out += self._update(op)
             else:
-                if line.of_sums:  # all values that it reads are reduced, so its results are the same on every rank
-                    made = tuple(replace(v, placement=WHOLE) for v in line.out)
-                    line = replace(line.rename(self.renamed), out=made)
-                new, gathers = self._reads(line)
+                if op.of_sums:  # all values that it reads are reduced, so its results are the same on every rank
+                    made = tuple(replace(v, placement=WHOLE) for v in op.out)
+                    op = replace(op.rename(self.renamed), out=made)
+                new, gathers = self._reads(op)
                 out += [*gathers, self._placed(new)]
-                for value in line.out:
+                for value in op.out:
                     if value.name in self.grads:
                         owner = together[value.name]
                         ready[owner].append(value.name)
@@ -188,18 +195,18 @@ class _Rewrite:
 
     # --- reads of parameters ---
 
-    def _reads(self, line: Line) -> tuple[Line, list[Line]]:
+    def _reads(self, op: Instruction) -> tuple[Instruction, list[Instruction]]:
         """Returns the op with the gathered values of the sharded parameters that it reads, and the ops that gather
         them."""
-        part, micro = line.segment.of, line.micro if self.gathers == "micro" else None
+        part, micro = op.segment.of, op.micro if self.gathers == "micro" else None
         if (part, micro) in self.gathered_for:
-            return line.rename(self.gathered_for[part, micro]), []
-        wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(line.args)) if a in self.leaf_of]
-        lines = self._keep(wanted)
+            return op.rename(self.gathered_for[part, micro]), []
+        wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(op.args)) if a in self.leaf_of]
+        ops = self._keep(wanted)
         names = {a: self.kept.get(a, a) for a in wanted}
         fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
-        if repeats(line) and self.gathers != "micro":
-            return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
+        if repeats(op) and self.gathers != "micro":
+            return op.rename({**names, **{a: self.shared[a] for a in fresh}}), ops
         gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
         for a, name in gathered.items():
             if self.placement[name].is_cut:
@@ -208,23 +215,23 @@ class _Rewrite:
         if part in self.reads_of:
             self.gathered_for[part, micro] = {**names, **gathered}
         self.shared = gathered or self.shared
-        return line.rename({**names, **gathered}), lines + more
+        return op.rename({**names, **gathered}), ops + more
 
     def _computed(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is still sharded when subgraphs read it."""
         layout = self._param(name).layout
         return tuple(a for a in layout.axes[: len(layout.dims)] if a in self.zero.computed)
 
-    def _unflatten(self, name: str, shard: str) -> tuple[str, Line]:
+    def _unflatten(self, name: str, shard: str) -> tuple[str, Instruction]:
         """Reshapes the flat shard of a parameter to the tensor that subgraphs read. Returns its name and the op."""
         at = self.placement[shard]
         cuts = tuple(zip(at.axes, at.dims, strict=True))
         value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_cut"))
         value = replace(value, placement=Placement(cuts=cuts))
         self.placement[value.name] = value.placement
-        return value.name, Line("unflatten", (shard,), (value,), by=self.by)
+        return value.name, Instruction("unflatten", (shard,), (value,), by=self.by)
 
-    def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Line]:
+    def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Instruction]:
         """Gathers parameters once per step, as far as they stay gathered until its end. `cast`: parameters that are
         only cast once, even if they do not stay gathered."""
         groups: dict[int, list[str]] = defaultdict(list)
@@ -233,12 +240,12 @@ class _Rewrite:
             casts = path in cast and by is not None
             if casts or self.placement[path].axes != self._stays(a):
                 groups[self._owner(path)].append(a)
-        lines: list[Line] = []
+        ops: list[Instruction] = []
         for group in groups.values():
             names, more = self._gather({a: a for a in group}, {a: self._stays(a) for a in group})
             self.kept.update(names)
-            lines += more
-        return lines
+            ops += more
+        return ops
 
     def _stays(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is still sharded in the form that is kept until the end of the step."""
@@ -249,7 +256,7 @@ class _Rewrite:
 
     def _gather(
         self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
-    ) -> tuple[dict[str, str], list[Line]]:
+    ) -> tuple[dict[str, str], list[Instruction]]:
         """Returns the names of gathered parameters, and the ops that gather them, one axis after the other.
 
         Args:
@@ -257,7 +264,7 @@ class _Rewrite:
                 as it stays gathered.
             to: the axes that still shard each one afterwards; by default none.
         """
-        lines, now = [], dict[str, Value]()
+        ops, now = [], dict[str, Value]()
         for a, source in sources.items():
             path, cast = self.leaf_of[a]
             name = path if source == a else source
@@ -265,31 +272,31 @@ class _Rewrite:
             if cast is not None and source == a:
                 now[a] = replace(now[a], name=self.names(f"{identifier(path)}_shard"))
                 self.placement[now[a].name] = now[a].placement
-                lines.append(replace(cast, out=(now[a],)))
+                ops.append(replace(cast, out=(now[a],)))
         gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
-        return {a: v.name for a, v in gathered.items()}, lines + more
+        return {a: v.name for a, v in gathered.items()}, ops + more
 
     def _hops(
         self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
-    ) -> tuple[dict[str, Value], list[Line]]:
+    ) -> tuple[dict[str, Value], list[Instruction]]:
         """Gathers values, by any key, until only these axes shard them: over one axis after the other, all values of
         one axis in one transfer."""
-        now, lines = multi_axis_gather.gathered(
+        now, ops = multi_axis_gather.gathered(
             values, to, named, self.names, lambda: moving(self.names.numbered("gather")), self.by
         )
-        self.placement.update((v.name, v.placement) for line in lines for v in line.out)
-        return now, lines
+        self.placement.update((v.name, v.placement) for op in ops for v in op.out)
+        return now, ops
 
     # --- gradients and sums ---
 
-    def _placed(self, line: Line) -> Line:
+    def _placed(self, op: Instruction) -> Instruction:
         """Returns the op with the placements of its results: varying as soon as it reads any varying value."""
-        local = line.op in ("part_index", "take_part") or not self.own.isdisjoint(line.args)
-        if line.op in ("all_gather_start", "all_reduce_start"):
-            self.brought[line.out[0].name] = line.axes
-        brought = self.brought.get(line.args[0], ()) if line.op == "wait" else ()
+        local = op.op in ("part_index", "take_part") or not self.own.isdisjoint(op.args)
+        if op.op in ("all_gather_start", "all_reduce_start"):
+            self.brought[op.out[0].name] = op.axes
+        brought = self.brought.get(op.args[0], ()) if op.op == "wait" else ()
         out = []
-        for value in line.out:
+        for value in op.out:
             self.own |= {value.name} if local else set()
             # along axes that shard or sum a value, it belongs to the samples of all ranks
             cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
@@ -304,29 +311,29 @@ class _Rewrite:
                 placement = _both(Placement("local", axes) if local and axes else WHOLE, value.placement)
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
-        line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
-        return replace(line, out=tuple(out))
+        op = op.saying(axes=self.zero.batch_axes) if op.op == "part_index" else op
+        return replace(op, out=tuple(out))
 
-    def _reduce_block(self, names: list[str]) -> list[Line]:
+    def _reduce_block(self, names: list[str]) -> list[Instruction]:
         """Returns the reduction of a block's gradients, directly after the last of them has been computed. In a loop,
         only gradients that must not be accumulated unsharded are reduced."""
         if not self.totals:
             return self._reduce(names)
-        lines = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
-        return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
+        ops = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
+        return ops + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
     def _adds_up(self, path: str) -> tuple[str, ...]:
         """The axes that shard a parameter's gradients while a loop accumulates them over micro-batches."""
         return () if self.full_grads else self.zero.grads(self.program.leaves[path])
 
-    def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+    def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Instruction]:
         return (
             [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
         )
 
-    def _accumulate(self, name: str, total: str, op: str = "sum") -> Line:
+    def _accumulate(self, name: str, total: str, op: str = "sum") -> Instruction:
         self.placement[total] = self.placement[name]
-        return Line(
+        return Instruction(
             "accumulate",
             (name,),
             (replace(self.values[total], placement=self.placement[name]),),
@@ -334,27 +341,27 @@ class _Rewrite:
             by="accumulate",
         )
 
-    def _after_loop(self, added: Collection[str]) -> list[Line]:
+    def _after_loop(self, added: Collection[str]) -> list[Instruction]:
         """Returns the remaining reductions of a loop's totals, which run once per step: sharded totals are reduced over
         the axes that do not shard them, the others over all axes."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if name in added and self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
-        lines = self._all_reduce([self.totals[s] for s in self.sums if s in added]) + self._all_reduce(
+        ops = self._all_reduce([self.totals[s] for s in self.sums if s in added]) + self._all_reduce(
             [self.totals[m] for m in self.maxima if m in added], op="max"
         )
         for names in groups.values():
-            lines += self._reduce([self.totals[n] for n in names])
-        return lines
+            ops += self._reduce([self.totals[n] for n in names])
+        return ops
 
-    def _reduce(self, names: Sequence[str]) -> list[Line]:
+    def _reduce(self, names: Sequence[str]) -> list[Instruction]:
         """Reduces gradients to the form that updates read: sharded like their optimizer state, and reduced over all
         axes."""
         finest = {n: self._finest(n) for n in names}
-        lines = self._scatter(finest)
+        ops = self._scatter(finest)
         return (
-            lines
+            ops
             + self._all_reduce([n for n in names if finest[n]])
             + self._all_reduce([n for n in names if not finest[n]])
         )
@@ -363,11 +370,11 @@ class _Rewrite:
         """The axes that shard a gradient, or its total over micro-batches, for the update."""
         return self.zero.opt_state(self._param_of(name))
 
-    def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
+    def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Instruction]:
         """Shards gradients over these axes, which also reduces them over these axes: one axis after the other, all
         values of one axis in one transfer."""
-        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
-        lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
+        ops, now = list[Instruction](), {n: self.renamed.get(n, n) for n in to}
+        ops += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
             axes = {n: to[n][len(cut[n]) :][:1] for n in left}
@@ -379,9 +386,9 @@ class _Rewrite:
             for n in here:
                 dims = self._param_of(n).layout.dims
                 if len(cut[n]) < len(dims):
-                    lines.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
+                    ops.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
             handle, arrives = moving(self.names.numbered("scatter")), STARTS["reduce_scatter_start"].arrives
-            start = Line(
+            start = Instruction(
                 "reduce_scatter_start",
                 tuple(now[n] for n in here),
                 (handle,),
@@ -393,37 +400,37 @@ class _Rewrite:
                     self.values[now[n]], name=self.names(f"{n}_shard"), placement=arrives(start, self.placement[now[n]])
                 )
                 self.placement[value.name], self.values[value.name], now[n] = value.placement, value, value.name
-            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
+            ops += [start, Instruction("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
         self.renamed.update((n, name) for n, name in now.items() if name != n)
-        return lines
+        return ops
 
-    def _flatten(self, now: dict[str, str], grad: str) -> Line:
+    def _flatten(self, now: dict[str, str], grad: str) -> Instruction:
         """Flattens the gradient of a shard along dims to the flat shard in which it is stored."""
         at, value = self.placement[now[grad]], self.values[now[grad]]
         axes, dims = zip(*at.cuts, strict=True)
         flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
         shard = replace(value, name=self.names(f"{grad}_flat"), placement=flat)
-        line = Line("flatten", (now[grad],), (shard,), by=self.by)
+        op = Instruction("flatten", (now[grad],), (shard,), by=self.by)
         now[grad], self.placement[shard.name], self.values[shard.name] = shard.name, flat, shard
-        return line
+        return op
 
     def _param_of(self, grad: str) -> Leaf:
         return self.program.leaves[self.param_of[grad]]
 
     def _split(
         self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Dim, ...]
-    ) -> Line:
+    ) -> Instruction:
         """Arranges a gradient as permuted shards: the parts into which an axis divides it along a dim."""
         source, value = self.placement[now[grad]], self.values[now[grad]]
         placement = replace(source, kind="parts", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
         parts = replace(value, name=self.names(f"{grad}_parts"), placement=placement)
-        line = Line("split_parts", (now[grad],), (parts,), attrs=Over(axes=axis), by=self.by)
+        op = Instruction("split_parts", (now[grad],), (parts,), attrs=Over(axes=axis), by=self.by)
         now[grad], self.placement[parts.name], self.values[parts.name] = parts.name, placement, parts
-        return line
+        return op
 
-    def _all_reduce(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+    def _all_reduce(self, names: Sequence[str], op: str = "sum") -> list[Instruction]:
         """Returns the reductions of values over all axes over which they are partial."""
-        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
+        ops, now = list[Instruction](), {n: self.renamed.get(n, n) for n in names}
         base = dict(now)
         for axis in (*self.zero.batch_axes, *self.zero.computed):
             here = [n for n in names if axis in self.placement[now[n]].partial]
@@ -431,7 +438,7 @@ class _Rewrite:
                 continue
             placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), "data_parallel")
             handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
-            start = Line(
+            start = Instruction(
                 "all_reduce_start",
                 tuple(now[n] for n in here),
                 (handle,),
@@ -443,18 +450,18 @@ class _Rewrite:
                 name = self.names(f"{base[n]}_sum")
                 value = replace(self.values[now[n]], name=name, placement=placement)
                 self.placement[name], self.values[name], now[n] = placement, value, name
-            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=placed)]
+            ops += [start, Instruction("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=placed)]
         self.renamed.update((n, name) for n, name in now.items() if name != n)
-        return lines
+        return ops
 
     # --- the update ---
 
-    def _update(self, line: Line) -> list[Line]:
+    def _update(self, op: Instruction) -> list[Instruction]:
         """Returns the update on shards and, if parameters are stored unsharded, the gathers of their new values."""
         before, rename, aliases = [], dict(self.renamed), dict[str, str]()
         # by block and number of axes: the values that are gathered together
         groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)
-        for path in line.args:
+        for path in op.args:
             leaf = self.program.leaves.get(path)
             if (
                 leaf is not None
@@ -464,20 +471,23 @@ class _Rewrite:
                 value = Value(
                     self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
                 )
-                before.append(Line("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
+                before.append(Instruction("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
-                if path in line.writes:
+                if path in op.writes:
                     groups[self._owner(path), len(leaf.layout.axes)][path] = value
-        said = line.says(UpdateAttrs)
+        said = op.says(UpdateAttrs)
         sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
-        update = line.rename(rename).saying(sums=sums, maxima=maxima, leaf=aliases)
-        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
+        update = op.rename(rename).saying(sums=sums, maxima=maxima, leaf=aliases)
+        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in op.writes))]
         for paths in groups.values():
-            values, lines = self._hops(
+            values, ops = self._hops(
                 paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"
             )
-            out += [*lines, Line("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by)]
+            out += [
+                *ops,
+                Instruction("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by),
+            ]
         return out
 
 

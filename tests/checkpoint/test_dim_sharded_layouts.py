@@ -253,9 +253,9 @@ def test_each_byte_moves_once_over_each_axis():
     """Gradients leave a rank as over axes that cut flat: half over `model`, of which half over `data`."""
     program = lowered(fz.compose(cut_dims("model", **RULES["groups"]), fz.shard_params(axis=("data", "model")))).program
     sent: Counter[str] = Counter()
-    for line, times in program.walk():
-        if line.op == "reduce_scatter_start":
-            sent[line.axes[0]] += times * transfer_bytes(line, program.values_by_name, program.mesh)
+    for op, times in program.walk():
+        if op.op == "reduce_scatter_start":
+            sent[op.axes[0]] += times * transfer_bytes(op, program.values_by_name, program.mesh)
     parameters, uncut = 4 * (2 * (360 + 36 + 120) + 10), 4 * 10
     assert sent == {"model": pytest.approx(parameters / 2, abs=uncut), "data": pytest.approx(parameters / 4, abs=uncut)}
     assert "parts(model along 1 in 3 groups of model, data) partial(data, model)" in str(program)

@@ -271,12 +271,13 @@ def test_modules_are_found_by_the_names_of_0_2(tmp_path: Path) -> None:
     script.write_text(
         "import fzero as fz\n"
         "from fzero.program.ops import transfer_bytes\n"
-        "from fzero.program.ir import Line\n"
+        "from fzero.program.ir import Instruction, Line\n"
         "from fzero.launcher import tell\n"
         "import fzero.transforms.base\n"
         "import fzero.experts\n"
         "from fzero.ir import ops, program\n"
-        "assert Line is program.Line and transfer_bytes is ops.transfer_bytes and fz.experts is fzero.experts\n"
+        "assert Line is Instruction is program.Instruction and transfer_bytes is ops.transfer_bytes\n"
+        "assert fz.experts is fzero.experts\n"
         "assert issubclass(type(fz.shard_params()), fzero.transforms.base.Transform)\n"
         "assert {name: __import__('importlib').import_module(name).__name__ for name in fz._MOVED} == fz._MOVED\n"
     )

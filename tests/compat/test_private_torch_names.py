@@ -775,7 +775,7 @@ def test_what_is_recorded_has_no_repetitions() -> None:
 
     step = fz.train_step(lambda p, x: layer(p, layer(p, x)).square().mean(), fz.optim.sgd(0.1))
     program = fz.lower(step, fz.AbstractMesh(data=1), torch.ones(4, 4), torch.ones(2, 4)).program
-    joints = [line.block.joint.graph.graph for line, _ in program.walk() if line.block is not None]
+    joints = [op.block.joint.graph.graph for op, _ in program.walk() if op.block is not None]
     assert joints
     for graph in joints:
         assert len(fx_graph_cse(graph).nodes) == len(graph.nodes)

@@ -31,11 +31,11 @@ def gpt(transform: Any = lambda step: step, loss: Any = models.gpt_loss, ranks: 
 
 
 def fused(program: Program) -> list[str]:
-    return [line.fn for line, _ in program.walk() if line.fn.endswith("_value_and_grad")]
+    return [op.fn for op, _ in program.walk() if op.fn.endswith("_value_and_grad")]
 
 
 def vjps(program: Program) -> list[str]:
-    return [line.fn for line, _ in program.walk() if "_vjp" in line.fn]
+    return [op.fn for op, _ in program.walk() if "_vjp" in op.fn]
 
 
 @pytest.mark.parametrize("policy", ["full", "min_cut", "none", 0.5])
@@ -54,15 +54,15 @@ def test_the_last_block_is_one_function_under_any_policy(policy):
 
 def test_it_is_gathered_once():
     program = gpt(STAGES[3](), ranks=2)
-    gathers = [line for line in program.lines if line.op == "all_gather_start"]
-    assert sum("params['head']['out']" in line.args for line in gathers) == 1
-    assert sum("params['layers'][0]['up']" in line.args for line in gathers) == 2
+    gathers = [op for op in program.instructions if op.op == "all_gather_start"]
+    assert sum("params['head']['out']" in op.args for op in gathers) == 1
+    assert sum("params['layers'][0]['up']" in op.args for op in gathers) == 2
 
 
 def test_in_every_micro_batch():
     program = gpt(fz.accumulate(3))
-    (loop,) = [line for line in program.lines if line.op == "loop"]
-    assert sum(line.fn == "head_value_and_grad" for line in loop.body) == 1
+    (loop,) = [op for op in program.instructions if op.op == "loop"]
+    assert sum(op.fn == "head_value_and_grad" for op in loop.body) == 1
 
 
 def with_aux(params, batch):
@@ -73,7 +73,7 @@ def with_aux(params, batch):
 
 def test_glue_between_is_taken_in():
     program = gpt(loss=with_aux, has_aux=True)
-    calls = [line.fn for line in program.lines if line.op == "call"]
+    calls = [op.fn for op in program.instructions if op.op == "call"]
     # which made the loss and the seed of the backward
     assert fused(program) == ["head_value_and_grad"] and "glue_1" not in calls
 

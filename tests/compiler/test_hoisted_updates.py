@@ -15,89 +15,89 @@ from models import MODELS, OPTIMIZERS
 import fzero as fz
 from fzero import optim
 from fzero.ir.ops import COLLECTIVES
-from fzero.ir.program import Line
+from fzero.ir.program import Instruction
 
 
-def lowered(step: Any, init: Any, batch: Any, ranks: int = 1, **mesh: Any) -> list[Line]:
-    return list(fz.lower(step, fz.AbstractMesh(data=ranks, **mesh), init, batch).program.lines)
+def lowered(step: Any, init: Any, batch: Any, ranks: int = 1, **mesh: Any) -> list[Instruction]:
+    return list(fz.lower(step, fz.AbstractMesh(data=ranks, **mesh), init, batch).program.instructions)
 
 
-def gpt(*transforms: Any, optimizer: str = "adamw", ranks: int = 1, layers: int = 4) -> list[Line]:
+def gpt(*transforms: Any, optimizer: str = "adamw", ranks: int = 1, layers: int = 4) -> list[Instruction]:
     step = fz.compose(fz.remat("full"), *transforms)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS[optimizer]()))
     return lowered(step, lambda key: models.gpt_init(key, layers), models.meta_part(models.batches(1)[0], ranks), ranks)
 
 
-def updates(lines: list[Line]) -> list[int]:
-    return [i for i, line in enumerate(lines) if line.op == "call" and line.by == "optimizer" and line.writes]
+def updates(ops: list[Instruction]) -> list[int]:
+    return [i for i, op in enumerate(ops) if op.op == "call" and op.by == "optimizer" and op.writes]
 
 
-def backwards(lines: list[Line]) -> list[int]:
-    return [i for i, line in enumerate(lines) if line.is_backward]
+def backwards(ops: list[Instruction]) -> list[int]:
+    return [i for i, op in enumerate(ops) if op.is_backward]
 
 
-def maker(lines: list[Line], name: str) -> int:
+def maker(ops: list[Instruction], name: str) -> int:
     """The line that makes a value, or, if it came from other ranks, the one that made what was sent."""
-    at = next(i for i, line in enumerate(lines) if name in {v.name for v in line.out})
-    if lines[at].op != "wait":
+    at = next(i for i, op in enumerate(ops) if name in {v.name for v in op.out})
+    if ops[at].op != "wait":
         return at
-    start = next(line for line in lines if line.out and line.out[0].name == lines[at].args[0])
-    return max(maker(lines, a) for a in start.args)
+    start = next(op for op in ops if op.out and op.out[0].name == ops[at].args[0])
+    return max(maker(ops, a) for a in start.args)
 
 
-def gradients(lines: list[Line], update: int) -> list[str]:
-    made = {v.name for line in lines for v in line.out}
-    return [a for a in lines[update].args if a in made and a.startswith("d_")]
+def gradients(ops: list[Instruction], update: int) -> list[str]:
+    made = {v.name for op in ops for v in op.out}
+    return [a for a in ops[update].args if a in made and a.startswith("d_")]
 
 
 def test_on_one_device_a_block_is_updated_right_after_its_backward() -> None:
-    lines = gpt()
-    assert len(updates(lines)) == 6
-    for i in updates(lines):
-        at = max(maker(lines, g) for g in gradients(lines, i))
-        assert lines[at].is_backward or "value_and_grad" in lines[at].fn
-        assert not [x for x in lines[at + 1 : i] if x.block is not None], "no other block in between"
+    ops = gpt()
+    assert len(updates(ops)) == 6
+    for i in updates(ops):
+        at = max(maker(ops, g) for g in gradients(ops, i))
+        assert ops[at].is_backward or "value_and_grad" in ops[at].fn
+        assert not [x for x in ops[at + 1 : i] if x.block is not None], "no other block in between"
 
 
 def test_over_ranks_one_block_later() -> None:
     """The block that runs meanwhile hides the reduction; after the last one there is none."""
-    lines = gpt(fz.shard_params(), ranks=2)
+    ops = gpt(fz.shard_params(), ranks=2)
     between = []
-    for i in updates(lines):
-        at = max(maker(lines, g) for g in gradients(lines, i))
-        between.append(sum(x.block is not None for x in lines[at + 1 : i]))
+    for i in updates(ops):
+        at = max(maker(ops, g) for g in gradients(ops, i))
+        between.append(sum(x.block is not None for x in ops[at + 1 : i]))
     assert sorted(between) == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("transforms", [(), (fz.shard_params(),)], ids=["one device", "ranks"])
 def test_what_is_clipped_waits_for_the_norm(transforms: Any) -> None:
-    lines = gpt(*transforms, optimizer="clipped", ranks=2 if transforms else 1)
-    norm = max(i for i, line in enumerate(lines) if any(v.name == "metric_grad_norm" for v in line.out))
-    assert updates(lines) and min(updates(lines)) > norm > max(backwards(lines))
+    ops = gpt(*transforms, optimizer="clipped", ranks=2 if transforms else 1)
+    norm = max(i for i, op in enumerate(ops) if any(v.name == "metric_grad_norm" for v in op.out))
+    assert updates(ops) and min(updates(ops)) > norm > max(backwards(ops))
 
 
 def test_after_the_last_micro_batch() -> None:
-    lines = gpt(fz.accumulate(2))
-    assert min(updates(lines)) > next(i for i, line in enumerate(lines) if line.op == "loop")
+    ops = gpt(fz.accumulate(2))
+    assert min(updates(ops)) > next(i for i, op in enumerate(ops) if op.op == "loop")
 
 
-def reads_after_writes(lines: list[Line]) -> list[str]:
+def reads_after_writes(ops: list[Instruction]) -> list[str]:
     """What a line reads, or a transfer under way, after its memory was overwritten; but for new shards, which are
     gathered and put over their leaves."""
     written, moving, parts, out = set[str](), dict[str, set[str]](), dict[str, str](), list[str]()
-    for line in lines:
-        if line.op == "take_shard":
-            parts[line.out[0].name] = line.args[0]
-        elif line.op == "wait":
-            moving.pop(line.args[0], None)
-        new = set(line.args if line.op == "all_gather_start" else line.writes if line.op == "assign" else ()) & {
+    for op in ops:
+        if op.op == "take_shard":
+            parts[op.out[0].name] = op.args[0]
+        elif op.op == "wait":
+            moving.pop(op.args[0], None)
+        new = set(op.args if op.op == "all_gather_start" else op.writes if op.op == "assign" else ()) & {
             *parts,
             *parts.values(),
         }
-        out += [a for a in line.args if parts.get(a, a) in written and a not in new]
-        out += [w for w in line.writes if any(parts.get(w, w) in args for args in moving.values())]
-        if line.op in COLLECTIVES:
-            moving[line.out[0].name] = {parts.get(a, a) for a in line.args}
-        written |= {parts.get(w, w) for w in line.writes}
+        out += [a for a in op.args if parts.get(a, a) in written and a not in new]
+        out += [w for w in op.writes if any(parts.get(w, w) in args for args in moving.values())]
+        if op.op in COLLECTIVES:
+            moving[op.out[0].name] = {parts.get(a, a) for a in op.args}
+        written |= {parts.get(w, w) for w in op.writes}
     return out
 
 
@@ -138,17 +138,15 @@ def test_a_block_that_returns_a_view_of_a_parameter(transforms: Any) -> None:
 
 
 def test_a_view_is_a_reader() -> None:
-    lines = lowered(fz.remat("full")(fz.train_step(views_loss, optim.adamw(0.1))), VIEWS, torch.ones(2, 4))
+    ops = lowered(fz.remat("full")(fz.train_step(views_loss, optim.adamw(0.1))), VIEWS, torch.ones(2, 4))
     (made,) = [
-        line
-        for line in lines
-        if line.op == "call" and "params['first']['w']" in line.args and not line.writes and not line.is_backward
+        op
+        for op in ops
+        if op.op == "call" and "params['first']['w']" in op.args and not op.writes and not op.is_backward
     ]
-    view = {v.name for v in made.out if v.shape == (2, 4)} - {
-        line.args[0] for line in lines if line.fn.startswith("dense")
-    }
-    update = next(i for i, line in enumerate(lines) if "params['first']['w']" in line.writes)
-    readers = [i for i, line in enumerate(lines) if view & set(line.args)]
+    view = {v.name for v in made.out if v.shape == (2, 4)} - {op.args[0] for op in ops if op.fn.startswith("dense")}
+    update = next(i for i, op in enumerate(ops) if "params['first']['w']" in op.writes)
+    readers = [i for i, op in enumerate(ops) if view & set(op.args)]
     assert readers and max(readers) < update
 
 
@@ -156,8 +154,8 @@ def test_a_view_is_a_reader() -> None:
 def test_tied_leaves_are_updated_after_their_last_reader(name: str) -> None:
     case = test_trees.CASES[name]
     keywords = {"trainable": case.trainable} if case.trainable else {}
-    lines = lowered(fz.train_step(case.loss, optim.adamw(1e-2), **keywords), case.make(), case.batch(0))
-    assert updates(lines) and not reads_after_writes(lines)
+    ops = lowered(fz.train_step(case.loss, optim.adamw(1e-2), **keywords), case.make(), case.batch(0))
+    assert updates(ops) and not reads_after_writes(ops)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +172,6 @@ def test_states_that_exchange_values(name: str) -> None:
 @pytest.mark.parametrize("stage", models.STAGES)
 def test_no_leaf_is_read_after_it_was_overwritten(model: str, stage: int) -> None:
     step = models.STAGES[stage](fz.train_step(MODELS[model].loss, OPTIMIZERS["lamb"]()))
-    lines = lowered(step, MODELS[model].init, models.meta_part(models.batches(1)[0], 2), 2)
-    assert updates(lines)
-    assert not reads_after_writes(lines)
+    ops = lowered(step, MODELS[model].init, models.meta_part(models.batches(1)[0], 2), 2)
+    assert updates(ops)
+    assert not reads_after_writes(ops)

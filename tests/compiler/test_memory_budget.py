@@ -83,10 +83,10 @@ def test_the_plan_fits_and_memory_makes_it_faster() -> None:
 def test_what_a_large_budget_chooses() -> None:
     found = lowered(1 << 30)
     assert found.options.remat == 1.0 and found.options.full_grads and found.options.order.shared > 0
-    gathers = [line for line, _ in found.program.walk() if line.op == "all_gather_start"]
+    gathers = [op for op, _ in found.program.walk() if op.op == "all_gather_start"]
     assert (
         len(gathers)
-        <= len([line for line, _ in lowered(None).program.walk() if line.op == "all_gather_start"])
+        <= len([op for op, _ in lowered(None).program.walk() if op.op == "all_gather_start"])
         - found.options.order.shared
     )
 
@@ -202,8 +202,8 @@ def unordered() -> Program:
     return fz.lower(step, MESH, MODELS["gpt"].init, batch(2)).program
 
 
-def starts(program: Program, op: str = "all_gather_start") -> list[Any]:
-    return [line for line, _ in program.walk() if line.op == op]
+def starts(program: Program, kind: str = "all_gather_start") -> list[Any]:
+    return [op for op, _ in program.walk() if op.op == kind]
 
 
 def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None:
@@ -220,7 +220,7 @@ def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None
 def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
     together = overlap(unordered, ScheduleOptions(coalesced=1 << 30))
     for op in ("all_gather_start", "reduce_scatter_start"):
-        size = lambda line, values: sum(values[a].nbytes for a in line.args)  # noqa: E731
+        size = lambda op, values: sum(values[a].nbytes for a in op.args)  # noqa: E731
         before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
         assert sum(before) == sum(after) and max(after) <= max(before)
     assert len(starts(overlap(unordered, ScheduleOptions(coalesced=1)))) == len(starts(unordered))
@@ -233,7 +233,7 @@ def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
         for x in starts(unordered, op)
     ]
     assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
-    assert overlap(unordered, ScheduleOptions(coalesced=min(sent) + 1)).lines == overlap(unordered).lines
+    assert overlap(unordered, ScheduleOptions(coalesced=min(sent) + 1)).instructions == overlap(unordered).instructions
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -284,7 +284,7 @@ def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(tran
 
     def between(found: fz.Lowered) -> list[int]:
         """Blocks that run while each reduction over `data` travels, within the loop."""
-        (loop,) = (x for x in found.program.lines if x.op == "loop")
+        (loop,) = (x for x in found.program.instructions if x.op == "loop")
         at = {x.args[0]: i for i, x in enumerate(loop.body) if x.op == "wait"}
         blocks = [i for i, x in enumerate(loop.body) if x.block is not None]
         sent = [(i, at[x.out[0].name]) for i, x in enumerate(loop.body) if x.op == "reduce_scatter_start"]
@@ -296,12 +296,12 @@ def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(tran
 def test_gathers_start_further_ahead(unordered: Program) -> None:
     def first_start_after(program: Program, blocks: int) -> int:
         seen = 0
-        for line, _ in program.walk():
-            if line.op == "call" and line.block is not None:
+        for op, _ in program.walk():
+            if op.op == "call" and op.block is not None:
                 if seen == blocks:
                     return sum(1 for x in before if x.op == "all_gather_start")
                 seen += 1
-            before.append(line)
+            before.append(op)
         return -1
 
     counts = []

@@ -20,7 +20,7 @@ from fzero.errors import VerifyError
 from fzero.ir.attributes import CastAttrs
 from fzero.ir.ops import COLLECTIVES, COPIES, OPS
 from fzero.ir.pool_verifier import check
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
 
 
@@ -42,16 +42,16 @@ def looped() -> Program:
     return lowered(fz.shard_params(), fz.accumulate(3), fz.mixed_precision("bf16"))
 
 
-def edit(program: Program, change: Callable[[Line], list[Line]]) -> Program:
-    changed = program.map_lines(change)
-    assert changed.lines != program.lines, "the mutation changes nothing"
+def edit(program: Program, change: Callable[[Instruction], list[Instruction]]) -> Program:
+    changed = program.map_instructions(change)
+    assert changed.instructions != program.instructions, "the mutation changes nothing"
     return changed
 
 
-def only(which: Line, new: Callable[[Line], list[Line]]) -> Callable[[Line], list[Line]]:
-    return lambda line: (
-        new(line) if line.op == which.op and line.out == which.out and line.args == which.args else [line]
-    )
+def only(
+    which: Instruction, new: Callable[[Instruction], list[Instruction]]
+) -> Callable[[Instruction], list[Instruction]]:
+    return lambda op: new(op) if op.op == which.op and op.out == which.out and op.args == which.args else [op]
 
 
 def rejects(program: Program, *words: str) -> None:
@@ -61,11 +61,11 @@ def rejects(program: Program, *words: str) -> None:
         assert word in str(caught.value), str(caught.value)
 
 
-def transfers(program: Program, op: str) -> list[tuple[Line, Line]]:
+def transfers(program: Program, kind: str) -> list[tuple[Instruction, Instruction]]:
     """Each start of a kind with its wait, in order."""
-    lines = [line for line, _ in program.walk()]
-    waits = {line.args[0]: line for line in lines if line.op == "wait"}
-    return [(line, waits[line.out[0].name]) for line in lines if line.op == op]
+    ops = [op for op, _ in program.walk()]
+    waits = {op.args[0]: op for op in ops if op.op == "wait"}
+    return [(op, waits[op.out[0].name]) for op in ops if op.op == kind]
 
 
 def test_finished_programs_keep_the_rules(stage3: Program, looped: Program) -> None:
@@ -73,12 +73,12 @@ def test_finished_programs_keep_the_rules(stage3: Program, looped: Program) -> N
     check(looped)
 
 
-def places(program: Program, which: Callable[[Line, str], bool]) -> dict[str, int]:
+def places(program: Program, which: Callable[[Instruction, str], bool]) -> dict[str, int]:
     """Bytes in the pool of the results that are asked for, by name."""
     found = {}
-    for line, _ in program.walk():
-        for value, place in zip(line.out, line.into, strict=False):
-            if place is not None and which(line, value.name):
+    for op, _ in program.walk():
+        for value, place in zip(op.out, op.into, strict=False):
+            if place is not None and which(op, value.name):
                 found[value.name] = place.nbytes
     return found
 
@@ -102,7 +102,7 @@ def test_gradients_lie_where_what_was_kept_for_them_lay() -> None:
     added = [
         sum(
             places(
-                p, lambda line, name: name.startswith("saved") or (line.op == "wait" and name.endswith("_shard"))
+                p, lambda op, name: name.startswith("saved") or (op.op == "wait" and name.endswith("_shard"))
             ).values()
         )
         for p in (six, twelve)
@@ -113,22 +113,22 @@ def test_gradients_lie_where_what_was_kept_for_them_lay() -> None:
 def test_a_gather_into_bytes_still_read(stage3: Program) -> None:
     (first, wait), (second, later) = transfers(stage3, "all_gather_start")[1:3]
 
-    def onto(line: Line) -> list[Line]:
-        if line.out == second.out and line.op == second.op:
-            return [replace(line, into=first.into)]
-        return [replace(line, into=wait.into)] if line.op == "wait" and line.args == later.args else [line]
+    def onto(op: Instruction) -> list[Instruction]:
+        if op.out == second.out and op.op == second.op:
+            return [replace(op, into=first.into)]
+        return [replace(op, into=wait.into)] if op.op == "wait" and op.args == later.args else [op]
 
     rejects(edit(stage3, onto), "is written over the buffers of gather_1")
 
 
 def test_a_value_read_after_its_bytes_were_reused(stage3: Program) -> None:
-    lines = list(stage3.lines)
+    ops = list(stage3.instructions)
     starts = transfers(stage3, "all_gather_start")
     reused = next((a, b) for i, a in enumerate(starts) for b in starts[i + 2 :] if set(a[0].into) & set(b[0].into))
     (_, wait), (start, _) = reused
-    reader = next(i for i, x in enumerate(lines) if wait.out[0].name in x.args)
+    reader = next(i for i, x in enumerate(ops) if wait.out[0].name in x.args)
     moved = replace(
-        lines[reader],
+        ops[reader],
         out=(),
         writes=(),
         op="cast",
@@ -138,21 +138,21 @@ def test_a_value_read_after_its_bytes_were_reused(stage3: Program) -> None:
         into=(),
     )
     moved = replace(moved, out=(replace(wait.out[0], name="late"),))
-    at = next(i for i, x in enumerate(lines) if x is start) + 1
-    rejects(replace(stage3, lines=(*lines[:at], moved, *lines[at:])), f"{wait.out[0].name} is read, but")
+    at = next(i for i, x in enumerate(ops) if x is start) + 1
+    rejects(replace(stage3, instructions=(*ops[:at], moved, *ops[at:])), f"{wait.out[0].name} is read, but")
 
 
 def test_a_buffer_written_while_other_ranks_read_it(stage3: Program) -> None:
     (first, _), (second, _) = transfers(stage3, "reduce_scatter_start")[:2]
-    maker = next(x for x in stage3.lines if second.args[0] in {v.name for v in x.out})
+    maker = next(x for x in stage3.instructions if second.args[0] in {v.name for v in x.out})
     places = {v.name: p for v, p in zip(maker.out, maker.into, strict=True)}
     place = replace(places[second.args[0]], offset=first.into[0].offset)
 
-    def onto(line: Line) -> list[Line]:
+    def onto(op: Instruction) -> list[Instruction]:
         return [
             replace(
-                line,
-                into=tuple(place if v.name == second.args[0] else p for v, p in zip(line.out, line.into, strict=True)),
+                op,
+                into=tuple(place if v.name == second.args[0] else p for v, p in zip(op.out, op.into, strict=True)),
             )
         ]
 
@@ -160,10 +160,10 @@ def test_a_buffer_written_while_other_ranks_read_it(stage3: Program) -> None:
 
 
 def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
-    def apart(line: Line) -> list[Line]:
-        return [line.saying(together=False) if line.op == "wait" else line]
+    def apart(op: Instruction) -> list[Instruction]:
+        return [op.saying(together=False) if op.op == "wait" else op]
 
-    loop = next(x for x in looped.lines if x.op == "loop")
+    loop = next(x for x in looped.instructions if x.op == "loop")
     assert any(x.op == "wait" and x.attrs.together for x in loop.body)
     rejects(edit(looped, apart), "other ranks may still be reading it")
 
@@ -174,7 +174,7 @@ def test_turns_of_a_loop_that_do_not_end_together(looped: Program) -> None:
 def test_ranks_that_share_no_memory_wait_for_no_reader(transforms: Any) -> None:
     apart, shared = lowered(*transforms, shared_memory=False), lowered(*transforms)
     assert apart.pool_bytes <= 1.02 * shared.pool_bytes  # as packing leaves
-    assert not any(line.attrs.together for line, _ in apart.walk() if line.op == "wait")
+    assert not any(op.attrs.together for op, _ in apart.walk() if op.op == "wait")
     check(replace(shared, mesh=apart.mesh))
     rejects(replace(apart, mesh=shared.mesh), "other ranks may still be reading it")
 
@@ -184,14 +184,14 @@ def test_a_pool_that_is_too_small(stage3: Program) -> None:
 
 
 def test_donated_state_read_late(stage3: Program) -> None:
-    update = next(x for x in reversed(stage3.lines) if x.op == "call" and x.writes)
-    late = Line(
+    update = next(x for x in reversed(stage3.instructions) if x.op == "call" and x.writes)
+    late = Instruction(
         "cast",
         (update.writes[0],),
         (replace(stage3.values()[update.writes[0]], name="late"),),
         attrs=CastAttrs(dtype=torch.float32),
     )
-    rejects(replace(stage3, lines=(*stage3.lines, late)), "has been overwritten")
+    rejects(replace(stage3, instructions=(*stage3.instructions, late)), "has been overwritten")
 
 
 @pytest.mark.parametrize("op", sorted(COLLECTIVES))
@@ -205,9 +205,11 @@ def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     }
     program = other[op]() if op in other else stage3
     start, wait = transfers(program, op)[0]
-    lines = [x for x in program.lines if x is not start]
-    at = next(i for i, x in enumerate(lines) if x is wait) + 1
-    rejects(replace(program, lines=(*lines[:at], start, *lines[at:])), f"{start.out[0].name} is read before it is made")
+    ops = [x for x in program.instructions if x is not start]
+    at = next(i for i, x in enumerate(ops) if x is wait) + 1
+    rejects(
+        replace(program, instructions=(*ops[:at], start, *ops[at:])), f"{start.out[0].name} is read before it is made"
+    )
 
 
 class Allocations(compat.TorchDispatchMode):
@@ -255,7 +257,7 @@ def allocations_of_transfers(stage: str, shared: bool) -> tuple[list[int], int]:
     finally:
         for name, fn in before.items():
             setattr(carrier, name, fn)
-    return counts, sum(line.op in COLLECTIVES for line, _ in train.program.walk())
+    return counts, sum(op.op in COLLECTIVES for op, _ in train.program.walk())
 
 
 @pytest.mark.full(keep=["3-True"])
@@ -308,8 +310,8 @@ def unified() -> Program:
     return offloaded()
 
 
-def without(program: Program, *lines: Line) -> Program:
-    return edit(program, lambda line: [] if any(line is x for x in lines) else [line])
+def without(program: Program, *ops: Instruction) -> Program:
+    return edit(program, lambda op: [] if any(op is x for x in ops) else [op])
 
 
 @pytest.mark.parametrize("op", sorted(COPIES))
@@ -320,11 +322,11 @@ def test_a_copy_nobody_waits_for(tiered: Program, op: str) -> None:
         rejects(without(tiered, wait), f"{out.name} is read before it is made")
 
 
-@pytest.mark.parametrize("op", ["to_host_start", "disk_write_start"])
-def test_a_store_that_is_missing(tiered: Program, op: str) -> None:
+@pytest.mark.parametrize("kind", ["to_host_start", "disk_write_start"])
+def test_a_store_that_is_missing(tiered: Program, kind: str) -> None:
     """What was updated in a copy never comes to rest."""
-    program = lowered_on_device() if op == "to_host_start" else tiered
-    start, wait = next((start, wait) for start, wait in transfers(program, op) if start.writes)
+    program = lowered_on_device() if kind == "to_host_start" else tiered
+    start, wait = next((start, wait) for start, wait in transfers(program, kind) if start.writes)
     rejects(
         without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a part or a copy, is not"
     )
@@ -344,39 +346,41 @@ def lowered_on_device() -> Program:
 def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
     """By its name: of what is not there yet. By the bytes it is being copied to: of what lay there before."""
     start, wait = next((s, w) for s, w in transfers(tiered, op) if w.out)
-    lines = list(tiered.lines)
-    reader = next(x for x in lines if wait.out[0].name in x.args)
-    at = next(i for i, x in enumerate(lines) if x is start) + 1
-    moved = [*lines[:at], reader, *(x for x in lines[at:] if x is not reader)]
+    ops = list(tiered.instructions)
+    reader = next(x for x in ops if wait.out[0].name in x.args)
+    at = next(i for i, x in enumerate(ops) if x is start) + 1
+    moved = [*ops[:at], reader, *(x for x in ops[at:] if x is not reader)]
     rejects(
-        replace(tiered, lines=tuple(moved)), f"{reader.op} {reader.fn}", f"{wait.out[0].name} is read before it is made"
+        replace(tiered, instructions=tuple(moved)),
+        f"{reader.op} {reader.fn}",
+        f"{wait.out[0].name} is read before it is made",
     )
-    early = Line(
+    early = Instruction(
         "cast", (start.out[0].name,), (replace(wait.out[0], name="early"),), attrs=CastAttrs(dtype=wait.out[0].dtype)
     )
     rejects(
-        replace(tiered, lines=(*lines[:at], early, *lines[at:])),
+        replace(tiered, instructions=(*ops[:at], early, *ops[at:])),
         "cast  -> early",
         f"{start.out[0].name} is still moving",
     )
 
 
-def under_way(program: Program, op: str, during: str) -> tuple[Line, Line, Line]:
+def under_way(program: Program, op: str, during: str) -> tuple[Instruction, Instruction, Instruction]:
     """A start, and another one with its wait that begins before the first is waited for."""
-    lines = list(program.lines)
-    position = {id(x): i for i, x in enumerate(lines)}
+    ops = list(program.instructions)
+    position = {id(x): i for i, x in enumerate(ops)}
     pairs = ((s, w, t, u) for s, w in transfers(program, op) for t, u in transfers(program, during) if u.out and t.into)
     return next((s, t, u) for s, w, t, u in pairs if position[id(s)] < position[id(t)] < position[id(w)] and s is not t)
 
 
-def moved_to(program: Program, start: Line, wait: Line, offset: int) -> Program:
+def moved_to(program: Program, start: Instruction, wait: Instruction, offset: int) -> Program:
     """With the first thing a copy makes at another place."""
 
-    def there(line: Line) -> list[Line]:
-        if line is not start and line is not wait:
-            return [line]
-        assert line.into[0] is not None
-        return [replace(line, into=(replace(line.into[0], offset=offset), *line.into[1:]))]
+    def there(op: Instruction) -> list[Instruction]:
+        if op is not start and op is not wait:
+            return [op]
+        assert op.into[0] is not None
+        return [replace(op, into=(replace(op.into[0], offset=offset), *op.into[1:]))]
 
     return edit(program, there)
 
@@ -386,7 +390,7 @@ def test_a_ring_overwritten_while_it_is_written_out(memory: str, request: pytest
     """A read of the next block's state into the region that the disk is still taking the last one's from."""
     program: Program = request.getfixturevalue(memory)
     write, start, wait = under_way(program, "disk_write_start", "disk_read_start")
-    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     source = next(places[a] for a in write.args[len(write.writes) :] if a in places)
     rejects(
         moved_to(program, start, wait, source.offset),
@@ -405,7 +409,7 @@ def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
         lambda key: models.gpt_init(key, 4),
         next(iter(models.batches(1))),
     ).program
-    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
     rejects(
         moved_to(program, start, wait, places[fetch.args[0]].offset),
@@ -446,7 +450,7 @@ def test_what_writes_where_a_copy_to_the_host_still_arrives(monkeypatch: pytest.
 def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:
     """Equal offsets of two arenas are not the same bytes."""
     assert tiered.pool_bytes > 0 and tiered.host_pool_bytes > 0
-    begins = {(p.arena, p.offset) for line, _ in tiered.walk() for p in line.into if p is not None}
+    begins = {(p.arena, p.offset) for op, _ in tiered.walk() for p in op.into if p is not None}
     assert {offset for arena, offset in begins if arena == "host"} & {
         offset for arena, offset in begins if arena == "device"
     }
@@ -463,7 +467,7 @@ def test_a_gather_reads_its_shards_until_its_wait() -> None:
     mesh = fz.AbstractMesh(data=2, shared_memory=False, unified_memory=False)
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 4), batch).program
     gather, start, wait = under_way(program, "all_gather_start", "to_device_start")
-    places = {v.name: p for line in program.lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
+    places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     rejects(
         moved_to(program, start, wait, places[gather.args[0]].offset),
         f"is written over the buffers of {gather.out[0].name}: it is under way",
@@ -480,48 +484,48 @@ def test_a_shard_lies_where_it_was_taken_from() -> None:
         MODELS["gpt"].init,
         batch,
     ).program
-    lines = list(program.lines)
-    taken = next(x for x in lines if x.op == "take_shard")
-    update = next(i for i, x in enumerate(lines) if taken.out[0].name in x.writes)
-    places = {v.name: p for line in lines for v, p in zip(line.out, line.into, strict=False) if p is not None}
-    whole, at = places[taken.args[0]], lines.index(taken)
+    ops = list(program.instructions)
+    taken = next(x for x in ops if x.op == "take_shard")
+    update = next(i for i, x in enumerate(ops) if taken.out[0].name in x.writes)
+    places = {v.name: p for op in ops for v, p in zip(op.out, op.into, strict=False) if p is not None}
+    whole, at = places[taken.args[0]], ops.index(taken)
     start, wait = next(
         (s, w)
         for s, w in transfers(program, "disk_read_start")
-        if at < lines.index(w) < update or at < lines.index(s) < update
+        if at < ops.index(w) < update or at < ops.index(s) < update
     )
     rejects(moved_to(program, start, wait, whole.offset), f"{taken.args[0]} is read, but")
 
 
 def test_a_value_on_the_wrong_tier(tiered: Program) -> None:
-    update = next(x for x in tiered.lines if x.op == "call" and x.on_host and x.writes)
+    update = next(x for x in tiered.instructions if x.op == "call" and x.on_host and x.writes)
     here = update.saying(on="device")
     rejects(
-        edit(tiered, lambda line: [here] if line is update else [line]),
+        edit(tiered, lambda op: [here] if op is update else [op]),
         f"call {update.fn}",
         f"{update.writes[0]} is on the host, not on the device",
     )
-    block = next(x for x in tiered.lines if x.op == "call" and x.block is not None)
+    block = next(x for x in tiered.instructions if x.op == "call" and x.block is not None)
     leaf = next(n for n in tiered.leaves if n.startswith("params['embed']"))
     direct = replace(block, args=(leaf, *block.args[1:]))
     rejects(
-        edit(tiered, lambda line: [direct] if line is block else [line]),
+        edit(tiered, lambda op: [direct] if op is block else [op]),
         f"call {block.fn}",
         f"{leaf} is on the host, not on the device",
     )
     _, wait = transfers(tiered, "to_device_start")[0]
     wrong = replace(wait, out=(replace(wait.out[0], tier="host"), *wait.out[1:]))
-    rejects(edit(tiered, lambda line: [wrong] if line is wait else [line]), "wait", f"{wait.out[0].name} is ")
+    rejects(edit(tiered, lambda op: [wrong] if op is wait else [op]), "wait", f"{wait.out[0].name} is ")
     read, _ = transfers(tiered, "disk_read_start")[0]
     from_host = replace(read, args=(leaf, *read.args[1:]))
     rejects(
-        edit(tiered, lambda line: [from_host] if line is read else [line]),
+        edit(tiered, lambda op: [from_host] if op is read else [op]),
         "disk_read_start",
         f"{leaf} is on the host, not on the disk",
     )
 
 
-def alike(start: Line, program: Program) -> tuple[int, int]:
+def alike(start: Instruction, program: Program) -> tuple[int, int]:
     """Two leaves of one shape that a store writes."""
     shapes = [program.leaves[w].shape for w in start.writes]
     return next((i, j) for i in range(len(shapes)) for j in range(i + 1, len(shapes)) if shapes[i] == shapes[j])
@@ -536,7 +540,7 @@ def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
     targets[i], targets[j] = targets[j], targets[i]
     swapped = replace(start, args=(*targets, *start.args[num:]), writes=tuple(targets))
     rejects(
-        edit(tiered, lambda line: [swapped] if line is start else [line]),
+        edit(tiered, lambda op: [swapped] if op is start else [op]),
         "disk_write_start",
         f"{start.args[num + i]}",
         f"{start.writes[i]}",
@@ -545,20 +549,18 @@ def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
     sources[j] = sources[i]
     twice = replace(start, args=(*start.writes, *sources))
     rejects(
-        edit(tiered, lambda line: [twice] if line is start else [line]),
+        edit(tiered, lambda op: [twice] if op is start else [op]),
         "disk_write_start",
         f"updated, is stored in {start.writes[j]}",
     )
 
 
-@pytest.mark.parametrize("op", ["disk_write_start", "to_host_start"])
-def test_two_stores_to_one_leaf(tiered: Program, op: str) -> None:
-    program = lowered_on_device() if op == "to_host_start" else tiered
-    start, wait = next(p for p in transfers(program, op) if p[0].writes)
+@pytest.mark.parametrize("kind", ["disk_write_start", "to_host_start"])
+def test_two_stores_to_one_leaf(tiered: Program, kind: str) -> None:
+    program = lowered_on_device() if kind == "to_host_start" else tiered
+    start, wait = next(p for p in transfers(program, kind) if p[0].writes)
     again = replace(start, out=(replace(start.out[0], name="again"),))
-    lines = [
-        x
-        for line in program.lines
-        for x in ((line, again, replace(wait, args=("again",))) if line is wait else (line,))
+    ops = [
+        x for op in program.instructions for x in ((op, again, replace(wait, args=("again",))) if op is wait else (op,))
     ]
-    rejects(replace(program, lines=tuple(lines)), f"{op}  -> again: {start.writes[0]} is written twice")
+    rejects(replace(program, instructions=tuple(ops)), f"{kind}  -> again: {start.writes[0]} is written twice")

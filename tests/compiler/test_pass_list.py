@@ -24,7 +24,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, Verify
 from fzero.ir.ops import STARTS, transfer_bytes
 from fzero.ir.ops.op import Op
 from fzero.ir.printer import show
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
 from fzero.transforms import offload_pass
 from fzero.transforms.transform import Transform
@@ -137,8 +137,8 @@ def moved_off(program: Program) -> Program:
 
 def without_a_place(program: Program, temporaries: Any) -> Program:
     placed = PLACE(program, temporaries)
-    at = next(line for line in placed.lines if line.op == "all_gather_start")
-    return replace(placed, lines=tuple(replace(x, into=()) if x is at else x for x in placed.lines))
+    at = next(op for op in placed.instructions if op.op == "all_gather_start")
+    return replace(placed, instructions=tuple(replace(x, into=()) if x is at else x for x in placed.instructions))
 
 
 PLACE = passes.buffer_allocation.place
@@ -169,7 +169,7 @@ def test_a_rule_holds_on_its_side_of_a_pass_alone(rule: Callable[[Program], None
     at = {rules.is_cut: "cut_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
     for name, program in stages.items():
         behind = [*stages].index(name) >= [*stages].index(at)
-        moves = any(line.op.endswith("_start") for line, _ in program.walk())
+        moves = any(op.op.endswith("_start") for op, _ in program.walk())
         if behind == (rule is not rules.on_device) or (rule is rules.placed and not moves):
             rule(program)
         else:
@@ -231,7 +231,7 @@ def test_every_program_knows_the_gradients(name: str) -> None:
     """By the names under which updates read them, or copies for these."""
     for passed, program in lower(name).stages().items():
         assert [*program.grads] == [n for n, leaf in program.leaves.items() if leaf.role == "params"]
-        read = {a for line, _ in program.walk() for a in line.args}
+        read = {a for op, _ in program.walk() for a in op.args}
         assert read.issuperset(program.grads.values()), passed
         values = program.values_by_name
         assert (
@@ -250,7 +250,7 @@ def test_specs_of_one_kind_have_their_own_numbers() -> None:
     sent = {
         axis: sum(
             transfer_bytes(x, lowered.program.values_by_name, lowered.program.mesh)
-            for x in lowered.program.lines
+            for x in lowered.program.instructions
             if x.axes == (axis,) and x.op in STARTS
         )
         for axis in ("replica", "data")
@@ -271,7 +271,7 @@ def test_a_transform_brings_its_ops() -> None:
         computes = "there"
         makes_own = True
 
-        def check(self, line: Any, args: Any, rules: Any) -> None:
+        def check(self, op: Any, args: Any, rules: Any) -> None:
             pass
 
     @dataclass(frozen=True)
@@ -283,9 +283,12 @@ def test_a_transform_brings_its_ops() -> None:
         def rewrite(self, program: Program) -> Program:
             (first, *_) = program.grads.values()
             value = replace(program.values_by_name[first], name="doubled")
-            at = next(i for i, x in enumerate(program.lines) if x.writes and first in x.args)
-            lines = (Line("twice", (first,), (value,), by=self.name), program.lines[at].rename({first: "doubled"}))
-            return replace(program, lines=(*program.lines[:at], *lines, *program.lines[at + 1 :]))
+            at = next(i for i, x in enumerate(program.instructions) if x.writes and first in x.args)
+            ops = (
+                Instruction("twice", (first,), (value,), by=self.name),
+                program.instructions[at].rename({first: "doubled"}),
+            )
+            return replace(program, instructions=(*program.instructions[:at], *ops, *program.instructions[at + 1 :]))
 
     program = lower("zero-3", Doubling()).after("doubling")
     assert [x.op for x, _ in program.walk()].count("twice") == 1

@@ -112,7 +112,7 @@ def _trained(name: str, all_apart: bool, is_late: bool) -> tuple[Any, Any, int, 
         measured = allocated(lambda: held.append(train(held.pop(), third)), mesh.device)
         leaves = sum(x.nbytes for x in fz.tree.leaves(third))
         planned = train.plan.peak_bytes - train.plan.pool_bytes - train.plan.persistent_bytes - leaves
-        rooms = {p.room for line in train.program.pooled for p in line.into if p is not None and p.arena == "apart"}
+        rooms = {p.room for op in train.program.pooled for p in op.into if p is not None and p.arena == "apart"}
     return metrics, whole, len(rooms), planned, measured
 
 
@@ -142,16 +142,16 @@ def _all_apart(monkeypatch: pytest.MonkeyPatch) -> Program:
 def test_a_place_in_a_room_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     program = check(_all_apart(monkeypatch))
     assert "into=apart[" in str(program)
-    starts = [x for x in program.lines if x.op == "reduce_scatter_start"]
+    starts = [x for x in program.instructions if x.op == "reduce_scatter_start"]
     onto = starts[0].into[0]
     assert onto is not None
 
-    def moved(line: Any) -> list[Any]:
-        into = tuple(p and replace(p, room=onto.room, offset=0) if p == starts[1].into[0] else p for p in line.into)
-        return [replace(line, into=into)]
+    def moved(op: Any) -> list[Any]:
+        into = tuple(p and replace(p, room=onto.room, offset=0) if p == starts[1].into[0] else p for p in op.into)
+        return [replace(op, into=into)]
 
     with pytest.raises(fz.errors.VerifyError, match="written over the buffers of scatter_0"):
-        check(program.map_lines(moved))
+        check(program.map_instructions(moved))
 
 
 # --- a large vocabulary: what its loss makes is not there when its gradients are ---
@@ -205,10 +205,10 @@ def test_waits_that_all_ranks_end_together_make_the_pool_smaller(monkeypatch: py
     pool = importlib.import_module("fzero.compiler.buffer_allocation")
     monkeypatch.setattr(pool._Placer, "_sooner", lambda self: None)
     held = _large(fz.AbstractMesh(data=2)).program
-    marked = [x for x in found.lines if x.op == "wait" and x.attrs.together]
+    marked = [x for x in found.instructions if x.op == "wait" and x.attrs.together]
     assert found.pool_bytes < 0.9 * held.pool_bytes and 0 < len(marked) < 10
     with pytest.raises(fz.errors.VerifyError, match="other ranks may still be reading it"):
-        check(found.map_lines(lambda x: [x.saying(together=False) if x in marked else x]))
+        check(found.map_instructions(lambda x: [x.saying(together=False) if x in marked else x]))
 
 
 # --- one leaf at a time, where nothing else fits ---
@@ -244,7 +244,7 @@ def test_leaf_by_leaf_where_nothing_else_fits(run_ranks: Any) -> None:
     need = int(str(error.value).split("(")[1].split(" bytes")[0].replace(",", "")) + 2000
     found = lower(memory_budget=need)
     assert found.options.order.leafwise and need < lower().plan.peak_bytes
-    starts = [x for x in found.program.lines if x.op == "reduce_scatter_start"]
+    starts = [x for x in found.program.instructions if x.op == "reduce_scatter_start"]
     assert all(len(x.args) == 1 for x in starts) and len(starts) > 8
     wanted, narrow = (run_ranks(2, _leaf_by_leaf, budget) for budget in (None, need))
     for (a, b, is_narrow), (c, d, narrow_too) in zip(wanted, narrow, strict=True):

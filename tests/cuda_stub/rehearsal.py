@@ -82,11 +82,11 @@ def rehearse(program: Program) -> Told:
     ):
         mesh = _Mesh(program.mesh.axes, 0, _cuda())
         mesh.context.transport, mesh.context.copies = ProcessGroups(mesh), _Copies()
-        used = {line.fn for line, _ in program.walk() if line.fn}
+        used = {op.fn for op, _ in program.walk() if op.fn}
         functions = building.build({n: f for n, f in program.functions.items() if n in used}, "inductor", mesh)
         run: Any = execute.executable(program, functions, mesh)
         counting = _Counting(told)
-        names = {line.fn or line.op for line, _ in program.walk()}
+        names = {op.fn or op.op for op, _ in program.walk()}
         run.namespace.update({n: counting.of(n, f) for n in names if callable(f := run.namespace.get(n))})
         tensors = {v.name: torch.empty(v.held(program.mesh), dtype=v.dtype) for v in program.inputs}
         roots = dict.fromkeys(name.split("[")[0].split(".")[0] for name in tensors)

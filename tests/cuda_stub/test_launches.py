@@ -37,8 +37,8 @@ def lowered(bench: Any, size: int, *transforms: Any) -> Any:
 
 def lines(program: Any) -> Counter[str]:
     found: Counter[str] = Counter()
-    for line, times in program.walk():
-        found[line.fn or line.op] += times
+    for op, times in program.walk():
+        found[op.fn or op.op] += times
     return found
 
 
@@ -50,8 +50,8 @@ def test_every_line_and_collective_is_counted(bench: Any) -> None:
         starts = {name: n for name, n in said.items() if name.endswith("_start")}
         assert told.collectives == starts
         leaves = Counter(dict.fromkeys(starts, 0))
-        for line, times in program.walk():
-            leaves[line.op] += times * len(line.args) if line.op in starts else 0
+        for op, times in program.walk():
+            leaves[op.op] += times * len(op.args) if op.op in starts else 0
         assert told.leaves["all_gather_start"] == leaves["all_gather_start"]
         assert told.leaves["reduce_scatter_start"] == leaves["reduce_scatter_start"]
         assert {n: told.calls[n] for n in told.compiled} == {n: said[n] for n in told.compiled}
@@ -62,17 +62,17 @@ def test_copies_to_the_host_are_counted(bench: Any) -> None:
     program = lowered(bench, 1, fz.offload("cpu", "opt_state"))
     told = bench.rehearsal.rehearse(program)
     moved: Counter[str] = Counter()
-    for line, times in program.walk():
-        moved[line.op] += times * len(STARTS[line.op].sent(line)) if line.op in COPIES else 0
+    for op, times in program.walk():
+        moved[op.op] += times * len(STARTS[op.op].sent(op)) if op.op in COPIES else 0
     assert moved["to_device_start"] and moved["to_host_start"]
-    assert all(told.launches[op] == num for op, num in moved.items() if num)
+    assert all(told.launches[kind] == num for kind, num in moved.items() if num)
 
 
 def test_faults_are_found(bench: Any) -> None:
     program = lowered(bench, 8, fz.shard_params())
     clean = bench.rehearsal.rehearse(program)
-    odd = [replace(x, into=tuple(p and replace(p, offset=p.offset + 8) for p in x.into)) for x in program.lines]
-    shifted = bench.rehearsal.rehearse(replace(program, lines=tuple(odd), pool_bytes=program.pool_bytes + 64))
+    odd = [replace(x, into=tuple(p and replace(p, offset=p.offset + 8) for p in x.into)) for x in program.instructions]
+    shifted = bench.rehearsal.rehearse(replace(program, instructions=tuple(odd), pool_bytes=program.pool_bytes + 64))
     assert clean.clones.total() == 0 and shifted.clones.total() > 0
     assert bench.launches.besides(shifted, 2)["a_layer"] > bench.launches.besides(clean, 2)["a_layer"]
 

@@ -136,7 +136,7 @@ def test_what_is_sent_is_of_the_stage() -> None:
     step = staged.step_on(AbstractMesh(data=2, pipe=2))  # type: ignore[arg-type]
     lowered = fz.lower(step, AbstractMesh(data=2, pipe=2), params, staged.batch_at(0, 0, 2))
     sent = [
-        {leaf for line in program.lines if line.op == "replicate_start" for leaf in line.attrs.leaves}  # type: ignore[union-attr]
+        {leaf for op in program.instructions if op.op == "replicate_start" for leaf in op.attrs.leaves}  # type: ignore[union-attr]
         for program in lowered.programs
     ]
     assert sent[0].isdisjoint(sent[1]) and "params['head']" in sent[1]

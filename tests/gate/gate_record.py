@@ -36,7 +36,7 @@ from gate_programs import PROGRAMS, Case
 
 import fzero as fz
 from fzero import tree
-from fzero.ir.program import Line, Program, local_bytes
+from fzero.ir.program import Instruction, Program, local_bytes
 from fzero.step import Step
 
 STEPS = 3
@@ -81,14 +81,14 @@ def canonical(program: Program) -> Iterator[str]:
     """A line for each op in order: its kind, mesh axes, the bytes of its results on a rank, and its subgraph's hash."""
     hashes = {name: graph_hash(function.graph) for name, function in program.functions.items()}
 
-    def of_lines(lines: tuple[Line, ...], depth: int) -> Iterator[str]:
-        for line in lines:
-            size = sum(local_bytes(value, program.mesh) for value in line.out)
-            parts = [line.op, ",".join(line.axes), str(size), hashes.get(line.fn, "")]
+    def of_ops(ops: tuple[Instruction, ...], depth: int) -> Iterator[str]:
+        for op in ops:
+            size = sum(local_bytes(value, program.mesh) for value in op.out)
+            parts = [op.op, ",".join(op.axes), str(size), hashes.get(op.fn, "")]
             yield "  " * depth + " ".join(part or "-" for part in parts)
-            yield from of_lines(line.body, depth + 1)
+            yield from of_ops(op.body, depth + 1)
 
-    yield from of_lines(program.lines, 0)
+    yield from of_ops(program.instructions, 0)
 
 
 def graph_hash(recorded: Any) -> str:

@@ -18,7 +18,7 @@ from fzero.errors import VerifyError
 from fzero.ir import dependencies
 from fzero.ir.aliases import Views
 from fzero.ir.dependencies import dependences, scheduled
-from fzero.ir.program import MOVING, Line, Program, Value
+from fzero.ir.program import MOVING, Instruction, Program, Value
 from fzero.sharding.layout import Layout, Leaf
 
 # --- each kind of edge ---
@@ -28,28 +28,28 @@ def value(name: str) -> Value:
     return Value(name, (4,), torch.float32)
 
 
-def start(op: str, handle: str, *args: str, writes: Sequence[str] = ()) -> Line:
-    return Line(op, args, (Value(handle, (), torch.uint8, MOVING),), writes=tuple(writes))
+def start(op: str, handle: str, *args: str, writes: Sequence[str] = ()) -> Instruction:
+    return Instruction(op, args, (Value(handle, (), torch.uint8, MOVING),), writes=tuple(writes))
 
 
-def wait(handle: str, *out: str) -> Line:
-    return Line("wait", (handle,), tuple(map(value, out)))
+def wait(handle: str, *out: str) -> Instruction:
+    return Instruction("wait", (handle,), tuple(map(value, out)))
 
 
-def cast(source: str, out: str) -> Line:
-    return Line("cast", (source,), (value(out),))
+def cast(source: str, out: str) -> Instruction:
+    return Instruction("cast", (source,), (value(out),))
 
 
-def assign(target: str, source: str) -> Line:
-    return Line("assign", (target, source), writes=(target,))
+def assign(target: str, source: str) -> Instruction:
+    return Instruction("assign", (target, source), writes=(target,))
 
 
-def graph(*lines: Line, unified: bool = False) -> list[set[int]]:
+def graph(*ops: Instruction, unified: bool = False) -> list[set[int]]:
     """Of lines over two leaves, `p` and `q`; whose edges are all of them, also those that follow from others."""
     leaves = {name: Leaf(name, "params", (4,), Layout(torch.float32)) for name in ("p", "q")}
     mesh = fz.AbstractMesh(data=2, unified_memory=unified)
-    program = Program("step", mesh, tuple(map(value, leaves)), leaves, lines, (), {})
-    before = dependences(lines, Views(program))
+    program = Program("step", mesh, tuple(map(value, leaves)), leaves, ops, (), {})
+    before = dependences(ops, Views(program))
     for numbers in before:
         for i in sorted(numbers, reverse=True):
             numbers |= before[i]
@@ -71,7 +71,7 @@ def test_a_leaf_is_overwritten_after_its_readers_and_read_again_after_that() -> 
 
 
 def test_a_view_is_read_before_what_it_lies_in_is_overwritten() -> None:
-    part = Line("take_shard", ("p",), (value("part"),))
+    part = Instruction("take_shard", ("p",), (value("part"),))
     assert graph(part, cast("part", "a"), cast("q", "b"), assign("p", "b"))[3] == {0, 1, 2}
 
 
@@ -83,9 +83,9 @@ def test_a_transfer_reads_and_writes_until_its_wait() -> None:
 
 
 def test_a_copy_that_moves_nothing_is_what_it_is_copied_from() -> None:
-    lines = start("to_host_start", "h", "p"), wait("h", "a"), cast("a", "b"), cast("q", "c"), assign("p", "c")
-    assert graph(*lines, unified=True)[4] == {0, 1, 2, 3}
-    assert graph(*lines)[4] == {0, 1, 3}
+    ops = start("to_host_start", "h", "p"), wait("h", "a"), cast("a", "b"), cast("q", "c"), assign("p", "c")
+    assert graph(*ops, unified=True)[4] == {0, 1, 2, 3}
+    assert graph(*ops)[4] == {0, 1, 3}
 
 
 def test_who_writes_a_copy_writes_its_leaf() -> None:
@@ -94,19 +94,19 @@ def test_who_writes_a_copy_writes_its_leaf() -> None:
 
 
 def test_totals_are_added_to_in_place() -> None:
-    add = Line("add", ("total", "part"), (value("sum"),))
+    add = Instruction("add", ("total", "part"), (value("sum"),))
     assert graph(cast("p", "total"), cast("q", "part"), cast("total", "seen"), add)[3] == {0, 1, 2}
 
 
 def test_lines_with_a_body_do_what_that_does() -> None:
-    rollback = Line("rollback", ("s", "t"), body=(cast("q", "new"), assign("p", "new")))
-    lines = cast("q", "s"), cast("q", "t"), cast("p", "a"), rollback, cast("p", "b")
-    assert graph(*lines)[3:] == [{0, 1, 2}, {0, 1, 2, 3}]
+    rollback = Instruction("rollback", ("s", "t"), body=(cast("q", "new"), assign("p", "new")))
+    ops = cast("q", "s"), cast("q", "t"), cast("p", "a"), rollback, cast("p", "b")
+    assert graph(*ops)[3:] == [{0, 1, 2}, {0, 1, 2, 3}]
 
 
 def test_the_least_of_what_may_come_next_comes_next() -> None:
-    lines = [cast("p", name) for name in "abcd"]
-    assert scheduled(lines, [{3}, set(), set(), set()], [0, 3, 2, 1]) == [lines[3], lines[0], lines[2], lines[1]]
+    ops = [cast("p", name) for name in "abcd"]
+    assert scheduled(ops, [{3}, set(), set(), set()], [0, 3, 2, 1]) == [ops[3], ops[0], ops[2], ops[1]]
 
 
 # --- every order ---
@@ -126,11 +126,11 @@ def shuffled(program: Program, seed: int) -> Program:
     """The lines in an order drawn from all that the graph allows."""
     draw, views = random.Random(seed), Views(program)
 
-    def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
-        lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
-        return tuple(scheduled(lines, dependences(lines, views), draw.sample(range(len(lines)), len(lines))))
+    def visit(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        ops = [replace(x, body=visit(x.body)) if x.body else x for x in ops]
+        return tuple(scheduled(ops, dependences(ops, views), draw.sample(range(len(ops)), len(ops))))
 
-    return replace(program, lines=visit(program.lines))
+    return replace(program, instructions=visit(program.instructions))
 
 
 def any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -151,21 +151,21 @@ def lowered(name: str, unified: bool) -> Program:
 @pytest.mark.parametrize("name", STEPS)
 def test_every_order_keeps_the_rules(name: str, unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of programs after every pass, and those of the pool."""
-    orders = {tuple(line.op for line in lowered(name, unified).lines)}
+    orders = {tuple(op.op for op in lowered(name, unified).instructions)}
     for seed in range(3):
         with monkeypatch.context() as patch:
             any_order(patch, seed)
-            orders.add(tuple(line.op for line in lowered(name, unified).lines))
+            orders.add(tuple(op.op for op in lowered(name, unified).instructions))
     assert len(orders) == 4
 
 
 @pytest.mark.parametrize(
-    ("owner", "known", "left", "name"), [(dependencies, "_writes", 0, "disk"), (Line, "with_body", 1, "loop")]
+    ("owner", "known", "left", "name"), [(dependencies, "_writes", 0, "disk"), (Instruction, "with_body", 1, "loop")]
 )
 def test_a_graph_that_knows_less_breaks_them(
     owner: Any, known: str, left: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, known, lambda line: [line][:left])
+    monkeypatch.setattr(owner, known, lambda op: [op][:left])
     with pytest.raises(VerifyError, match="found after the pass"):
         for seed in range(6):
             any_order(monkeypatch, seed)

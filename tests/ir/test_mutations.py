@@ -21,7 +21,7 @@ from fzero import optim
 from fzero.errors import VerifyError
 from fzero.ir.attributes import Attrs, BlockCall, JoinAttrs, required
 from fzero.ir.ops import OPS
-from fzero.ir.program import Line, Placement, Program
+from fzero.ir.program import Instruction, Placement, Program
 from fzero.ir.verifier import verify
 from fzero.sharding.shard_regions import Dim
 
@@ -111,62 +111,64 @@ def program_of(name: str) -> Program:
     return fz.lower(transform(step), mesh, params_of(size), torch.ones(6, size)).program
 
 
-def spliced(lines: tuple[Line, ...], path: tuple[int, ...], new: tuple[Line, ...]) -> tuple[Line, ...]:
+def spliced(
+    ops: tuple[Instruction, ...], path: tuple[int, ...], new: tuple[Instruction, ...]
+) -> tuple[Instruction, ...]:
     """The lines with others in place of the one at this path."""
     at, *rest = path
-    line = lines[at]
-    inside = new if not rest else (replace(line, body=spliced(line.body, tuple(rest), new)),)
-    return (*lines[:at], *inside, *lines[at + 1 :])
+    op = ops[at]
+    inside = new if not rest else (replace(op, body=spliced(op.body, tuple(rest), new)),)
+    return (*ops[:at], *inside, *ops[at + 1 :])
 
 
-def every_line(lines: tuple[Line, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Line]]:
-    for i, line in enumerate(lines):
-        yield (*path, i), line
-        yield from every_line(line.body, (*path, i))
+def every_op(ops: tuple[Instruction, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Instruction]]:
+    for i, op in enumerate(ops):
+        yield (*path, i), op
+        yield from every_op(op.body, (*path, i))
 
 
-def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, ...]]]:
+def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[Instruction, ...]]]:
     """What a line is broken to, with a name for how. Which of the leaves a line is about, the types cannot know: such
     swaps are left to `check_equivalent`."""
-    row = OPS[line.op]
+    row = OPS[op.op]
     read = {a for x, _ in program.walk() for a in x.args} | {*program.outputs}
-    if line.writes or line.body or any(v.name in read for v in line.out):
+    if op.writes or op.body or any(v.name in read for v in op.out):
         yield "dropped", ()
-    if line.out or line.writes:
-        yield "twice", (line, line)
-    yield "another op", (replace(line, op="nothing"),)
+    if op.out or op.writes:
+        yield "twice", (op, op)
+    yield "another op", (replace(op, op="nothing"),)
     more = make_dataclass("Surprise", [("surprise", int, 1)], bases=(row.attrs,), frozen=True, kw_only=True)
-    said = {f.name: getattr(line.attrs, f.name) for f in fields(line.attrs)}
-    yield "an attribute nobody knows", (replace(line, attrs=more(**said)),)
+    said = {f.name: getattr(op.attrs, f.name) for f in fields(op.attrs)}
+    yield "an attribute nobody knows", (replace(op, attrs=more(**said)),)
     for name in required(row.attrs):
-        yield f"without {name}", (line.saying(**{name: None}),)
-        yield "without attributes", (replace(line, attrs=Attrs()),)
+        yield f"without {name}", (op.saying(**{name: None}),)
+        yield "without attributes", (replace(op, attrs=Attrs()),)
     for name in said:
-        yield f"{name} of another type", (line.saying(**{name: 1.5j}),)
-    for name in (f.name for f in fields(BlockCall) if line.block is not None):
-        yield f"{name} of another type", (line.saying(block=replace(line.block, **{name: 1.5j})),)
-    if line.axes:
-        yield "an axis that the mesh lacks", (line.saying(axes=("nowhere",)),)
-        yield "no axes", (line.saying(axes=()),)
-    if isinstance(line.attrs, JoinAttrs):
-        yield "an unknown reduction", (line.saying(reduction="mean"),)
+        yield f"{name} of another type", (op.saying(**{name: 1.5j}),)
+    for name in (f.name for f in fields(BlockCall) if op.block is not None):
+        yield f"{name} of another type", (op.saying(block=replace(op.block, **{name: 1.5j})),)
+    if op.axes:
+        yield "an axis that the mesh lacks", (op.saying(axes=("nowhere",)),)
+        yield "no axes", (op.saying(axes=()),)
+    if isinstance(op.attrs, JoinAttrs):
+        yield "an unknown reduction", (op.saying(reduction="mean"),)
         # of a shard that is already summed over ranks its type does not say how it adds up over micro-batches: left to
         # `check_equivalent`
-        told = all(program.values_by_name[a].placement.partial for a in line.args)
-        for op in {"sum", "max", "min"} - {line.attrs.reduction} if told else ():
-            yield f"a reduction by {op}", (line.saying(reduction=op),)
+        told = all(program.values_by_name[a].placement.partial for a in op.args)
+        for kind in {"sum", "max", "min"} - {op.attrs.reduction} if told else ():
+            yield f"a reduction by {kind}", (op.saying(reduction=kind),)
     if said.get("count") is not None:
-        yield "another count", (line.saying(count=line.count + 5),)
-    if line.micro is not None and line.op in ("take_part", "part_index"):
-        yield "a micro-batch too far", (line.saying(micro=(9, line.micro[1])),)
-    for i, arg in enumerate(line.args):
-        yield f"argument {i} that is not made", (replace(line, args=(*line.args[:i], "nobody", *line.args[i + 1 :])),)
-        if line.op not in ("all_gather_start", "reduce_scatter_start", "all_reduce_start") or len(line.args) == 1:
-            yield f"argument {i} missing", (replace(line, args=(*line.args[:i], *line.args[i + 1 :])),)
-        if arg in program.leaves and line.op != "take_part":
-            yield f"argument {i} is the batch", (replace(line, args=(*line.args[:i], "batch", *line.args[i + 1 :])),)
-    yield "one argument more", (replace(line, args=(*line.args, "step")),)
-    for i, v in enumerate(line.out):
+        yield "another count", (op.saying(count=op.count + 5),)
+    if op.micro is not None and op.op in ("take_part", "part_index"):
+        yield "a micro-batch too far", (op.saying(micro=(9, op.micro[1])),)
+    for i, arg in enumerate(op.args):
+        yield f"argument {i} that is not made", (replace(op, args=(*op.args[:i], "nobody", *op.args[i + 1 :])),)
+        if op.op not in ("all_gather_start", "reduce_scatter_start", "all_reduce_start") or len(op.args) == 1:
+            yield f"argument {i} missing", (replace(op, args=(*op.args[:i], *op.args[i + 1 :])),)
+        if arg in program.leaves and op.op != "take_part":
+            yield f"argument {i} is the batch", (replace(op, args=(*op.args[:i], "batch", *op.args[i + 1 :])),)
+    yield "one argument more", (replace(op, args=(*op.args, "step")),)
+    for i, v in enumerate(op.out):
         other = torch.float64 if v.dtype != torch.float64 else torch.float32
         changes = {"shape": (*v.shape, 7), "placement": Placement("shard", ("nowhere",)), "tier": "disk"} | (
             {"dtype": other} if not row.args else {}
@@ -177,7 +179,7 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
         if v.placement.kind != "whole" or v.placement.partial:
             yield (
                 f"result {i} taken for whole",
-                (replace(line, out=(*line.out[:i], replace(v, placement=Placement()), *line.out[i + 1 :])),),
+                (replace(op, out=(*op.out[:i], replace(v, placement=Placement()), *op.out[i + 1 :])),),
             )
         if v.placement.grid:
             for how, grid in {
@@ -186,32 +188,32 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
                 "an unknown": ("data", "nowhere"),
             }.items():
                 placement = replace(v.placement, grid=grid)
-                out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
-                yield f"result {i} padded for {how}", (replace(line, out=out),)
+                out = (*op.out[:i], replace(v, placement=placement), *op.out[i + 1 :])
+                yield f"result {i} padded for {how}", (replace(op, out=out),)
         if v.placement.dims:
             *before, (dim, groups) = v.placement.dims
             for how, dims in {"no dim": before, "another dim": [*before, Dim(1 - dim, groups)]}.items():
                 placement = replace(v.placement, dims=tuple(dims))
-                out = (*line.out[:i], replace(v, placement=placement), *line.out[i + 1 :])
-                yield f"result {i} cut along {how}", (replace(line, out=out),)
+                out = (*op.out[:i], replace(v, placement=placement), *op.out[i + 1 :])
+                yield f"result {i} cut along {how}", (replace(op, out=out),)
         for what, x in changes.items():
             yield (
                 f"result {i} of another {what}",
-                (replace(line, out=(*line.out[:i], replace(v, **{what: x}), *line.out[i + 1 :])),),
+                (replace(op, out=(*op.out[:i], replace(v, **{what: x}), *op.out[i + 1 :])),),
             )
-    if line.out:
-        yield "a result missing", (replace(line, out=line.out[:-1]),)
-        yield "one result more", (replace(line, out=(*line.out, replace(line.out[0], name="more"))),)
-    if line.writes:
-        yield "writes nothing", (replace(line, writes=()),)
-        yield "writes one less", (replace(line, writes=line.writes[:-1]),)
-        yield "writes the batch", (replace(line, writes=("batch", *line.writes[1:])),)
+    if op.out:
+        yield "a result missing", (replace(op, out=op.out[:-1]),)
+        yield "one result more", (replace(op, out=(*op.out, replace(op.out[0], name="more"))),)
+    if op.writes:
+        yield "writes nothing", (replace(op, writes=()),)
+        yield "writes one less", (replace(op, writes=op.writes[:-1]),)
+        yield "writes the batch", (replace(op, writes=("batch", *op.writes[1:])),)
     else:
-        yield "writes a leaf", (replace(line, writes=("step",)),)
-    if line.body:
-        yield "an empty body", (replace(line, body=()),)
+        yield "writes a leaf", (replace(op, writes=("step",)),)
+    if op.body:
+        yield "an empty body", (replace(op, body=()),)
     else:
-        yield "a body", (replace(line, body=(Line("zeros", (), (replace(program.inputs[0], name="inside"),)),)),)
+        yield "a body", (replace(op, body=(Instruction("zeros", (), (replace(program.inputs[0], name="inside"),)),)),)
 
 
 @pytest.mark.full(keep=["stage_0"])
@@ -219,21 +221,21 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
 def test_no_mutation_is_accepted(name: str) -> None:
     program = program_of(name)
     tried, accepted = 0, []
-    for path, line in every_line(program.lines):
-        for how, new in mutations(program, line):
+    for path, op in every_op(program.instructions):
+        for how, new in mutations(program, op):
             tried += 1
             try:
-                verify(replace(program, lines=spliced(program.lines, path, new)))
+                verify(replace(program, instructions=spliced(program.instructions, path, new)))
             except VerifyError:
                 continue
-            accepted.append(f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}: {how}")
+            accepted.append(f"{op.op} {op.fn} -> {', '.join(v.name for v in op.out)}: {how}")
     assert tried > 200
     assert not accepted, f"{len(accepted)} of {tried}:\n" + "\n".join(accepted[:40])
 
 
 def test_the_programs_have_every_op() -> None:
     """Or an op's rule would be broken by nothing here."""
-    seen = {line.op for name in PROGRAMS for line, _ in program_of(name).walk()}
+    seen = {op.op for name in PROGRAMS for op, _ in program_of(name).walk()}
     # of programs that are not cut, and of speculative updates: in test_verify.py and test_speculative_updates.py
     assert {*OPS} - seen == {"update", "rollback", "zeros"}
 
@@ -242,13 +244,13 @@ def test_the_programs_have_every_op() -> None:
 def test_a_leaf_that_is_not_assigned_is_missed(name: str) -> None:
     """Deleting the assignment of a leaf by hand, whatever kind of line makes it."""
     program = program_of(name)
-    for path, line in every_line(program.lines):
-        if line.writes and line.op in ("assign", "call"):
+    for path, op in every_op(program.instructions):
+        if op.writes and op.op in ("assign", "call"):
             with pytest.raises(
                 VerifyError,
                 match=r"is never written, but the step assigns it|that no line has written, is stored in it",
             ):
-                verify(replace(program, lines=spliced(program.lines, path, ())))
+                verify(replace(program, instructions=spliced(program.instructions, path, ())))
 
 
 def test_what_the_step_does_not_assign_is_not_written() -> None:

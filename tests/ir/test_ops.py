@@ -20,7 +20,7 @@ from fzero.errors import VerifyError
 from fzero.ir.attributes import Attrs
 from fzero.ir.ops import OPS
 from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told
-from fzero.ir.program import Line, Program, Value, local_bytes
+from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.ir.value_names import Names
 from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
@@ -50,42 +50,42 @@ class Clamp(Op[ClampAttrs]):
     makes_own = True
     pool = "results"
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        if replace(line.out[0], name=args[0].name) != args[0] or args[0].placement.partial:
-            rules.bad(line, f"{args[0]} is clamped to {line.out[0]}")
+    def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
+        if replace(op.out[0], name=args[0].name) != args[0] or args[0].placement.partial:
+            rules.bad(op, f"{args[0]} is clamped to {op.out[0]}")
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return 2 * local_bytes(line.out[0], mesh)
+    def touched(self, op: Instruction, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 2 * local_bytes(op.out[0], mesh)
 
-    def text(self, line: Line, program: Program) -> Text:
+    def text(self, op: Instruction, program: Program) -> Text:
         return Text(
-            f"clamp({line.args[0]}, "
-            f"{line.attrs.bound!r}{''.join(f', into=pool[{program.pool_index[id(line)]}]' for _ in line.into[:1])})"
+            f"clamp({op.args[0]}, "
+            f"{op.attrs.bound!r}{''.join(f', into=pool[{program.pool_index[id(op)]}]' for _ in op.into[:1])})"
         )
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda x, bound, into=(None,): torch.clamp(x, -bound, bound, out=into[0])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [args[0].clamp(-line.attrs.bound, line.attrs.bound)]
+    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [args[0].clamp(-op.attrs.bound, op.attrs.bound)]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+    def stands(self, op: Instruction, of: Standing, micro: int, turn: int) -> None:
         pass  # for nothing that the plain step has
 
 
 def clamp_gradients(program: Program, bound: float) -> Program:
     """The pass: what an update reads of the backward is clamped before."""
-    lines: list[Line] = []
-    for line in program.lines:
-        grads = [a for a in line.args if a.startswith("d_")] if line.by == "optimizer" and line.writes else []
+    ops: list[Instruction] = []
+    for op in program.instructions:
+        grads = [a for a in op.args if a.startswith("d_")] if op.by == "optimizer" and op.writes else []
         names = {a: f"{a}_clamped" for a in grads}
         values = program.values_by_name
-        lines += [
-            Line("clamp", (a,), (replace(values[a], name=names[a]),), attrs=ClampAttrs(bound=bound), by="clamp")
+        ops += [
+            Instruction("clamp", (a,), (replace(values[a], name=names[a]),), attrs=ClampAttrs(bound=bound), by="clamp")
             for a in grads
         ]
-        lines.append(line.rename(names))
-    return replace(program, lines=tuple(lines))
+        ops.append(op.rename(names))
+    return replace(program, instructions=tuple(ops))
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def step(optimizer: Any) -> Any:
 def test_a_made_up_op_is_one_row_and_the_pass_that_emits_it() -> None:
     lowered = fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
     program = lowered.program
-    lines = [line for line, _ in program.walk() if line.op == "clamp"]
-    assert len(lines) == 4 and all(line.args[0].startswith("d_") for line in lines)
+    ops = [op for op, _ in program.walk() if op.op == "clamp"]
+    assert len(ops) == 4 and all(op.args[0].startswith("d_") for op in ops)
     assert (
         "clamp(" in str(program)
         and "clamp(" in str(lowered.after("clamp"))
@@ -133,19 +133,19 @@ def test_a_made_up_op_is_one_row_and_the_pass_that_emits_it() -> None:
     )
     device = get_device("h100", "cuda")
     assert all(
-        cost.seconds(line, program, device) == 2 * local_bytes(line.out[0], program.mesh) / device.memory_bandwidth
-        for line in lines
+        cost.seconds(op, program, device) == 2 * local_bytes(op.out[0], program.mesh) / device.memory_bandwidth
+        for op in ops
     )
-    assert any(line.into for line in lines)  # in the pool
-    number = {id(line): i for i, (line, _) in enumerate(program.walk())}
+    assert any(op.into for op in ops)  # in the pool
+    number = {id(op): i for i, (op, _) in enumerate(program.walk())}
     sampled = {sample.line for sample in memory_of(program, lambda f: 0)}
-    assert sampled >= {number[id(line)] for line in lines} and lowered.plan.peak_bytes > 0
-    wrong = lines[0].saying(bound="1")
+    assert sampled >= {number[id(op)] for op in ops} and lowered.plan.peak_bytes > 0
+    wrong = ops[0].saying(bound="1")
     with pytest.raises(VerifyError, match="bound = '1' is not a float"):
-        verify(program.map_lines(lambda line: [wrong if line is lines[0] else line]))
+        verify(program.map_instructions(lambda op: [wrong if op is ops[0] else op]))
     with pytest.raises(VerifyError, match="is clamped to"):
-        other = replace(lines[0], out=(replace(lines[0].out[0], shape=(3,)),))
-        verify(program.map_lines(lambda line: [other if line is lines[0] else line]))
+        other = replace(ops[0], out=(replace(ops[0].out[0], shape=(3,)),))
+        verify(program.map_instructions(lambda op: [other if op is ops[0] else op]))
 
 
 @pytest.mark.usefixtures("clamped")
@@ -153,7 +153,7 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
     train = fz.compile(step(optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
     state = train.init(PARAMS)
     got, _ = train(state, BATCH)
-    assert any(line.op == "clamp" for line, _ in train.program.walk())
+    assert any(op.op == "clamp" for op, _ in train.program.walk())
     params = [{k: v.clone().requires_grad_() for k, v in p.items()} for p in PARAMS]
     loss_fn(params, BATCH).backward()
     for p, q in zip(params, got.params, strict=True):
@@ -167,7 +167,7 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
 
 
 def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = lambda program: replace(program, lines=tuple(x for x in program.lines if x.op != "wait"))  # noqa: E731
+    without = lambda program: replace(program, instructions=tuple(x for x in program.instructions if x.op != "wait"))  # noqa: E731
     add(monkeypatch, "drop_waits", without)
     with pytest.raises(VerifyError, match="found after the pass 'drop_waits'"):
         fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
@@ -181,8 +181,8 @@ def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
     assert {*ran[1:]} < {x.name for x in passes.PASSES}
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)'batch' does not run here.*one of trace, fuse, remat"):
         lowered.after("batch")
-    assert any(line.op == "update" for line in lowered.after("shard").lines) and not any(
-        line.op == "update" for line in lowered.after("cut_update").lines
+    assert any(op.op == "update" for op in lowered.after("shard").instructions) and not any(
+        op.op == "update" for op in lowered.after("cut_update").instructions
     )
     with pytest.raises(fz.errors.FzeroValueError, match="no pass 'inline'"):
         lowered.after("inline")

@@ -148,7 +148,7 @@ def test_a_block_is_traced_once_however_deep_the_model(monkeypatch, name):
     # forward and backward together, and its outputs; twice, for it changes the list that it reads
     assert traced[0] == traced[1] <= 4
     assert len(programs[0].functions) == len(programs[1].functions)
-    assert len(programs[1].lines) > 2 * len(programs[0].lines)
+    assert len(programs[1].instructions) > 2 * len(programs[0].instructions)
 
 
 def test_unlike_blocks_are_functions_of_their_own():
@@ -168,5 +168,5 @@ def test_unlike_blocks_are_functions_of_their_own():
     program = fz.lower(
         fz.remat(fz.train_step(loss, optim.sgd(0.1)), "full"), fz.AbstractMesh(data=1), params, torch.empty(2, 4)
     ).program
-    forward = {line.fn for line, _ in program.walk() if line.fn.startswith("scaled") and "vjp" not in line.fn}
+    forward = {op.fn for op, _ in program.walk() if op.fn.startswith("scaled") and "vjp" not in op.fn}
     assert len(forward) == 3

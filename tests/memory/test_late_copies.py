@@ -165,7 +165,7 @@ def _on_ranks(is_late: bool, late_sums: bool = False) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             copies = late(mesh, patch.setattr) if is_late else None
             if late_sums:  # which a budget chooses where transfers and functions overlap
-                patch.setattr(overlap, "_sink_waits", lambda lines, _: sink(lines, True))
+                patch.setattr(overlap, "_sink_waits", lambda ops, _: sink(ops, True))
             (metrics, _), train, state = trained(mesh, transforms)
             if copies is not None:
                 assert not copies.races

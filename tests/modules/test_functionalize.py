@@ -143,8 +143,8 @@ def program_of(model: Any, loss: Any = cross_entropy, batch: Any = None) -> Any:
 
 def functions(program: Any) -> tuple[int, int]:
     """Calls of blocks, and distinct functions."""
-    calls = [line for line in program.lines if line.op == "call" and line.block is not None]
-    return len(calls), len({line.fn for line in calls})
+    calls = [op for op in program.instructions if op.op == "call" and op.block is not None]
+    return len(calls), len({op.fn for op in calls})
 
 
 def test_alike_layers_are_traced_once(monkeypatch):

@@ -182,7 +182,7 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     state, metrics = train(train.init(given.params), inputs)
     found = dict(zip(fz.tree.names(state.opt_state), fz.tree.leaves(state.opt_state), strict=True))
     after = dict(zip(fz.tree.names(state.params), fz.tree.leaves(state.params), strict=True))
-    calls = [line for line in train.program.lines if line.op == "call" and line.block is not None]
+    calls = [op for op in train.program.instructions if op.op == "call" and op.block is not None]
 
     want = module(**inputs, **settings).loss
     want.backward()
@@ -193,7 +193,7 @@ def compare(name: str, mesh: fz.Mesh) -> Result:
     return Result(
         len(given.blocks),
         len({settings_of(module.get_submodule(b)) for b in given.blocks}),
-        len({line.fn for line in calls}),
+        len({op.fn for op in calls}),
         abs(float(metrics["loss"] - want.detach())),
         max(float((found[n] - g).abs().max()) for n, g in grads.items()) / largest,
         max((float((after[n].float() - x.float()).abs().max()) for n, x in module.named_buffers()), default=0.0),

@@ -204,9 +204,7 @@ def test_no_draws_are_kept_for_the_whole_model(size):
         program = fz.lower(
             step, fz.AbstractMesh(data=size, unified_memory=not tier), init, torch.empty(8, device="meta")
         ).program
-        made = [
-            v for line, _ in program.walk() if line.op == "call" and line.fn.startswith("scalars") for v in line.out
-        ]
+        made = [v for op, _ in program.walk() if op.op == "call" and op.fn.startswith("scalars") for v in op.out]
         # a key; the smallest leaf's draws are 32 bytes and more
         assert made and max(math.prod(v.shape) * v.dtype.itemsize for v in made) <= 24, made
         draws = {
@@ -223,7 +221,7 @@ def test_one_function_updates_all_layers_alike():
     step = fz.shard_params(fz.mixed_precision(fz.train_step(loss_fn, optim.adam(1e-3)), "fp32", params="bf16"))
     for mesh in (fz.AbstractMesh(data=1), fz.AbstractMesh(data=2)):
         program = fz.lower(step, mesh, init, torch.empty(8, device="meta")).program
-        starts = [line.attrs.base for line in program.lines if line.op == "draw_start"]
+        starts = [op.attrs.base for op in program.instructions if op.op == "draw_start"]
         assert sorted(starts) == [0, 13, 16, 79, 82, 145]  # last, and of each layer b and w; `one` is the last
-        updates = [line.fn for line in program.lines if any("layers" in w for w in line.writes)]
+        updates = [op.fn for op in program.instructions if any("layers" in w for w in op.writes)]
         assert len(updates) == 2 and len(set(updates)) == 1

@@ -187,8 +187,8 @@ def test_large_preconditioners_are_sharded_and_dealt() -> None:
     program = fz.lower(fz.shard_params(step), mesh, *meta((params, x[:4]))).program
     left = program.leaves["opt_state['left']['layers'][0]"]
     assert left.layout.axes == ("data",) and left.shard_numel(mesh) * 3 >= 64 * 64 > left.shard_numel(mesh)
-    there, back = (x for x in program.lines if x.op == "all_to_all_start")
-    assert (len(there.args), len(back.args)) == (2, 2) and not any(x.op == "take_shard" for x in program.lines)
+    there, back = (x for x in program.instructions if x.op == "all_to_all_start")
+    assert (len(there.args), len(back.args)) == (2, 2) and not any(x.op == "take_shard" for x in program.instructions)
     want = step.init(params)
     for _ in range(3):
         want, _ = step(want, x)
@@ -209,7 +209,7 @@ def test_matrices_are_dealt(layers: int, ranks: int, dtype: Any) -> None:
     """As many as there are ranks at a time; one that is like no other is gathered. Each rank sends its shards there and
     back, and nothing twice."""
     program = program_of(layers, ranks, ns_dtype=dtype)
-    values, whole = program.values_by_name, [x for x in program.lines if x.by == "optimizer"]
+    values, whole = program.values_by_name, [x for x in program.instructions if x.by == "optimizer"]
     deals, (gather,) = ([x for x in whole if x.op == op] for op in ("all_to_all_start", "all_gather_start"))
     groups, left = divmod(layers, ranks)
     assert len(deals) == 2 * (groups + (left > 1)) and len(gather.args) == 1 + (left == 1)
@@ -225,7 +225,7 @@ def test_the_deal_can_be_skipped() -> None:
     step = fz.shard_params(fz.train_step(loss_fn, OPTIMIZERS["muon"]()))
     shapes = meta((params_of(), X[:12]))
     skipped = fz.lower(step, fz.AbstractMesh(data=2), *shapes, skip=("deal",)).program
-    assert not any(x.op == "all_to_all_start" for x in skipped.lines)
+    assert not any(x.op == "all_to_all_start" for x in skipped.instructions)
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from fzero import optim
 from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import ReduceAttrs
-from fzero.ir.program import Function, Line, Placement, Program, Value
+from fzero.ir.program import Function, Instruction, Placement, Program, Value
 from fzero.mesh import AbstractMesh
 from fzero.plan import cost
 from fzero.plan.device_lookup import KNOWN, Device, Link, get_device
@@ -167,9 +167,9 @@ def test_a_table_is_read_as_far_as_it_is_looked_up():
 
 def test_an_update_in_place_reads_and_writes_its_state_once():
     program = gpt()
-    line = next(x for x in program.lines if x.op == "call" and any("layers" in w for w in x.writes))
-    numel = sum(program.leaves[w].shard_numel(program.mesh) for w in line.writes if w.startswith("params"))
-    found = cost.cost_of(program.functions[line.fn])
+    op = next(x for x in program.instructions if x.op == "call" and any("layers" in w for w in x.writes))
+    numel = sum(program.leaves[w].shard_numel(program.mesh) for w in op.writes if w.startswith("params"))
+    found = cost.cost_of(program.functions[op.fn])
     # parameter, gradient, two moments; and all but the gradient written
     assert found.bytes == pytest.approx(7 * 4 * numel, rel=0.01)
 
@@ -378,16 +378,16 @@ def test_products_in_8_bits_take_no_float32_on_a_gpu():
 # --- transfers ---
 
 
-def transfer(op, nbytes, axis, placement=None):
-    placement = placement or (Placement("shard", (axis,)) if op == "all_gather_start" else Placement())
-    return Line(op, ("x",), (Value("h", (), torch.uint8),), attrs=ReduceAttrs(axes=(axis,), reduction="sum")), Value(
-        "x", (nbytes // 4,), torch.float32, placement
-    )
+def transfer(kind, nbytes, axis, placement=None):
+    placement = placement or (Placement("shard", (axis,)) if kind == "all_gather_start" else Placement())
+    return Instruction(
+        kind, ("x",), (Value("h", (), torch.uint8),), attrs=ReduceAttrs(axes=(axis,), reduction="sum")
+    ), Value("x", (nbytes // 4,), torch.float32, placement)
 
 
-def seconds_of(op, nbytes, mesh, axis, device):
-    line, value = transfer(op, nbytes, axis)
-    return cost.seconds(line, Program("p", mesh, (value,), {}, (line,), (), {}), device)
+def seconds_of(kind, nbytes, mesh, axis, device):
+    op, value = transfer(kind, nbytes, axis)
+    return cost.seconds(op, Program("p", mesh, (value,), {}, (op,), (), {}), device)
 
 
 DEVICE: Device = dataclasses.replace(
@@ -466,8 +466,8 @@ def test_attention_has_a_rate_of_its_own():
 
 def test_a_program_of_a_thousand_layers_costs_as_many_times_what_two_do():
     program = gpt(layers=2)
-    deep = dataclasses.replace(program, lines=program.lines * 500)
-    few, many = (sum(times * cost.seconds(line, p, DEVICE) for line, times in p.walk()) for p in (program, deep))
+    deep = dataclasses.replace(program, instructions=program.instructions * 500)
+    few, many = (sum(times * cost.seconds(op, p, DEVICE) for op, times in p.walk()) for p in (program, deep))
     assert many == pytest.approx(500 * few)
     assert cost.model_flops(deep) == 500 * cost.model_flops(program)
 

@@ -24,7 +24,7 @@ from fzero.compiler.options import Options
 from fzero.ir.attributes import CallAttrs, TurnsAttrs
 from fzero.ir.ops import COPIES
 from fzero.ir.printer import source
-from fzero.ir.program import Line, Placement, Program, Value
+from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.plan import cost
 from fzero.plan.device_lookup import KNOWN, Device, Link
 from fzero.plan.plan import plan
@@ -65,28 +65,28 @@ def handle(name: str) -> tuple[Value, ...]:
     return (Value(name, (), torch.uint8, Placement("moving")),)
 
 
-def call(fn: str, arg: str, out: str, on: str = "device") -> Line:
-    return Line("call", (arg,), (Value(out, (1,), F32, tier=on),), fn, attrs=CallAttrs(on=on))
+def call(fn: str, arg: str, out: str, on: str = "device") -> Instruction:
+    return Instruction("call", (arg,), (Value(out, (1,), F32, tier=on),), fn, attrs=CallAttrs(on=on))
 
 
-def move(op: str, arg: str, out: str, tier: str) -> tuple[Line, Line]:
-    return Line(f"{op}_start", (arg,), handle(f"{op}_{out}")), Line(
+def move(op: str, arg: str, out: str, tier: str) -> tuple[Instruction, Instruction]:
+    return Instruction(f"{op}_start", (arg,), handle(f"{op}_{out}")), Instruction(
         "wait", (f"{op}_{out}",), (Value(out, (1,), F32, tier=tier),)
     )
 
 
-def timed(lines: list[Line], times: dict[str, float], asynchronous: bool = True) -> Any:
-    program = Program("hand", APART, (Value("x", (1,), F32),), {}, tuple(lines), (), {})
-    taken = lambda line, _: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0)  # noqa: E731
+def timed(ops: list[Instruction], times: dict[str, float], asynchronous: bool = True) -> Any:
+    program = Program("hand", APART, (Value("x", (1,), F32),), {}, tuple(ops), (), {})
+    taken = lambda op, _: times.get(op.fn or (op.out[0].name if op.out else ""), 0.0)  # noqa: E731
     return simulate([program], taken, asynchronous)[0]
 
 
-def update_on_host() -> list[Line]:
+def update_on_host() -> list[Instruction]:
     """A gradient travels, the host updates, the parameter comes back for `last`; `other` was told to the device
     before."""
     out, arrived = move("to_host", "g", "g_host", "host")
     back, here = move("to_device", "p_host", "p", "device")
-    lines = [
+    ops = [
         call("backward", "x", "g"),
         out,
         call("other", "x", "y"),
@@ -94,7 +94,7 @@ def update_on_host() -> list[Line]:
         call("update", "g_host", "p_host", "host"),
         call("more", "x", "z"),
     ]
-    return [*lines, back, here, call("last", "p", "q")]
+    return [*ops, back, here, call("last", "p", "q")]
 
 
 TIMES = {
@@ -132,8 +132,8 @@ def test_a_copy_that_the_device_alone_waits_for_holds_no_thread() -> None:
     """What the host computes next begins at once; the device waits as it would have."""
     out, arrived = move("to_host", "g", "g_host", "host")
     for host in (True, False):
-        lines = [call("rates", "x", "h", "host"), call("backward", "x", "g"), out, arrived.saying(host=host)]
-        found = timed([*lines, call("update", "h", "p", "host"), call("last", "x", "q")], TIMES)
+        ops = [call("rates", "x", "h", "host"), call("backward", "x", "g"), out, arrived.saying(host=host)]
+        found = timed([*ops, call("update", "h", "p", "host"), call("last", "x", "q")], TIMES)
         begins = 2.0 if host else 0.0
         assert [e.start for e in found.events if e.name == "update"] == [begins]
         assert found.step_seconds == begins + 4.0 + 1.0 and found.compute_seconds == 2.0
@@ -147,7 +147,7 @@ def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
 @pytest.mark.parametrize("update", [0.5, 4.0])
 def test_a_loop_with_functions_on_the_host_is_exact(update: float) -> None:
     times = {**TIMES, "update": update}
-    one = timed([Line("loop", attrs=TurnsAttrs(count=40), body=tuple(update_on_host()))], times)
+    one = timed([Instruction("loop", attrs=TurnsAttrs(count=40), body=tuple(update_on_host()))], times)
     other = timed(update_on_host() * 40, times)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
         assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-9)
@@ -156,9 +156,9 @@ def test_a_loop_with_functions_on_the_host_is_exact(update: float) -> None:
 
 def test_reads_and_writes_share_the_disk_and_overlap_even_on_a_cpu() -> None:
     read, arrived = move("disk_read", "x", "a", "host")
-    write = Line("disk_write_start", ("x", "b"), handle("w"), writes=("x",))
-    lines = [call("work", "x", "b"), write, read, call("work", "x", "c"), arrived, Line("wait", ("w",))]
-    found = timed(lines, {"work": 2.0, "w": 3.0, "disk_read_a": 1.0}, asynchronous=False)
+    write = Instruction("disk_write_start", ("x", "b"), handle("w"), writes=("x",))
+    ops = [call("work", "x", "b"), write, read, call("work", "x", "c"), arrived, Instruction("wait", ("w",))]
+    found = timed(ops, {"work": 2.0, "w": 3.0, "disk_read_a": 1.0}, asynchronous=False)
     assert [(e.name, e.start) for e in found.events if e.queue == "disk"] == [("w", 2.0), ("disk_read_a", 5.0)]
     assert found.exposed == {4: 2.0, 5: 0.0} and found.step_seconds == 6.0
 
@@ -169,12 +169,12 @@ def test_reads_and_writes_share_the_disk_and_overlap_even_on_a_cpu() -> None:
 def test_a_disk_is_read_and_written_at_its_own_rates() -> None:
     device = replace(KNOWN["h100"], disk_read=Link(0.0, 1e9), disk_write=Link(0.0, 4e8), disk_mixed=0.0)
     program = lowered(fz.offload("nvme", ("opt_state", "params"), path="/scratch"), device="h100").program
-    starts = [line for line, _ in program.walk() if line.op.startswith("disk")]
-    assert {line.op for line in starts} == {"disk_read_start", "disk_write_start"}
-    for line in starts:
-        nbytes = cost.transfer_bytes(line, program.values_by_name, program.mesh)
-        rate = 1e9 if line.op == "disk_read_start" else 4e8
-        assert nbytes > 0 and cost.transfer_seconds(line, program, device) == pytest.approx(nbytes / rate)
+    starts = [op for op, _ in program.walk() if op.op.startswith("disk")]
+    assert {op.op for op in starts} == {"disk_read_start", "disk_write_start"}
+    for op in starts:
+        nbytes = cost.transfer_bytes(op, program.values_by_name, program.mesh)
+        rate = 1e9 if op.op == "disk_read_start" else 4e8
+        assert nbytes > 0 and cost.transfer_seconds(op, program, device) == pytest.approx(nbytes / rate)
 
 
 def test_a_disk_that_is_slower_when_read_and_written_at_once_is_taken_at_that() -> None:
@@ -189,19 +189,19 @@ def test_a_disk_that_is_slower_when_read_and_written_at_once_is_taken_at_that() 
 
 def test_functions_on_the_host_are_bound_by_its_memory() -> None:
     program = lowered(fz.offload("cpu", update_on="host"), device="h100").program
-    updates = [line for line, _ in program.walk() if line.on_host]
-    assert updates and all(cost.on_host(line, program) for line in updates)
+    updates = [op for op, _ in program.walk() if op.on_host]
+    assert updates and all(cost.on_host(op, program) for op in updates)
     fast, slow = (replace(KNOWN["h100"], host_memory_bandwidth=rate, call_seconds=0.0) for rate in (2e11, 1e11))
-    for line in updates:
-        seconds = cost.seconds(line, program, slow)
+    for op in updates:
+        seconds = cost.seconds(op, program, slow)
         assert (
             seconds
-            == pytest.approx(cost.host_bytes(line, program) / 1e11)
-            == pytest.approx(2 * cost.seconds(line, program, fast))
+            == pytest.approx(cost.host_bytes(op, program) / 1e11)
+            == pytest.approx(2 * cost.seconds(op, program, fast))
         )
     # one memory: the device's rates
     here = lowered(fz.offload("cpu", update_on="host"), mesh=fz.AbstractMesh(data=1)).program
-    assert not any(cost.on_host(line, here) for line, _ in here.walk())
+    assert not any(cost.on_host(op, here) for op, _ in here.walk())
 
 
 # --- plans of real steps ---
@@ -256,7 +256,7 @@ def test_bytes_over_the_link_are_the_closed_form() -> None:
 def test_a_host_that_only_takes_shards_of_parameters_does_no_work() -> None:
     offload = fz.offload("nvme", ("opt_state", "params"), path="/scratch", update_on="device")
     found = lowered(fz.shard_grads(), offload, mesh=fz.AbstractMesh(data=2, unified_memory=False), device="h100")
-    assert any(line.op == "take_shard" for line in found.program.lines)
+    assert any(op.op == "take_shard" for op in found.program.instructions)
     assert {"disk", "to_device", "to_host"} <= {*found.plan.channels} and "host" not in found.plan.channels
 
 
@@ -320,14 +320,14 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
 
     samples = memory_of(program, lambda f: large[f.name])
     assert max(s.total for s in samples) < 10**9 <= max(s.host for s in samples)
-    assert any(line.op in COPIES for line, _ in program.walk())
+    assert any(op.op in COPIES for op, _ in program.walk())
 
 
 # --- which side updates ---
 
 
 def side_of(found: fz.Lowered) -> str:
-    return "host" if any(line.op == "call" and line.on_host for line, _ in found.program.walk()) else "device"
+    return "host" if any(op.op == "call" and op.on_host for op, _ in found.program.walk()) else "device"
 
 
 SLOW_HOST = replace(KNOWN["h100"], host_memory_bandwidth=1e8)

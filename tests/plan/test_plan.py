@@ -20,7 +20,7 @@ from fzero._compat import compat
 from fzero._utils.units import duration, parse_bytes, size
 from fzero.ir.attributes import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
 from fzero.ir.ops import transfer_bytes
-from fzero.ir.program import Function, Line, Placement, Program, Value
+from fzero.ir.program import Function, Instruction, Placement, Program, Value
 from fzero.plan.cost import channel
 from fzero.plan.device_lookup import KNOWN, get_device
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
@@ -47,26 +47,26 @@ def function(name, fn, *inputs):
 
 
 def call(fn, args, *out):
-    return Line("call", args, tuple(Value(name, shape, F32) for name, shape in out), fn)
+    return Instruction("call", args, tuple(Value(name, shape, F32) for name, shape in out), fn)
 
 
 def gather(handle, arg, out, shape):
-    start = Line(
+    start = Instruction(
         "all_gather_start",
         (arg,),
         (Value(handle, (), torch.uint8, Placement("moving")),),
         attrs=GatherAttrs(axes=("data",)),
     )
-    return start, Line("wait", (handle,), (Value(out, shape, F32),))
+    return start, Instruction("wait", (handle,), (Value(out, shape, F32),))
 
 
-def program_of(lines, functions, outputs, inputs):
+def program_of(ops, functions, outputs, inputs):
     return Program(
         "hand",
         MESH,
         tuple(Value(n, s, F32) for n, s in inputs),
         {},
-        tuple(lines),
+        tuple(ops),
         outputs,
         {f.name: f for f in functions},
     )
@@ -78,37 +78,37 @@ def series(program, temporaries=0):
 
 def test_a_value_is_alive_from_its_line_to_its_last_reader():
     double = function("double", lambda x: [x * 2], (100,))
-    lines = [
+    ops = [
         call("double", ("batch",), ("a", (100,))),
         call("double", ("a",), ("b", (100,))),
         call("double", ("b",), ("c", (100,))),
     ]
-    program = program_of(lines, [double], ("c",), [("batch", (100,))])
+    program = program_of(ops, [double], ("c",), [("batch", (100,))])
     assert series(program) == [800, 1200, 1200]  # batch + a; batch + a + b; batch + b + c
     assert series(program, temporaries=60) == [860, 1260, 1260]
 
 
 def test_what_is_never_read_is_gone_at_once_and_what_is_returned_stays():
     double = function("double", lambda x: [x * 2], (100,))
-    lines = [
+    ops = [
         call("double", ("batch",), ("a", (100,))),
         call("double", ("batch",), ("b", (100,))),
         call("double", ("batch",), ("c", (100,))),
     ]
-    assert series(program_of(lines, [double], ("c",), [("batch", (100,))])) == [800, 800, 800]
-    assert series(program_of(lines, [double], ("a", "c"), [("batch", (100,))])) == [800, 1200, 1200]
+    assert series(program_of(ops, [double], ("c",), [("batch", (100,))])) == [800, 800, 800]
+    assert series(program_of(ops, [double], ("a", "c"), [("batch", (100,))])) == [800, 1200, 1200]
 
 
 def test_views_are_not_counted_twice_and_keep_what_they_view():
     halves = function("halves", lambda x: [*(x * 2).split(50), x.view(10, 10)], (100,))
     same = function("same", lambda x, y: [x + y], (50,), (50,))
-    lines = [
+    ops = [
         # a and b share 400 bytes, v is the batch
         call("halves", ("batch",), ("a", (50,)), ("b", (50,)), ("v", (10, 10))),
         call("same", ("a", "a"), ("c", (50,))),
         call("same", ("b", "c"), ("d", (50,))),
     ]
-    program = program_of(lines, [halves, same], ("d", "v"), [("batch", (100,))])
+    program = program_of(ops, [halves, same], ("d", "v"), [("batch", (100,))])
     assert series(program) == [800, 1000, 1200]  # b keeps all of the 400 bytes that a is gone from
     argument, root, nbytes = zip(*output_storages(halves.graph), strict=True)
     assert argument == (None, None, 0) and root[0] == root[1] != root[2] and nbytes[0] == nbytes[1] == 400
@@ -124,14 +124,14 @@ def test_results_of_matrix_products_that_are_reshaped_are_one_storage():
 def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought():
     double = function("double", lambda x: [x * 2], (100,))
     start, wait = gather("g", "shard", "w", (100,))
-    lines = [
+    ops = [
         start,
         call("double", ("batch",), ("a", (100,))),
         wait,
         call("double", ("w",), ("b", (100,))),
         call("double", ("a",), ("c", (100,))),
     ]
-    program = program_of(lines, [double], ("b", "c"), [("batch", (100,)), ("shard", (50,))])
+    program = program_of(ops, [double], ("b", "c"), [("batch", (100,)), ("shard", (50,))])
     # 600 of inputs, then 400 of w, a; w is gone when c is made
     assert series(program) == [1000, 1400, 1400, 1800, 1800]
     roles = [dict(zip(ROLES, s.by_role, strict=True)) for s in memory_of(program, lambda _: 0)]
@@ -140,32 +140,32 @@ def test_a_gather_is_alive_from_its_start_to_the_last_reader_of_what_it_brought(
 
 def test_a_reduction_holds_what_it_reads_until_its_wait():
     double = function("double", lambda x: [x * 2], (100,))
-    start = Line(
+    start = Instruction(
         "reduce_scatter_start",
         ("g",),
         (Value("h", (), torch.uint8, Placement("moving")),),
         attrs=ScatterAttrs(axes=("data",), reduction="sum"),
     )
-    wait = Line("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
-    lines = [
+    wait = Instruction("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
+    ops = [
         call("double", ("batch",), ("g", (100,))),
         start,
         call("double", ("batch",), ("a", (100,))),
         wait,
         call("double", ("a",), ("b", (100,))),
     ]
-    program = program_of(lines, [double], ("s", "b"), [("batch", (100,))])
+    program = program_of(ops, [double], ("s", "b"), [("batch", (100,))])
     assert series(program) == [800, 1000, 1400, 1400, 1400]  # g and s until the wait, then s with a and b
 
 
 def test_a_total_lives_across_the_turns_of_its_loop():
     double = function("double", lambda x: [x * 2], (100,))
     body = (
-        Line("take_part", ("batch",), (Value("p", (100,), F32),), attrs=PartAttrs(count=3)),
+        Instruction("take_part", ("batch",), (Value("p", (100,), F32),), attrs=PartAttrs(count=3)),
         call("double", ("p",), ("g", (100,))),
-        Line("accumulate", ("g",), (Value("total", (100,), F32),)),
+        Instruction("accumulate", ("g",), (Value("total", (100,), F32),)),
     )
-    loop = Line("loop", attrs=TurnsAttrs(count=3), body=body)
+    loop = Instruction("loop", attrs=TurnsAttrs(count=3), body=body)
     program = program_of([loop, call("double", ("total",), ("out", (100,)))], [double], ("out",), [("batch", (300,))])
     samples = memory_of(program, lambda _: 0)
     assert [s.total for s in samples] == [1200, 1600, 2000, 1600, 2000, 2000, 2000]
@@ -188,7 +188,7 @@ def test_the_pool_counts_once_for_all_that_lies_in_it():
 
 def timed(program, times, asynchronous):
     """`times`: seconds by name of the function or of the handle."""
-    taken = lambda line, _: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0)  # noqa: E731
+    taken = lambda op, _: times.get(op.fn or (op.out[0].name if op.out else ""), 0.0)  # noqa: E731
     return simulate([program], taken, asynchronous)[0]
 
 
@@ -196,7 +196,7 @@ def timed(program, times, asynchronous):
 def two_gathers():
     work = function("work", lambda x: [x * 2], (100,))
     (start_1, wait_1), (start_2, wait_2) = gather("g_1", "s_1", "w_1", (100,)), gather("g_2", "s_2", "w_2", (100,))
-    lines = [
+    ops = [
         start_1,
         start_2,
         wait_1,
@@ -204,7 +204,7 @@ def two_gathers():
         wait_2,
         call("work", ("w_2",), ("b", (100,))),
     ]
-    return program_of(lines, [work], ("a", "b"), [("s_1", (50,)), ("s_2", (50,))])
+    return program_of(ops, [work], ("a", "b"), [("s_1", (50,)), ("s_2", (50,))])
 
 
 def test_transfers_of_a_channel_queue_and_hide_behind_compute():
@@ -220,15 +220,15 @@ def test_gathers_and_reductions_of_one_axis_share_its_link():
     two axes work side by side."""
     for axis, begins in (("data", 3.0), ("replica", 0.0)):
         start, wait = gather("g", "s", "w", (100,))
-        reduce = Line(
+        reduce = Instruction(
             "all_reduce_start",
             ("x",),
             (Value("r", (), torch.uint8, Placement("moving")),),
             attrs=ReduceAttrs(axes=(axis,), reduction="sum"),
         )
-        lines = [start, reduce, wait, Line("wait", ("r",), (Value("y", (100,), F32),))]
+        ops = [start, reduce, wait, Instruction("wait", ("r",), (Value("y", (100,), F32),))]
         found = timed(
-            program_of(lines, [], ("w", "y"), [("s", (50,)), ("x", (100,))]), {"g": 3.0, "r": 2.0}, asynchronous=True
+            program_of(ops, [], ("w", "y"), [("s", (50,)), ("x", (100,))]), {"g": 3.0, "r": 2.0}, asynchronous=True
         )
         assert [e.start for e in found.events if e.queue != COMPUTE] == [0.0, begins] and found.step_seconds == max(
             3.0, begins + 2.0
@@ -247,8 +247,8 @@ def test_a_loop_of_many_turns_is_exact(asynchronous):
     """As its unrolled self; and what is not simulated is added up."""
     program = two_gathers()
     times = {"g_1": 3.0, "g_2": 4.0, "work": 2.0}
-    loop = replace(program, lines=(Line("loop", attrs=TurnsAttrs(count=50), body=program.lines),))
-    unrolled = replace(program, lines=tuple(line for _ in range(50) for line in program.lines))
+    loop = replace(program, instructions=(Instruction("loop", attrs=TurnsAttrs(count=50), body=program.instructions),))
+    unrolled = replace(program, instructions=tuple(op for _ in range(50) for op in program.instructions))
     one, other = timed(loop, times, asynchronous), timed(unrolled, times, asynchronous)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
         assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-9)
@@ -326,8 +326,8 @@ def test_bytes_of_a_channel_are_the_closed_form(ranks):
     found = plan(program, "cpu")
     params = [leaf for leaf in program.leaves.values() if leaf.role == "params"]
     once = lambda prefix: sum(x.numel * 4 for x in params if x.path.startswith(prefix))  # noqa: E731
-    starts = [line for line, _ in program.walk() if line.op == "all_gather_start"]
-    gathered = sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in starts)
+    starts = [op for op, _ in program.walk() if op.op == "all_gather_start"]
+    gathered = sum(transfer_bytes(op, program.values_by_name, program.mesh) for op in starts)
     assert found.channels["gather:data"].bytes == gathered and found.channels["gather:data"].num_transfers == len(
         starts
     )
@@ -345,8 +345,8 @@ def test_loops_multiply_what_they_hold():
     one, three = plan(lowered(3, 1).program, "h100"), plan(lowered(3, 3).program, "h100")
     assert three.channels["gather:data"].bytes == 3 * one.channels["gather:data"].bytes
     assert three.channels["gather:data"].num_transfers == 3 * one.channels["gather:data"].num_transfers
-    for line, times in lowered(3, 3).program.walk():
-        assert channel(line) is None or times in (1, 3)
+    for op, times in lowered(3, 3).program.walk():
+        assert channel(op) is None or times in (1, 3)
 
 
 @pytest.mark.full
@@ -494,17 +494,17 @@ def profiled(num_micro):
     state, batch = train.init(models.gpt_init), part(batches(1)[0], mesh)
     state, events = train.profile(state, batch, steps=2)
     _, metrics = train(state, batch)
-    lines = train.program.walk()
-    return events, [(line.op, times) for line, times in lines], float(metrics["loss"]), int(state.step)
+    ops = train.program.walk()
+    return events, [(op.op, times) for op, times in ops], float(metrics["loss"]), int(state.step)
 
 
 def test_a_profiled_step_times_every_line(run_ranks):
     for num_micro in (1, 2):
-        for events, lines, loss, steps in run_ranks(2, profiled, num_micro):
+        for events, ops, loss, steps in run_ranks(2, profiled, num_micro):
             assert steps == 4 and loss > 0
-            assert sum(e.queue == COMPUTE for e in events) == sum(times for op, times in lines if op != "loop")
+            assert sum(e.queue == COMPUTE for e in events) == sum(times for op, times in ops if op != "loop")
             transfers = [e for e in events if e.queue != COMPUTE]
-            assert len(transfers) == sum(times for op, times in lines if op.endswith("_start"))
+            assert len(transfers) == sum(times for op, times in ops if op.endswith("_start"))
             assert all(e.seconds >= 0 for e in events) and {e.queue for e in transfers} == {
                 "gather:data",
                 "reduce:data",

@@ -107,20 +107,20 @@ def test_a_layer_reduces_twice_each_way(name: str) -> None:
     trained = {n: program.grads[leaf.path] for n, leaf in leaves.items() if leaf.path in program.grads}
     wanted = {grad: at[n] or Wanted.SUMMAND for n, grad in trained.items()}
     layers = 0
-    for line in program.lines:
-        if line.op != "call":
-            at |= {v.name: at.get(line.args[0]) if line.op == "cast" else None for v in line.out}
+    for op in program.instructions:
+        if op.op != "call":
+            at |= {v.name: at.get(op.args[0]) if op.op == "cast" else None for v in op.out}
             continue
-        graph = program.functions[str(line.fn)].graph
-        places = [at[a] for a in line.args]
-        params = frozenset(i for i, a in enumerate(line.args) if a in leaves)
-        cut = propagate(graph, 2, places, [wanted.get(v.name, Wanted.FREE) for v in line.out], leaves=params)
-        at |= {v.name: p for v, p in zip(line.out, cut.places, strict=True)}
-        assert not cut.whole, (line.fn, cut.whole)
-        if line.block is None:
+        graph = program.functions[str(op.fn)].graph
+        places = [at[a] for a in op.args]
+        params = frozenset(i for i, a in enumerate(op.args) if a in leaves)
+        cut = propagate(graph, 2, places, [wanted.get(v.name, Wanted.FREE) for v in op.out], leaves=params)
+        at |= {v.name: p for v, p in zip(op.out, cut.places, strict=True)}
+        assert not cut.whole, (op.fn, cut.whole)
+        if op.block is None:
             continue
         layers += 1
-        assert collectives(cut) == ["all_reduce"] * 2, (line.fn, collectives(cut))
+        assert collectives(cut) == ["all_reduce"] * 2, (op.fn, collectives(cut))
         if layers % 2 == 0:
             continue  # the second layer's functions are those of the first
         inputs = [value(x.meta["val"]) for x in graph.inputs]

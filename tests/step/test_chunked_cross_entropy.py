@@ -227,7 +227,7 @@ def test_under_transforms(name: str) -> None:
     for loss in (unchunked, chunked):
         one = fz.compose(*transforms)(fz.train_step(loss, optim.sgd(0.5)))
         program = fz.lower(one, mesh, params, parts_of(one, mesh, batch)[0]).program
-        gathers.append(sum("all_gather" in line.op for line, _ in program.walk()))
+        gathers.append(sum("all_gather" in op.op for op, _ in program.walk()))
     if "sequence" not in name:  # there a chunk's rows are gathered chunk by chunk
         assert gathers[0] == gathers[1]
 

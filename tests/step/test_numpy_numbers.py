@@ -78,7 +78,7 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     "simulate": lambda n: fz.testing.simulate(
         fz.data_parallel(STEP), fz.AbstractMesh(data=n(2)), PARAMS, BATCH, steps=n(1)
     ),
-    "lower": lambda n: fz.lower(STEP, fz.AbstractMesh(), PARAMS, BATCH, memory_budget=n(1 << 40)).program.lines,
+    "lower": lambda n: fz.lower(STEP, fz.AbstractMesh(), PARAMS, BATCH, memory_budget=n(1 << 40)).program.instructions,
 }
 
 

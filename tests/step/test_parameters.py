@@ -84,7 +84,7 @@ def test_any_name_is_a_name(names: tuple[str, ...], block: str) -> None:
     state, _ = train(train.init(params), BATCH)
     torch.testing.assert_close(state.params, expected.params)
     program = lower(fz.accumulate(step, 2), params=params).program
-    made = [v.name for line, _ in program.walk() for v in line.out]
+    made = [v.name for op, _ in program.walk() for v in op.out]
     assert all(n.isidentifier() for n in (*made, *program.functions)) and not set(made) & set(program.functions)
     compile(fz.show(program, fold=False), "program", "exec")
 

@@ -93,7 +93,7 @@ def test_a_default_device_that_the_mesh_has_not(steps: Any, tmp_path: Path) -> N
                 with pytest.raises(fz.errors.FzeroValueError, match=said):
                     call()
     with torch.device("meta"):
-        assert fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.empty(4, 4)}, torch.empty(2, 4)).program.lines
+        assert fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.empty(4, 4)}, torch.empty(2, 4)).program.instructions
         fz.checkpoint.save(str(tmp_path), state)
         restored = train.restore(str(tmp_path))
     assert torch.equal(train.gather(restored).params["w"], train.gather(state).params["w"])

@@ -16,9 +16,9 @@ import fzero as fz
 
 def errs_once(lowered: Any, run: Any) -> None:
     """Adds 0.5 to one element of what this rank's backward returns, the next time that it runs."""
-    lines = [line for line, _ in lowered.program.walk()]
-    summed = next(line.args for line in lines if line.op == "reduce_scatter_start")
-    name = next(x.fn for x in lines if x.fn and {v.name for v in x.out} & {*summed})
+    ops = [op for op, _ in lowered.program.walk()]
+    summed = next(op.args for op in ops if op.op == "reduce_scatter_start")
+    name = next(x.fn for x in ops if x.fn and {v.name for v in x.out} & {*summed})
     right = run.namespace[name]
 
     def wrong(*args: Any, **kwargs: Any) -> Any:

@@ -118,10 +118,10 @@ def stale_cast(patch):
 def buffer_of_another(patch):
     tensors, first = program_buffers._tensors, {}
 
-    def overlapping(line, mesh, arenas, rooms):
-        if line.fn == "dense":  # all calls of a program have the places of its first
-            _, line = first.setdefault(id(arenas), (arenas, line))
-        return tensors(line, mesh, arenas, rooms)
+    def overlapping(op, mesh, arenas, rooms):
+        if op.fn == "dense":  # all calls of a program have the places of its first
+            _, op = first.setdefault(id(arenas), (arenas, op))
+        return tensors(op, mesh, arenas, rooms)
 
     patch.setattr(program_buffers, "_tensors", overlapping)
 
@@ -130,10 +130,10 @@ def leaves_swapped(patch):
     update = zero_pass._Rewrite._update
     other = {f"layers_{i}_{x}_shard": f"layers_{1 - i}_{x}_shard" for i in (0, 1) for x in "bw"}
 
-    def swapped(self, line):
+    def swapped(self, op):
         return [
             dataclasses.replace(x, args=tuple(other.get(a, a) for a in x.args)) if x.op == "update" else x
-            for x in update(self, line)
+            for x in update(self, op)
         ]
 
     patch.setattr(zero_pass._Rewrite, "_update", swapped)
@@ -210,11 +210,11 @@ def saved_swapped(patch):
         program = rewrite(program, policy, *args)
         if policy != "none":
             return program
-        lines = list(program.lines)
-        (at,) = [i for i, x in enumerate(lines) if "layers'][1]" in str(x.args) and x.fn.endswith("vjp")]
-        *rest, a, b = lines[at].args
-        lines[at] = dataclasses.replace(lines[at], args=(*rest, b, a))
-        return dataclasses.replace(program, lines=tuple(lines))
+        ops = list(program.instructions)
+        (at,) = [i for i, x in enumerate(ops) if "layers'][1]" in str(x.args) and x.fn.endswith("vjp")]
+        *rest, a, b = ops[at].args
+        ops[at] = dataclasses.replace(ops[at], args=(*rest, b, a))
+        return dataclasses.replace(program, instructions=tuple(ops))
 
     patch.setattr(remat_pass, "rewrite", swapped)
 
@@ -233,8 +233,8 @@ def wait_dropped(patch):
 
     def without(*args: Any) -> Program:
         program = whole(*args)
-        first = next(x for x in program.lines if x.op == "wait")
-        return dataclasses.replace(program, lines=tuple(x for x in program.lines if x is not first))
+        first = next(x for x in program.instructions if x.op == "wait")
+        return dataclasses.replace(program, instructions=tuple(x for x in program.instructions if x is not first))
 
     patch.setattr(zero_pass, "rewrite", without)
 
@@ -502,7 +502,7 @@ class Exchanged(Transform):
     def rewrite(self, program: Program) -> Program:
         one, other = (program.grads[f"params['layers'][{i}]['b']"] for i in (0, 1))
         names = {one: other, other: one}
-        return program.map_lines(lambda line: [line.rename(names) if line.writes else line])
+        return program.map_instructions(lambda op: [op.rename(names) if op.writes else op])
 
 
 def test_what_verify_finds_is_said_as_it_is(run_ranks):

@@ -105,7 +105,7 @@ def _votes() -> dict[str, torch.Tensor]:
     train = fz.compile(page["step"], mesh, backend="eager")
     state = train.init(page["params"])
     state, _ = train(state, tuple(x.chunk(4)[mesh.rank] for x in page["batch"]))
-    assert any(line.op == "signs" for line, _ in train.program.walk())
+    assert any(op.op == "signs" for op, _ in train.program.walk())
     return train.gather(state).params
 
 
@@ -154,7 +154,7 @@ def test_a_pass_before_the_choices_is_named(monkeypatch: Any, name: str) -> None
 
     def dropping(*args: Any) -> Any:
         program = rewrite(*args)
-        return dataclasses.replace(program, lines=program.lines[1:])
+        return dataclasses.replace(program, instructions=program.instructions[1:])
 
     monkeypatch.setattr(module, function, dropping)
     params, batch = {"w": torch.ones(4)}, torch.ones(2, 4)
@@ -204,11 +204,11 @@ def test_a_rewrite_that_is_wrong_is_named() -> None:
     def lowered(rewrites: Any) -> Any:
         return fz.lower(applied(Rewriting(rewrites), step), fz.AbstractMesh(data=1), params, batch)
 
-    for wrong in (lambda program: None, lambda program: dataclasses.replace(program, lines=("x",))):
+    for wrong in (lambda program: None, lambda program: dataclasses.replace(program, instructions=("x",))):
         with pytest.raises(FzeroTypeError, match=r"(?s)fzero.mine: the rewrite of mine.*does not return a program"):
             lowered(wrong)
     with pytest.raises(VerifyError, match=r"(?s)the rewrite of 'mine' made it.*after the pass 'mine'"):
-        lowered(lambda program: dataclasses.replace(program, lines=program.lines[:-1]))
+        lowered(lambda program: dataclasses.replace(program, instructions=program.instructions[:-1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ def test_a_rewrite_that_changes_nothing_is_named() -> None:
         assert fz.lower(step, alone, params, batch).after("vote")
 
     plain = fz.train_step(page["loss_fn"], fz.optim.sgd(0.1))
-    same = lambda program: dataclasses.replace(program, lines=tuple(program.lines))  # noqa: E731
+    same = lambda program: dataclasses.replace(program, instructions=tuple(program.instructions))  # noqa: E731
     for kind, sizes in ((Rewriting, (1, 2)), (Idle, (2,))):
         for size in sizes:
             with pytest.raises(TransformError, match=rf"mine.* on mesh data={size}: its rewrite changes no line"):

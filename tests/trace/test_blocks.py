@@ -166,7 +166,7 @@ def test_what_blocks_may_do(name: str) -> None:
         rtol=1e-6,
         atol=1e-7,
     )
-    assert lower(step).program.lines
+    assert lower(step).program.instructions
 
 
 def test_a_block_names_its_arguments_and_their_leaves():

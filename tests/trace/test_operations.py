@@ -576,7 +576,7 @@ def test_draws_from_the_global_generator(name: str) -> None:
 
 
 def test_dropout_of_nothing_draws_nothing() -> None:
-    assert lower(blocked(lambda p, x: F.dropout(x @ p["w"], 0.0))).program.lines
+    assert lower(blocked(lambda p, x: F.dropout(x @ p["w"], 0.0))).program.instructions
 
 
 def if_positive(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -637,7 +637,7 @@ def test_what_fails_in_pytorch_too_may_be_swallowed():
         except RuntimeError:
             return (x @ p["w"]).square().mean()
 
-    assert fz.lower(fz.train_step(loss, optim.sgd(0.1)), ONE, VECTOR, ROWS).program.lines
+    assert fz.lower(fz.train_step(loss, optim.sgd(0.1)), ONE, VECTOR, ROWS).program.instructions
 
 
 def test_what_the_loss_raises_itself_passes_whatever_it_says():

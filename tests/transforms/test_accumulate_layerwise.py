@@ -21,7 +21,7 @@ from fzero import optim
 from fzero.errors import FzeroValueError, TransformError, VerifyError
 from fzero.ir.ops import COPIES, transfer_bytes
 from fzero.ir.pool_verifier import check
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
 from fzero.plan.memory import ROLES, memory_of
 from fzero.transforms import offload_analysis
@@ -108,7 +108,9 @@ def test_the_same_bits_as_in_a_loop(name):
         more = BESIDE[(num + which) % 3]
         got, program = trained(mesh, name, fz.accumulate(num, schedule="layerwise"), *more)
         want, looped = trained(mesh, name, fz.accumulate(num), *more)
-        assert not any(line.op == "loop" for line in program.lines) and any(line.op == "loop" for line in looped.lines)
+        assert not any(op.op == "loop" for op in program.instructions) and any(
+            op.op == "loop" for op in looped.instructions
+        )
         assert_same_bits(got, want, (num, more))
 
 
@@ -131,7 +133,7 @@ def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
         got, program = trained(
             mesh, name, fz.accumulate(3, schedule="layerwise"), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
         )
-        assert any(line.op in COPIES for line in program.lines)
+        assert any(op.op in COPIES for op in program.instructions)
         assert_same_bits(got, in_a_loop(name, *more, optimizer=optimizer), (name, more))
 
 
@@ -219,10 +221,10 @@ def lowered(*transforms: Any, ranks: int = 2, layers: int = 4, optimizer: str = 
 def moved(program: Program) -> dict[str, tuple[int, int]]:
     """How many transfers of a step there are of each kind, and their bytes on a rank."""
     out: dict[str, tuple[int, int]] = {}
-    for line, times in program.walk():
-        if line.op.endswith("start"):
-            num, nbytes = out.get(line.op, (0, 0))
-            out[line.op] = num + times, nbytes + times * transfer_bytes(line, program.values_by_name, program.mesh)
+    for op, times in program.walk():
+        if op.op.endswith("start"):
+            num, nbytes = out.get(op.op, (0, 0))
+            out[op.op] = num + times, nbytes + times * transfer_bytes(op, program.values_by_name, program.mesh)
     return out
 
 
@@ -276,20 +278,20 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     program = lowered(
         offload, fz.accumulate(4, schedule="layerwise"), fz.remat("none"), fz.data_parallel(), unified_memory=False
     )
-    waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
-    lines = [line for line in program.lines if line.by in ("offload", "fuse") or line.block is not None]
+    waits = {op.args[0]: op for op in program.instructions if op.op == "wait"}
+    ops = [op for op in program.instructions if op.by in ("offload", "fuse") or op.block is not None]
     seen = 0
-    for i, line in enumerate(lines):
-        if line.op == "to_device_start" and not line.writes:
-            brought = {v.name for v in waits[line.out[0].name].out}
+    for i, op in enumerate(ops):
+        if op.op == "to_device_start" and not op.writes:
+            brought = {v.name for v in waits[op.out[0].name].out}
             reader = next(
-                (k for k, x in enumerate(lines) if x.block is not None and not brought.isdisjoint(x.args)), None
+                (k for k, x in enumerate(ops) if x.block is not None and not brought.isdisjoint(x.args)), None
             )
             if reader is None:  # what the update leaves on the device
                 continue
-            passed = sum(x.block is not None for x in lines[i:reader])
-            micro = lines[reader].micro[0]
-            assert micro == 0 or not any(a in program.leaves for a in line.args)
+            passed = sum(x.block is not None for x in ops[i:reader])
+            micro = ops[reader].micro[0]
+            assert micro == 0 or not any(a in program.leaves for a in op.args)
             assert passed <= (4 if micro == 0 else 1)
             seen += micro > 0
     assert seen == 3 * 4  # of each layer the micro-batches but the first
@@ -305,17 +307,17 @@ def test_what_only_reads_the_state_is_made_once():
         read_twice_params(),
         rows("x", by=torch.tensor(2.0))[0],
     ).program
-    called = [line.fn for line in program.lines if line.op == "call"]
+    called = [op.fn for op in program.instructions if op.op == "call"]
     assert called.count("doubled") == 1 and called.count("product") == 3
 
 
 def test_a_line_and_its_repetitions_stand_together():
     for transforms in ((fz.data_parallel(),), (fz.shard_params(), fz.mixed_precision("bf16"))):
         program = lowered(*transforms, fz.accumulate(3, schedule="layerwise"))
-        blocks = [line for line in program.lines if line.block is not None]
-        assert [line.micro for line in blocks] == [(m, 3) for _ in range(len(blocks) // 3) for m in range(3)]
+        blocks = [op for op in program.instructions if op.block is not None]
+        assert [op.micro for op in blocks] == [(m, 3) for _ in range(len(blocks) // 3) for m in range(3)]
         groups = [blocks[i : i + 3] for i in range(0, len(blocks), 3)]
-        assert all(len({line.fn for line in group}) == 1 for group in groups)
+        assert all(len({op.fn for op in group}) == 1 for group in groups)
 
 
 @pytest.mark.full(keep=["0-cpu"])
@@ -333,28 +335,28 @@ def test_no_function_is_compiled_twice(stage, device):
 
 def whole_blocks(program: Program) -> int:
     """The most gathers alive at once: started, and with readers left."""
-    last = {a: i for i, line in enumerate(program.lines) for a in line.args}
-    waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
+    last = {a: i for i, op in enumerate(program.instructions) for a in op.args}
+    waits = {op.args[0]: op for op in program.instructions if op.op == "wait"}
     spans = [
-        (i, max(last.get(v.name, i) for v in waits[line.out[0].name].out))
-        for i, line in enumerate(program.lines)
-        if line.op == "all_gather_start"
+        (i, max(last.get(v.name, i) for v in waits[op.out[0].name].out))
+        for i, op in enumerate(program.instructions)
+        if op.op == "all_gather_start"
     ]
-    return max(sum(a <= i <= b for a, b in spans) for i in range(len(program.lines)))
+    return max(sum(a <= i <= b for a, b in spans) for i in range(len(program.instructions)))
 
 
 def test_a_gather_starts_before_all_of_the_block_before():
     """One block ahead, that is all its micro-batches ahead: two blocks are whole at a time, as without."""
     program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"), fz.remat("full"), optimizer="clipped")
     assert whole_blocks(program) == whole_blocks(lowered(fz.shard_params(), fz.remat("full"), optimizer="clipped")) == 2
-    lines = program.lines
-    waits = {line.args[0]: line for line in lines if line.op == "wait"}
+    ops = program.instructions
+    waits = {op.args[0]: op for op in ops if op.op == "wait"}
     between = []
-    for i, line in enumerate(lines):
-        if line.op == "all_gather_start":
-            brought = {v.name for v in waits[line.out[0].name].out}
-            reader = next(k for k, x in enumerate(lines) if not brought.isdisjoint(x.args) and k > i)
-            between.append(sum(x.block is not None for x in lines[i:reader]))
+    for i, op in enumerate(ops):
+        if op.op == "all_gather_start":
+            brought = {v.name for v in waits[op.out[0].name].out}
+            reader = next(k for k, x in enumerate(ops) if not brought.isdisjoint(x.args) and k > i)
+            between.append(sum(x.block is not None for x in ops[i:reader]))
     assert between[0] == 0 and set(between[1:]) == {3}
 
 
@@ -371,12 +373,12 @@ def test_whole_gradients_do_not_pile_up():
 def test_an_update_comes_with_its_blocks_last_micro_batch():
     """As without micro-batches: nothing of all leaves must be known, so gradients need not wait for each other."""
     program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"))
-    lines = list(program.lines)
-    updates = [i for i, line in enumerate(lines) if line.op == "call" and line.writes]
-    backwards = [i for i, line in enumerate(lines) if line.is_backward]
+    ops = list(program.instructions)
+    updates = [i for i, op in enumerate(ops) if op.op == "call" and op.writes]
+    backwards = [i for i, op in enumerate(ops) if op.is_backward]
     assert len(updates) == 6 and sum(i < backwards[-1] for i in updates) >= 4
     assert not any(
-        lines[i].micro[0] < 2 and lines[i].micro[0] + 1 == lines[k].micro[0] for i, k in _around(updates, backwards)
+        ops[i].micro[0] < 2 and ops[i].micro[0] + 1 == ops[k].micro[0] for i, k in _around(updates, backwards)
     )
 
 
@@ -411,18 +413,18 @@ def test_a_budget_fits_it():
 
 
 def edited(program: Program, which: Any, new: Any) -> Program:
-    changed = program.map_lines(lambda line: [new(line)] if which(line) else [line])
-    assert changed.lines != program.lines
+    changed = program.map_instructions(lambda op: [new(op)] if which(op) else [op])
+    assert changed.instructions != program.instructions
     return changed
 
 
 def test_broken_sums_are_rejected():
     program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"))
-    adds = [line for line in program.lines if line.op == "add"]
+    adds = [op for op in program.instructions if op.op == "add"]
 
-    def rejects(which: Line, new: Line, *words: str) -> None:
+    def rejects(which: Instruction, new: Instruction, *words: str) -> None:
         with pytest.raises(VerifyError) as caught:
-            check(verify(edited(program, lambda line: line.op == "add" and line.out == which.out, lambda _: new)))
+            check(verify(edited(program, lambda op: op.op == "add" and op.out == which.out, lambda _: new)))
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
     first, second = adds[:2]
@@ -435,12 +437,12 @@ def test_broken_sums_are_rejected():
     rejects(first, replace(first, args=swapped), "is added to")
     # what is added to must lie where nobody else writes: its place given to another value
     taken = next(
-        line
-        for line in program.lines
-        if line.op == "call" and second.args[len(second.out)] in {v.name for v in line.out}
+        op
+        for op in program.instructions
+        if op.op == "call" and second.args[len(second.out)] in {v.name for v in op.out}
     )
-    total = next(line for line in program.lines if line.op == "call" and first.args[0] in {v.name for v in line.out})
-    overlapping = edited(program, lambda line: line.out == taken.out, lambda line: replace(line, into=total.into))
+    total = next(op for op in program.instructions if op.op == "call" and first.args[0] in {v.name for v in op.out})
+    overlapping = edited(program, lambda op: op.out == taken.out, lambda op: replace(op, into=total.into))
     with pytest.raises(VerifyError, match="is read, but"):
         check(overlapping)
 

@@ -104,9 +104,9 @@ def compiled(step: Any, mesh: Any = None) -> Any:
 def casts(program: Any) -> set[str]:
     """The parameters that a program casts to a half."""
     return {
-        line.args[0]
-        for line, _ in program.walk()
-        if line.op == "cast" and line.args[0].startswith("params") and line.attrs.dtype != torch.float32
+        op.args[0]
+        for op, _ in program.walk()
+        if op.op == "cast" and op.args[0].startswith("params") and op.attrs.dtype != torch.float32
     }
 
 
@@ -231,11 +231,7 @@ def test_bfloat16_moves_to_float32_and_what_rests_stays():
         )
         state.extras["precision"].overflows[2] = LIMIT
         state, _ = train(state, batch_of())
-        dtypes = {
-            line.args[0]: line.attrs.dtype
-            for line, _ in train.program.walk()
-            if line.op == "cast" and line.args[0] in ALL
-        }
+        dtypes = {op.args[0]: op.attrs.dtype for op, _ in train.program.walk() if op.op == "cast" and op.args[0] in ALL}
         wanted = (
             dict.fromkeys(ALL - {"params['rms']['w']"}, torch.bfloat16)
             if params == "fp32"

@@ -359,7 +359,7 @@ BESIDE: dict[str, tuple[Any, fz.AbstractMesh]] = {
 def test_beside_other_transforms_parameters_are_encoded_once_a_step(name: str) -> None:
     transform, mesh = BESIDE[name]
     program = fz.lower(step_of(fz.compose(transform, fz.compress())), mesh, params(), BATCH).program
-    inside = [x for line in program.lines for x in line.body if x.of_codes and x.args[0] in program.leaves]
+    inside = [x for op in program.instructions for x in op.body if x.of_codes and x.args[0] in program.leaves]
     assert not inside
 
 
@@ -409,7 +409,7 @@ def test_bytes_by_axis() -> None:
 def test_an_evaluation_computes_with_the_decoded_codes() -> None:
     evaluate = fz.compose(fz.shard_opt_state(), fz.compress())(fz.eval_step(loss_fn))
     program = fz.lower(evaluate, DATA, params(), (BATCH,)).program
-    assert [line.fn for line in program.lines if line.of_codes] == ["encode", "decode"]
+    assert [op.fn for op in program.instructions if op.of_codes] == ["encode", "decode"]
     with pytest.raises(TransformError, match=r"does nothing to an evaluation(?s:.*)reduces no gradient"):
         fz.compress(params=None)(fz.eval_step(loss_fn))
 
@@ -442,7 +442,7 @@ ALONE = {
 @pytest.mark.parametrize("name", ALONE)
 def test_over_an_axis_of_one_rank_it_is_the_step_without_it(name: str) -> None:
     mesh, zero, coded = ALONE[name]
-    assert lowered(zero, coded, mesh=mesh).program.lines == lowered(zero, mesh=mesh).program.lines
+    assert lowered(zero, coded, mesh=mesh).program.instructions == lowered(zero, mesh=mesh).program.instructions
 
 
 def shrunk(path: str, coded: bool) -> tuple[str, float, list[torch.Tensor]]:

@@ -261,8 +261,8 @@ def test_an_evaluation_gathers_parameters_as_they_are() -> None:
     for zero in (fz.shard_params(), fz.shard_opt_state()):
         evaluate = fz.compose(zero, fz.compress("auto"))(fz.eval_step(loss_fn))
         program = fz.lower(evaluate, mesh_of(data=8), SHAPES, (torch.empty(8, WIDTH, device="meta"),), device=SLOW)
-        assert not any(line.of_codes for line in program.program.lines)
-        assert any(line.op == "all_gather_start" for line in program.program.lines)
+        assert not any(op.of_codes for op in program.program.instructions)
+        assert any(op.op == "all_gather_start" for op in program.program.instructions)
     with pytest.raises(TransformError, match="does nothing to an evaluation"):
         fz.compress("auto", params=None)(fz.eval_step(loss_fn))
 

@@ -256,13 +256,13 @@ def test_experts_rest_over_data_and_all_else_over_both():
 @pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}])
 def test_a_reduction_that_is_left_out_is_found(mesh):
     program = lowered(AbstractMesh(**mesh), *([fz.shard_params()] if "data" in mesh else [])).program
-    starts = [x for x in program.lines if x.op == "all_reduce_start" and x.axes == ("expert",)]
+    starts = [x for x in program.instructions if x.op == "all_reduce_start" and x.axes == ("expert",)]
     for start in starts:
-        wait = next(x for x in program.lines if x.op == "wait" and x.args == (start.out[0].name,))
+        wait = next(x for x in program.instructions if x.op == "wait" and x.args == (start.out[0].name,))
         names = {v.name: a for v, a in zip(wait.out, start.args, strict=True)}
-        left = tuple(x.rename(names) for x in program.lines if x not in (start, wait))
+        left = tuple(x.rename(names) for x in program.instructions if x not in (start, wait))
         with pytest.raises(VerifyError, match=r"of which each rank|partial\(expert"):
-            verify(replace(program, lines=left))
+            verify(replace(program, instructions=left))
     assert len(starts) > 4
 
 

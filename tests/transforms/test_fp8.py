@@ -262,8 +262,8 @@ def product_nodes(program: Any) -> dict[str, int]:
 
 
 def every_node(program: Any) -> list[Any]:
-    lines = [line for line, _ in program.walk() if line.op == "call"]
-    return [n for line in lines for n in program.functions[line.fn].graph.graph.nodes if n.op == "call_function"]
+    ops = [op for op, _ in program.walk() if op.op == "call"]
+    return [n for op in ops for n in program.functions[op.fn].graph.graph.nodes if n.op == "call_function"]
 
 
 @pytest.mark.parametrize("in_block", [True, False])
@@ -288,7 +288,9 @@ def test_what_several_parameters_multiply_is_rounded_once():
     step = fz.train_step(lambda params, x: heads(params, x).square().mean(), optim.sgd(LR))
     params = {n: torch.empty(16, 16) for n in "qkv"}
     program = fz.lower(fz.fp8(step), fz.AbstractMesh(data=1), params, torch.empty(16, 16)).program
-    forward = program.functions[next(x.fn for x in program.lines if x.op == "call" and x.block is not None)].graph
+    forward = program.functions[
+        next(x.fn for x in program.instructions if x.op == "call" and x.block is not None)
+    ].graph
     rounded = [n for n in forward.graph.nodes if n.target is torch.ops.aten._to_copy.default]
     assert len([n for n in rounded if n.meta["val"].dtype is E4M3]) == 4, "q, k, v, and x once"
 
@@ -427,9 +429,9 @@ def large(*transforms: Any, tokens: int = 4096, width: int = 1024) -> Any:
 def test_products_are_priced_at_the_rate_of_8_bits():
     plain, fp8 = large(), large(fz.fp8())
     flops: dict[torch.dtype, float] = {}
-    for line, times in fp8.program.walk():
-        if line.op == "call":
-            for dtype, n in cost_of(fp8.program.functions[line.fn]).flops.items():
+    for op, times in fp8.program.walk():
+        if op.op == "call":
+            for dtype, n in cost_of(fp8.program.functions[op.fn]).flops.items():
                 flops[dtype] = flops.get(dtype, 0.0) + times * n
     one = 2 * 4096 * 1024 * 1024
     assert flops == {E4M3: 9 * one, E5M2: 8 * one}, (
@@ -443,17 +445,14 @@ def test_products_are_priced_at_the_rate_of_8_bits():
 def kept(program: Any) -> Counter[int]:
     """How often the backward of a layer reads something of so many bytes besides its gradient."""
     values = program.values()
-    lines = [line for line, _ in program.walk() if line.is_backward]
+    ops = [op for op, _ in program.walk() if op.is_backward]
     return Counter(
-        values[a].nbytes
-        for line in lines
-        for a in line.args
-        if a not in line.block.inputs[line.block.joint.num_inputs :]
+        values[a].nbytes for op in ops for a in op.args if a not in op.block.inputs[op.block.joint.num_inputs :]
     )
 
 
 def saved(program: Any) -> list[Any]:
-    return [v for line, _ in program.walk() for v in line.out if v.name.startswith("saved_")]
+    return [v for op, _ in program.walk() for v in op.out if v.name.startswith("saved_")]
 
 
 @pytest.mark.parametrize("policy", ["min_cut", "none", 0.5, 1.0])

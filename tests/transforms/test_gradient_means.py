@@ -302,8 +302,8 @@ def test_the_count_travels_while_the_forward_runs():
         return fz.weighted((losses * b["real"].flatten()).sum(), b["real"].sum())
 
     step = fz.data_parallel(fz.train_step(blocks, optim.sgd(1.0)))
-    lines = fz.lower(step, fz.AbstractMesh(data=2), names, batch).program.lines
-    at = {line.fn or line.op: i for i, line in reversed([*enumerate(lines)])}
+    ops = fz.lower(step, fz.AbstractMesh(data=2), names, batch).program.instructions
+    at = {op.fn or op.op: i for i, op in reversed([*enumerate(ops)])}
     assert at["count_fn"] < at["all_reduce_start"] < at["hidden"] < at["wait"] < at["seed_fn"]
 
 

@@ -19,7 +19,7 @@ from fzero.compiler.batched_ops import batched, launches
 from fzero.compiler.overlap import sharable
 from fzero.compiler.pass_cache import few_launches, initial_options
 from fzero.ir.pool_verifier import check
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
 
 BF16 = fz.mixed_precision("bf16")
@@ -42,16 +42,16 @@ def lowered(name: str, device: str = "cuda", num_layers: int = 4, **budget: str)
     return fz.lower(step, mesh, init, next(iter(models.batches(1))), **budget).program  # type: ignore[arg-type]
 
 
-def every(program: Program) -> Iterator[Line]:
-    for line, _ in program.walk():
-        yield line
+def every(program: Program) -> Iterator[Instruction]:
+    for op, _ in program.walk():
+        yield op
 
 
 @pytest.mark.full(keep=["alone"])
 @pytest.mark.parametrize("name", ["alone", "stage 3, accumulate", "vertical"])
 def test_a_block_has_few_of_them(name: str) -> None:
     """However many leaves it has: at most three casts and one sum."""
-    four, eight = (Counter(line.op for line in every(lowered(name, num_layers=n))) for n in (4, 8))
+    four, eight = (Counter(op.op for op in every(lowered(name, num_layers=n))) for n in (4, 8))
     turns = 2 if name == "vertical" else 1
     assert (eight["cast"] - four["cast"]) / 4 <= 3 * turns
     assert (eight["accumulate"] - four["accumulate"]) / 4 <= 1
@@ -62,7 +62,7 @@ def test_shards_are_cast_once_and_two_blocks_are_summed_as_one() -> None:
     name = "stage 3, accumulate"
 
     def inside(program: Program) -> list[int]:
-        loop = next(line for line in program.lines if line.op == "loop")
+        loop = next(op for op in program.instructions if op.op == "loop")
         leaves = [x for x in loop.body if x.op == "cast" and x.args[0] in program.leaves]
         return [len(leaves), sum(x.op == "accumulate" and x.args[0].startswith("d_") for x in loop.body)]
 
@@ -70,11 +70,11 @@ def test_shards_are_cast_once_and_two_blocks_are_summed_as_one() -> None:
     blocks = inside(fitted)[1]
     assert inside(few) == [0, -(-blocks // 2)] and blocks == 6
     assert inside(fitted)[0] >= blocks
-    once = [x for x in few.lines if x.op == "cast" and x.args[0] in few.leaves]
+    once = [x for x in few.instructions if x.op == "cast" and x.args[0] in few.leaves]
     assert len(once) == 1 and len(once[0].out) == len({*once[0].args}) == sum(
         x.role == "params" for x in few.leaves.values()
     )
-    offloaded = [x for x in lowered("offload, accumulate").lines if x.op == "cast"]
+    offloaded = [x for x in lowered("offload, accumulate").instructions if x.op == "cast"]
     assert not any(v.name.endswith("_shard") for x in offloaded for v in x.out)  # they would be there all along
 
 
@@ -95,9 +95,9 @@ def test_what_is_done_is_the_same(name: str) -> None:
 
     def done(program: Program) -> Counter[Any]:
         return Counter(
-            (line.op, line.by, line.attrs if line.op in ("cast", "accumulate") else None, v, *line.into[i : i + 1])
-            for line in every(program)
-            for i, v in enumerate(line.out)
+            (op.op, op.by, op.attrs if op.op in ("cast", "accumulate") else None, v, *op.into[i : i + 1])
+            for op in every(program)
+            for i, v in enumerate(op.out)
         )
 
     assert done(program) == done(apart)
@@ -144,20 +144,18 @@ def test_of_one_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_none_is_written_over_another() -> None:
     """A sum that lies where another part of it is read is found."""
     program = lowered("stage 3, accumulate")
-    places = {
-        v.name: p for line in every(program) for v, p in zip(line.out, line.into, strict=False) if line.op == "wait"
-    }
+    places = {v.name: p for op in every(program) for v, p in zip(op.out, op.into, strict=False) if op.op == "wait"}
     wrong = []
 
-    def mutated(line: Line) -> list[Line]:
-        if line.op != "accumulate" or len(line.out) < 2 or wrong or line.args[1] not in places:
-            return [line]
-        place, own = places[line.args[1]], line.into[0]
+    def mutated(op: Instruction) -> list[Instruction]:
+        if op.op != "accumulate" or len(op.out) < 2 or wrong or op.args[1] not in places:
+            return [op]
+        place, own = places[op.args[1]], op.into[0]
         assert place is not None and own is not None
-        wrong.append(replace(line, into=(replace(place, numel=own.numel), *line.into[1:])))
+        wrong.append(replace(op, into=(replace(place, numel=own.numel), *op.into[1:])))
         return wrong[:]
 
-    broken = program.map_lines(mutated)
+    broken = program.map_instructions(mutated)
     assert wrong
     with pytest.raises(fz.errors.VerifyError, match="which it reads meanwhile"):
         check(broken)

@@ -290,12 +290,12 @@ def lowered(*transforms: Any, model: str = "gpt", ranks: int = 2) -> Any:
     ).program
 
 
-def sent(program: Any, op: str, by: str) -> int:
+def sent(program: Any, kind: str, by: str) -> int:
     values = program.values()
     return sum(
-        times * transfer_bytes(line, values, program.mesh)
-        for line, times in program.walk()
-        if line.op == op and line.by == by
+        times * transfer_bytes(op, values, program.mesh)
+        for op, times in program.walk()
+        if op.op == kind and op.by == by
     )
 
 
@@ -326,15 +326,13 @@ def test_bytes_are_dtype_times_elements(compute, reduce, where):
     assert sent(program, "all_gather_start", "shard_params") == total(compute, lambda p: 1 if p.startswith(once) else 2)
     assert sent(program, "reduce_scatter_start", "shard_params") == total(reduce, lambda p: 1)
     values = program.values()
-    casts = [line for line, _ in program.walk() if line.op == "cast" and line.args[0] in leaves]
+    casts = [op for op, _ in program.walk() if op.op == "cast" and op.args[0] in leaves]
     assert all(
-        values[line.out[0].name].placement.kind == "shard" and values[line.out[0].name].dtype == DTYPES[compute]
-        for line in casts
+        values[op.out[0].name].placement.kind == "shard" and values[op.out[0].name].dtype == DTYPES[compute]
+        for op in casts
     )
     if compute != "fp32":
-        assert {line.args[0] for line in casts} == {
-            p for p, leaf in leaves.items() if where is None or len(leaf.shape) > 1
-        }
+        assert {op.args[0] for op in casts} == {p for p, leaf in leaves.items() if where is None or len(leaf.shape) > 1}
 
 
 @fz.block
@@ -406,7 +404,7 @@ def test_where_keeps_leaves_and_their_blocks_in_full_precision():
     # the head's block is in float32, an integer as it was
     assert metrics["aux"]["bits"] == 32 and metrics["aux"]["table_bits"] == 64
     casts = {
-        line.args[0]: line.out[0].dtype for line in train.program.lines if line.op == "cast" and line.args[0] in dtypes
+        op.args[0]: op.out[0].dtype for op in train.program.instructions if op.op == "cast" and op.args[0] in dtypes
     }
     assert casts == {f"params['{name}']['w']": torch.float16 for name in ("linear", "normed")}
     nothing = fz.compile(
@@ -749,4 +747,4 @@ def test_complex_numbers_in_pairs_of_floats_are_numbers() -> None:
     step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: "scale" in path)
     params = {"w": CODES["w"], "scale": torch.ones(())}
     step = fz.compose(fz.compress(), fz.shard_params())(step)
-    assert fz.lower(step, fz.AbstractMesh(data=2), params, torch.ones(4)).program.lines
+    assert fz.lower(step, fz.AbstractMesh(data=2), params, torch.ones(4)).program.instructions

@@ -79,7 +79,7 @@ def test_a_step_with_offload_equals_the_step_without(tmp_path: Path, name: str) 
         assert same(found, without(extra, *TRAINED[which])), (name, extra, TRAINED[which], memory)
         tiers = {leaf_of(x)[0].layout.tier for x in fz.tree.leaves((state.params, state.opt_state))}
         assert {"cpu": "host", "nvme": "disk"}.get(name.split()[0], "disk") in tiers
-        assert any(line.op in COPIES for line, _ in train.program.walk())
+        assert any(op.op in COPIES for op, _ in train.program.walk())
 
 
 MIXED = [

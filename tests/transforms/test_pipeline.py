@@ -21,7 +21,7 @@ from fzero.comm.collectives import ProcessGroups
 from fzero.compiler import passes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.ir.attributes import SendAttrs
-from fzero.ir.program import Line, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.stage_verifier import meeting
 from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
@@ -208,7 +208,7 @@ def test_whole_matrices_are_dealt_on_each_stage() -> None:
     mesh = AbstractMesh(pipe=2, data=2)
     shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch(2)))
     programs = fz.lower(muon, mesh, *shapes).programs
-    found = [[x.fn for x in p.lines if x.by == "optimizer" and x.fn.startswith("whole")] for p in programs]
+    found = [[x.fn for x in p.instructions if x.by == "optimizer" and x.fn.startswith("whole")] for p in programs]
     assert [len(x) for x in found] == [2, 2]  # with that of the embedding
     label = lambda path, leaf: "matrices" if leaf.dim() == 2 else "other"  # noqa: E731
     whitened = optim.partition({"matrices": whitening(0.01), "other": other}, label)
@@ -344,24 +344,24 @@ def programs(p: int = 2, m: int = 2, **how: Any) -> tuple[Program, ...]:
 
 def broken(program: Program) -> Iterator[tuple[str, Program]]:
     """A program with a hand, a take or the wait for one dropped, doubled, or put in place of the next of its kind."""
-    lines = program.lines
-    moves = [i for i, line in enumerate(lines) if line.op in ("send_start", "recv_start")]
-    ends = {line.args[0]: i for i, line in enumerate(lines) if line.op == "wait"}
-    put = lambda new: replace(program, lines=tuple(new))  # noqa: E731
+    ops = program.instructions
+    moves = [i for i, op in enumerate(ops) if op.op in ("send_start", "recv_start")]
+    ends = {op.args[0]: i for i, op in enumerate(ops) if op.op == "wait"}
+    put = lambda new: replace(program, instructions=tuple(new))  # noqa: E731
     for i in moves:
-        end = ends[lines[i].out[0].name]
-        yield f"{i} dropped", put(x for j, x in enumerate(lines) if j not in (i, end))
-        yield f"{i} alone dropped", put(x for j, x in enumerate(lines) if j != i)
-        yield f"{i} not awaited", put(x for j, x in enumerate(lines) if j != end)
-        yield f"{i} doubled", put([*lines[: i + 1], *lines[i:]])
-        yield f"{i} renumbered", put([*lines[:i], lines[i].saying(number=lines[i].attrs.number + 1), *lines[i + 1 :]])
-        yield f"{i} to another", put([*lines[:i], lines[i].saying(peer=(lines[i].attrs.peer + 1) % 3), *lines[i + 1 :]])
-    for op in ("send_start", "recv_start"):
-        own = [i for i in moves if lines[i].op == op]
+        end = ends[ops[i].out[0].name]
+        yield f"{i} dropped", put(x for j, x in enumerate(ops) if j not in (i, end))
+        yield f"{i} alone dropped", put(x for j, x in enumerate(ops) if j != i)
+        yield f"{i} not awaited", put(x for j, x in enumerate(ops) if j != end)
+        yield f"{i} doubled", put([*ops[: i + 1], *ops[i:]])
+        yield f"{i} renumbered", put([*ops[:i], ops[i].saying(number=ops[i].attrs.number + 1), *ops[i + 1 :]])
+        yield f"{i} to another", put([*ops[:i], ops[i].saying(peer=(ops[i].attrs.peer + 1) % 3), *ops[i + 1 :]])
+    for kind in ("send_start", "recv_start"):
+        own = [i for i in moves if ops[i].op == kind]
         for i, j in itertools.pairwise(own):
-            if lines[i].attrs.peer == lines[j].attrs.peer:
-                new = [*lines]
-                new[i], new[j] = lines[j], lines[i]
+            if ops[i].attrs.peer == ops[j].attrs.peer:
+                new = [*ops]
+                new[i], new[j] = ops[j], ops[i]
                 yield f"{i} and {j} swapped", put(new)
 
 
@@ -397,17 +397,17 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     """Each stage waits at once for what it hands, and takes what it needs next: with buffers in between it went on."""
 
     def at_once(program: Program) -> Program:
-        starts = {x.out[0].name: x for x in program.lines if x.op in ("send_start", "recv_start")}
-        ends = {x.args[0]: x for x in program.lines if x.op == "wait"}
-        out: list[Line] = []
-        for line in program.lines:
-            if line.op == "send_start":
-                out += [line, ends[line.out[0].name]]
-            elif line.op == "wait" and starts[line.args[0]].op == "recv_start":
-                out += [starts[line.args[0]], line]
-            elif line.op not in ("recv_start", "wait"):
-                out.append(line)
-        return replace(program, lines=tuple(out))
+        starts = {x.out[0].name: x for x in program.instructions if x.op in ("send_start", "recv_start")}
+        ends = {x.args[0]: x for x in program.instructions if x.op == "wait"}
+        out: list[Instruction] = []
+        for op in program.instructions:
+            if op.op == "send_start":
+                out += [op, ends[op.out[0].name]]
+            elif op.op == "wait" and starts[op.args[0]].op == "recv_start":
+                out += [starts[op.args[0]], op]
+            elif op.op not in ("recv_start", "wait"):
+                out.append(op)
+        return replace(program, instructions=tuple(out))
 
     first, last = meeting(chained(optim.sgd(0.1)))
     meeting((at_once(first), last))
@@ -423,8 +423,10 @@ def test_a_violation_of_any_stage_is_found_with_the_pass_that_made_it(rank: int,
 
     def broken(program: Program, place: int, *known: Any) -> Program:
         made, at = project(program, place, *known), next(stages)
-        wait = next(i for i, line in enumerate(made.lines) if line.op == "wait" and line.out)
-        return replace(made, lines=made.lines[:wait] + made.lines[wait + 1 :]) if at == rank else made
+        wait = next(i for i, op in enumerate(made.instructions) if op.op == "wait" and op.out)
+        return (
+            replace(made, instructions=made.instructions[:wait] + made.instructions[wait + 1 :]) if at == rank else made
+        )
 
     monkeypatch.setattr(passes.pipeline_pass, "project", broken)
     with pytest.raises(VerifyError, match=r"(?s)never waited for.*after the pass 'stages'"):
@@ -450,7 +452,7 @@ def test_units_in_flight() -> None:
 def test_the_plan_of_all_stages() -> None:
     """Where stages are equal each waits for (p - 1) / (m + p - 1) of the step. A budget holds for every stage."""
     parts = {"forward": 1.0, "backward": 2.0, "both": 3.0}
-    one = lambda line, program: parts[line.block.part] if line.block else 0.0  # noqa: E731
+    one = lambda op, program: parts[op.block.part] if op.block else 0.0  # noqa: E731
     for p, m, how in ((2, 4, "1f1b"), (4, 8, "1f1b"), (4, 4, "1f1b")):
         step = fz.compose(fz.accumulate(m, schedule="layerwise"), fz.pipeline(schedule=how))(
             fz.train_step(chain, optim.sgd(0.1))
@@ -480,14 +482,14 @@ def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
     more = [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "emb": 0})]
     lowered = fz.lower(pipelined(2, *more), AbstractMesh(pipe=2, data=2, model=2), params(), batch())
     for program in lowered.programs:
-        hands = [line for line in program.lines if line.op == "send_start"]
-        large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
+        hands = [op for op in program.instructions if op.op == "send_start"]
+        large = {a for op in hands for a in op.args if program.values_by_name[a].held(program.mesh)}
         assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
 
 
-def of_numbers(program: Program) -> list[Line]:
+def of_numbers(program: Program) -> list[Instruction]:
     """The hands of a stage that have numbers alone, such as norms."""
-    hands = [line for line in program.lines if line.op == "send_start"]
+    hands = [op for op in program.instructions if op.op == "send_start"]
     return [x for x in hands if max(len(program.values_by_name[a].shape) for a in x.args) < 2]
 
 
@@ -510,7 +512,7 @@ def test_numbers_of_one_level_are_one_message(parallel: Any, tensor: bool) -> No
         step = cut_step(parallel, optim.chain(*clips, optim.adamw(0.05)), tensor)
         programs = fz.lower(step, AbstractMesh(**axes), given, torch.empty(4, 8, device="meta")).programs
         assert [len(of_numbers(program)) for program in programs] == [levels] * 2
-        assert all(len(line.args) >= 4 for program in programs for line in of_numbers(program))
+        assert all(len(op.args) >= 4 for program in programs for op in of_numbers(program))
 
 
 def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
@@ -520,17 +522,17 @@ def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
         programs = fz.lower(pipelined(4), AbstractMesh(pipe=p), params(), batch()).programs
         for stage, program in enumerate(programs):
             numbers = of_numbers(program)
-            assert [line.says(SendAttrs).peer for line in numbers] == [n for n in range(p) if n != stage]
+            assert [op.says(SendAttrs).peer for op in numbers] == [n for n in range(p) if n != stage]
             to = set[int]()  # whom it has handed something since it last computed
-            for line in program.lines:
-                if isinstance(line.attrs, SendAttrs) and line.op == "send_start":
-                    assert line.attrs.peer not in to, line
-                    to.add(line.attrs.peer)
-                to = set() if line.op == "call" else to
-            units = [line for line in program.lines if line.op == "send_start" and line not in numbers]
+            for op in program.instructions:
+                if isinstance(op.attrs, SendAttrs) and op.op == "send_start":
+                    assert op.attrs.peer not in to, op
+                    to.add(op.attrs.peer)
+                to = set() if op.op == "call" else to
+            units = [op for op in program.instructions if op.op == "send_start" and op not in numbers]
             assert p > 2 or len(units) == 4 + (stage == 0)  # a micro-batch's each, and the embedding
             if p == 2 or stage == p - 1:
-                assert max(len(line.args) for line in units) > 1
+                assert max(len(op.args) for op in units) > 1
 
 
 @pytest.mark.full
@@ -729,7 +731,7 @@ def test_an_update_of_leaves_of_two_stages_is_refused() -> None:
 
 def test_on_one_rank_along_the_axis_it_is_the_plain_step() -> None:
     program = fz.lower(pipelined(2), AbstractMesh(pipe=1, data=1), params(), batch()).program
-    assert not any(line.op in ("send_start", "recv_start") for line in program.lines)
+    assert not any(op.op in ("send_start", "recv_start") for op in program.instructions)
 
 
 @fz.block

@@ -279,19 +279,19 @@ def test_what_is_sent_is_what_the_ranks_do_not_share() -> None:
 
 def test_sends_start_first_and_are_waited_for_before_their_own_update() -> None:
     program = lowered(fz.AbstractMesh(data=2), fz.shard_params(), fz.redundant(), optimizer=optim.adamw(0.1)).program
-    ops = [line.op for line in program.lines]
+    ops = [op.op for op in program.instructions]
     num = ops.count("replicate_start")
     assert num == 3 and ops[:num] == ["replicate_start"] * num
-    waits = [i for i, line in enumerate(program.lines) if line.op == "wait" and line.args[0].startswith("replicate")]
-    assert all(program.lines[i + 1].writes for i in waits)
-    backwards = [i for i, line in enumerate(program.lines) if line.is_backward]
+    waits = [i for i, op in enumerate(program.instructions) if op.op == "wait" and op.args[0].startswith("replicate")]
+    assert all(program.instructions[i + 1].writes for i in waits)
+    backwards = [i for i, op in enumerate(program.instructions) if op.is_backward]
     assert waits[0] < backwards[-1], "the first updates come before the last backward, and the others' sends go on"
-    late = list(program.lines)
+    late = list(program.instructions)
     for i in waits:  # each behind the update
         late[i], late[i + 1] = late[i + 1], late[i]
     problem = r"params\['layers'\]\[1\]\['w'\] is written while replicate_\d still reads it"
     with pytest.raises(VerifyError, match=problem):
-        verify(replace(program, lines=tuple(late)))
+        verify(replace(program, instructions=tuple(late)))
 
 
 def test_a_step_in_one_process_means_the_same() -> None:

@@ -45,15 +45,15 @@ def choices_of(program: Program) -> list[Choices]:
 
 
 def saved_bytes(program: Program) -> int:
-    return sum(v.nbytes for line, _ in program.walk() for v in line.out if v.name.startswith("saved_"))
+    return sum(v.nbytes for op, _ in program.walk() for v in op.out if v.name.startswith("saved_"))
 
 
 def flops(program: Program) -> int:
     return sum(
         operations(n)
-        for line, _ in program.walk()
-        if line.op == "call"
-        for n in program.functions[line.fn].graph.graph.nodes
+        for op, _ in program.walk()
+        if op.op == "call"
+        for n in program.functions[op.fn].graph.graph.nodes
         if n.op == "call_function"
     )
 
@@ -100,7 +100,9 @@ def test_the_ends_are_none_and_full(name):
     program = PROGRAMS[name]()
     assert saved_bytes(rewrite(program, 0.0, {})) == 0
     assert flops(rewrite(program, 0.0, {})) <= flops(program)
-    assert [str(x) for x in rewrite(program, 1.0, {}).lines] == [str(x) for x in rewrite(program, "none", {}).lines]
+    assert [str(x) for x in rewrite(program, 1.0, {}).instructions] == [
+        str(x) for x in rewrite(program, "none", {}).instructions
+    ]
     assert flops(rewrite(program, 1.0, {})) == min(flops(rewrite(program, f, {})) for f in FRACTIONS)
 
 
@@ -133,7 +135,7 @@ def test_what_is_kept_is_storage_of_the_blocks_own():
             kept
         )
     program = rewrite(gated_base(), "none", {})
-    shapes = [v.shape for line in program.lines for v in line.out if v.name.startswith("saved_")]
+    shapes = [v.shape for op in program.instructions for v in op.out if v.name.startswith("saved_")]
     assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
 
 
@@ -154,8 +156,8 @@ def test_an_output_that_the_next_block_reads_is_not_kept_twice():
         fz.remat(fz.train_step(loss, optim.sgd(0.1)), "none"), fz.AbstractMesh(data=1), params, x
     ).program
     assert saved_bytes(program) == 0
-    (second,) = [line for line in program.lines if line.is_backward and line.block.number == 1]
-    (first,) = [line for line in program.lines if line.is_forward and line.block.number == 1]
+    (second,) = [op for op in program.instructions if op.is_backward and op.block.number == 1]
+    (first,) = [op for op in program.instructions if op.is_forward and op.block.number == 1]
     assert first.out[0].name in second.args
     # it is not recomputed either
     assert "aten.tanh.default" not in {str(n.target) for n in program.functions[second.fn].graph.graph.nodes}
@@ -247,8 +249,8 @@ def embed(p, tokens):
 
 def test_auto_without_a_budget_is_min_cut():
     program = base("gpt")
-    assert [str(x) for x in rewrite(program, "auto", {}).lines] == [
-        str(x) for x in rewrite(program, "min_cut", {}).lines
+    assert [str(x) for x in rewrite(program, "auto", {}).instructions] == [
+        str(x) for x in rewrite(program, "min_cut", {}).instructions
     ]
 
 

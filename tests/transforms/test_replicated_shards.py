@@ -54,15 +54,15 @@ def test_replicas_reduce_once_a_step(sharded):
         lowered = fz.lower(
             step(sharded, num_micro, clipped()), fz.AbstractMesh(**AXES), meta, torch.empty(8, 4, device="meta")
         )
-        program, moved, lines = lowered.program, Counter[str](), Counter[str]()
-        for line, times in program.walk():
-            if line.op.endswith("_start"):
-                lines[line.axes[0]] += times
-                moved[line.axes[0]] += times * transfer_bytes(line, program.values_by_name, program.mesh)
-        assert (lines["replica"], moved["replica"]) == (3, 4 + 2 * 64 * 4 // 2), (
+        program, moved, ops = lowered.program, Counter[str](), Counter[str]()
+        for op, times in program.walk():
+            if op.op.endswith("_start"):
+                ops[op.axes[0]] += times
+                moved[op.axes[0]] += times * transfer_bytes(op, program.values_by_name, program.mesh)
+        assert (ops["replica"], moved["replica"]) == (3, 4 + 2 * 64 * 4 // 2), (
             "two blocks' shards, the loss, each sent once by either of two ranks"
         )
-        in_loop = (x for line in program.lines if line.op == "loop" for x in line.body)
+        in_loop = (x for op in program.instructions if op.op == "loop" for x in op.body)
         assert not any("replica" in x.axes for x in in_loop if x.op.endswith("_start"))
 
 

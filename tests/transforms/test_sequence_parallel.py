@@ -180,7 +180,7 @@ def test_gradients_are_reduced_once_over_data_and_positions():
     program = lowered(
         AbstractMesh(data=2, seq=2), fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")
     ).program
-    scattered = [x.axes for x in program.lines if x.op == "reduce_scatter_start"]
+    scattered = [x.axes for x in program.instructions if x.op == "reduce_scatter_start"]
     leaves = sum(x.role == "params" and bool(x.layout.axes) for x in program.leaves.values())
     assert {*scattered} == {("data",), ("seq",)}
     assert moved(program)["reduce_scatter_start", "data"] == moved(program)["reduce_scatter_start", "seq"] == leaves

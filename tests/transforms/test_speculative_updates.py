@@ -97,7 +97,7 @@ def waited(*transforms: Any) -> Any:
 
 
 def guesses(program: Any) -> bool:
-    return any(line.op == "rollback" for line in program.lines)
+    return any(op.op == "rollback" for op in program.instructions)
 
 
 OFFLOADS = {
@@ -306,26 +306,29 @@ def lowered(path: Path) -> Any:
 
 
 def mutated(program: Any, what: str) -> Any:
-    rollback = next(line for line in program.lines if line.op == "rollback")
-    at = program.lines.index(rollback)
+    rollback = next(op for op in program.instructions if op.op == "rollback")
+    at = program.instructions.index(rollback)
     match what:
         case "one leaf is not written again":
-            gone = next(line for line in rollback.body if line.op == "disk_write_start")
+            gone = next(op for op in rollback.body if op.op == "disk_write_start")
             body = [
                 x for x in rollback.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)
             ]
         case "what is not on disk is not put back":
             body = [x for x in rollback.body if not (x.op == "assign" and x.attrs.restores)]
         case "nothing is done again":
-            return replace(program, lines=(*program.lines[:at], *program.lines[at + 1 :]))
+            return replace(program, instructions=(*program.instructions[:at], *program.instructions[at + 1 :]))
         case "a write is still under way":
-            start = next(x for x in reversed(program.lines[:at]) if x.op == "disk_write_start")
-            wait = next(x for x in program.lines if x.op == "wait" and x.args[0] == start.out[0].name)
-            lines = [x for x in program.lines if x is not wait]
+            start = next(x for x in reversed(program.instructions[:at]) if x.op == "disk_write_start")
+            wait = next(x for x in program.instructions if x.op == "wait" and x.args[0] == start.out[0].name)
+            ops = [x for x in program.instructions if x is not wait]
             return replace(
-                program, lines=(*lines[: lines.index(rollback) + 1], wait, *lines[lines.index(rollback) + 1 :])
+                program, instructions=(*ops[: ops.index(rollback) + 1], wait, *ops[ops.index(rollback) + 1 :])
             )
-    return replace(program, lines=(*program.lines[:at], replace(rollback, body=tuple(body)), *program.lines[at + 1 :]))
+    return replace(
+        program,
+        instructions=(*program.instructions[:at], replace(rollback, body=tuple(body)), *program.instructions[at + 1 :]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_what_passes_between_blocks_is_cut_by_position():
 def kept(share: float, mesh: AbstractMesh, **more: Any) -> int:
     """The bytes that a rank keeps for the backward."""
     program = lowered(mesh, fz.remat(share), layers=3, **more).program
-    saved = [v for x in program.lines for v in x.out if v.name.startswith("saved_")]
+    saved = [v for x in program.instructions for v in x.out if v.name.startswith("saved_")]
     return sum(math.prod(v.held(mesh)) * v.dtype.itemsize for v in saved)
 
 
@@ -117,10 +117,10 @@ def test_a_layer_has_two_reductions_each_way_and_one_gather_of_its_parameters():
 
 def without(program: Any, number: int) -> Any:
     """The program without the reduction of this number over the axis: who reads a sum reads a summand."""
-    start = [x for x in program.lines if x.op == "all_reduce_start" and x.axes == ("model",)][number]
-    wait = next(x for x in program.lines if x.op == "wait" and x.args == (start.out[0].name,))
+    start = [x for x in program.instructions if x.op == "all_reduce_start" and x.axes == ("model",)][number]
+    wait = next(x for x in program.instructions if x.op == "wait" and x.args == (start.out[0].name,))
     names = {v.name: a for v, a in zip(wait.out, start.args, strict=True)}
-    return replace(program, lines=tuple(x.rename(names) for x in program.lines if x not in (start, wait)))
+    return replace(program, instructions=tuple(x.rename(names) for x in program.instructions if x not in (start, wait)))
 
 
 @pytest.mark.full(keep=["mesh0"])

@@ -56,9 +56,9 @@ CONFLICTS = {
 @pytest.mark.parametrize("stage", [fz.shard_opt_state, fz.shard_grads, fz.shard_params])
 def test_data_parallel_together_with_a_stage_over_its_axis_changes_nothing(stage: Any) -> None:
     mesh, axis = fz.AbstractMesh(data=2, node=2), ("data", "node")
-    lines = lambda *transforms: fz.lower(fz.compose(*transforms)(make()), mesh, PARAMS, BATCH).program.lines  # noqa: E731
+    ops = lambda *transforms: fz.lower(fz.compose(*transforms)(make()), mesh, PARAMS, BATCH).program.instructions  # noqa: E731
     for transforms in ((fz.data_parallel(axis="node"), stage(axis=axis)), (stage(axis=axis), fz.data_parallel())):
-        assert lines(*transforms) == lines(stage(axis=axis))
+        assert ops(*transforms) == ops(stage(axis=axis))
 
 
 def test_a_lower_stage_may_go_further_than_a_higher_one() -> None:

@@ -137,11 +137,11 @@ def test_training_is_that_of_one_process(run_ranks):
 def moved(program: Any) -> dict[str, int]:
     """Bytes that a rank sends in a step, by kind and axis; those of scalars left out."""
     found: Counter[str] = Counter()
-    for line, times in program.walk():
-        if line.op.endswith("_start") and line.op != "all_reduce_start":
-            (axis,) = line.axes
-            found[f"{line.op.removesuffix('_start')}:{axis}"] += times * transfer_bytes(
-                line, program.values_by_name, program.mesh
+    for op, times in program.walk():
+        if op.op.endswith("_start") and op.op != "all_reduce_start":
+            (axis,) = op.axes
+            found[f"{op.op.removesuffix('_start')}:{axis}"] += times * transfer_bytes(
+                op, program.values_by_name, program.mesh
             )
     return dict(found)
 
@@ -229,14 +229,14 @@ def test_a_plan_prices_each_axis_on_its_link():
 
     found = lowered("params")
     device = replace(get_device("h100"), devices_per_host=2)
-    for line, _ in found.program.walk():
-        if line.op == "all_gather_start":
+    for op, _ in found.program.walk():
+        if op.op == "all_gather_start":
             sent, within = (
-                transfer_bytes(line, found.program.values_by_name, found.program.mesh),
-                line.axes == ("data",),
+                transfer_bytes(op, found.program.values_by_name, found.program.mesh),
+                op.axes == ("data",),
             )
             link = device.links["intra" if within else "inter"]
-            assert seconds(line, found.program, device) == pytest.approx(
+            assert seconds(op, found.program, device) == pytest.approx(
                 (1 if within else 2) * link.latency + sent / link.bandwidth
             )
     assert {c.partition(":")[2] for c in found.plan_on(device).channels} >= {"data", "node"}
@@ -546,7 +546,7 @@ def test_with_one_rank_along_the_faster_axes_nothing_stays_whole() -> None:
             fz.lower(fz.accumulate(s, 2), fz.AbstractMesh(**axes), meta, batch).program
             for s in (step, fz.hierarchical(step))
         )
-        assert once.lines == plain.lines
+        assert once.instructions == plain.instructions
 
 
 def test_decisions_name_kept_gathers_only_where_there_are_some() -> None:

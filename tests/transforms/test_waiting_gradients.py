@@ -116,18 +116,16 @@ def trained(mesh: fz.Mesh, transforms: Any) -> Any:
 
 def waiting(program: Program) -> set[str]:
     """Gradients of matrices that a copy has taken to the host."""
-    moved = {a for line, _ in program.walk() if line.op == "to_host_start" and not line.writes for a in line.args}
+    moved = {a for op, _ in program.walk() if op.op == "to_host_start" and not op.writes for a in op.args}
     return {a for a in moved if a.startswith("d_") and program.values_by_name[a].numel >= 1000}
 
 
 def on_disk(program: Program) -> set[str]:
     """Leaves that gradients of matrices are written to, each once and read once, with what else its update reads from
     disk."""
-    lines = [line for line, _ in program.walk()]
-    written = [
-        w for line in lines for w in line.writes if w in program.leaves and program.leaves[w].role == "gradients"
-    ]
-    read = [a for line in lines if line.op == "disk_read_start" for a in line.args if a in written]
+    ops = [op for op, _ in program.walk()]
+    written = [w for op in ops for w in op.writes if w in program.leaves and program.leaves[w].role == "gradients"]
+    read = [a for op in ops if op.op == "disk_read_start" for a in op.args if a in written]
     assert sorted(written) == sorted(read)
     return {w for w in written if program.leaves[w].numel >= 1000}
 
@@ -176,9 +174,7 @@ def test_on_disk_from_one_memory(tmp_path: Path) -> None:
         assert same(found, resident), name
         assert len(on_disk(program)) == LAYERS, name
         (way,) = {
-            from_to(line)
-            for line, _ in program.walk()
-            if line.op == "disk_write_start" and line.writes[0].startswith("extras")
+            from_to(op) for op, _ in program.walk() if op.op == "disk_write_start" and op.writes[0].startswith("extras")
         }
         assert way == ("host", "disk")
 
@@ -296,18 +292,16 @@ def test_a_gradient_that_is_read_before_it_is_written_is_refused(tmp_path: Path)
     step = OFFLOADS["all on disk"](tmp_path)[0](fz.train_step(loss_fn, optimizer()))
     batch = torch.empty(8, WIDTH, device="meta")
     program = fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), init, batch).program
-    lines = list(program.lines)
-    write = next(
-        line for line in lines if line.op == "disk_write_start" and program.leaves[line.writes[0]].role == "gradients"
-    )
-    (wait,) = (line for line in lines if line.op == "wait" and line.args == (write.out[0].name,))
-    (read,) = (line for line in lines if line.op == "disk_read_start" and write.writes[0] in line.args)
-    assert lines.index(write) < lines.index(wait) < lines.index(read)
+    ops = list(program.instructions)
+    write = next(op for op in ops if op.op == "disk_write_start" and program.leaves[op.writes[0]].role == "gradients")
+    (wait,) = (op for op in ops if op.op == "wait" and op.args == (write.out[0].name,))
+    (read,) = (op for op in ops if op.op == "disk_read_start" and write.writes[0] in op.args)
+    assert ops.index(write) < ops.index(wait) < ops.index(read)
     for moved in ([write, wait], [wait]):  # to right behind the read
-        left = [line for line in lines if line not in moved]
+        left = [op for op in ops if op not in moved]
         at = left.index(read) + 1
         with pytest.raises(VerifyError, match=rf"{re.escape(write.writes[0])} is read before it is written"):
-            verify(replace(program, lines=(*left[:at], *moved, *left[at:])))
+            verify(replace(program, instructions=(*left[:at], *moved, *left[at:])))
 
 
 @pytest.mark.full
@@ -325,8 +319,8 @@ def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, m
     ):
         found, _, train = test_guess.run(apart, OFFLOADS[name](tmp_path), **options)
         assert same(found, want), name
-        (rollback,) = (line for line in train.program.lines if line.op == "rollback")
-        again = {a for line in rollback.body if line.op == "to_host_start" and not line.writes for a in line.args}
+        (rollback,) = (op for op in train.program.instructions if op.op == "rollback")
+        again = {a for op in rollback.body if op.op == "to_host_start" and not op.writes for a in op.args}
         assert len(waiting(train.program)) == 3 and again.isdisjoint(waiting(train.program)), name
         assert len(on_disk(train.program)) == ON_DISK.get(name, 0), name
 

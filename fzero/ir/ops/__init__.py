@@ -25,7 +25,7 @@ from fzero.ir.ops import control, dim_shards, rollback, transfers, values
 from fzero.ir.ops.op import ANY, Op, Text, micro_of
 from fzero.ir.ops.rollback import Attempt, is_superseded, written_aside
 from fzero.ir.ops.transfers import DISK, STARTS, Copy, Start
-from fzero.ir.program import Line, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import AbstractMesh
 
 OPS: dict[str, Op[Any]] = {
@@ -55,25 +55,25 @@ def bring(rows: Iterable[Op[Any]], owner: str) -> None:
     OWNERS.update((x.name, owner) for x in rows)
 
 
-def misformed(line: Line) -> list[str]:
+def misformed(op: Instruction) -> list[str]:
     """Returns the ways in which an op differs from what its class in the op table requires."""
-    row = OPS.get(line.op)
+    row = OPS.get(op.op)
     if row is None:
-        return [f"{line.op!r} is not an op"]
+        return [f"{op.op!r} is not an op"]
     problems = []
-    if row.args not in (ANY, len(line.args)):
-        problems.append(f"reads {len(line.args)} values, not {row.args}")
-    if row.out not in (ANY, len(line.out)):
-        problems.append(f"makes {len(line.out)} values, not {row.out}")
-    if line.writes if not row.writes else row.writes == "always" and not line.writes:
-        problems.append(f"writes {len(line.writes)} leaves")
-    if line.body and not row.body:
+    if row.args not in (ANY, len(op.args)):
+        problems.append(f"reads {len(op.args)} values, not {row.args}")
+    if row.out not in (ANY, len(op.out)):
+        problems.append(f"makes {len(op.out)} values, not {row.out}")
+    if op.writes if not row.writes else row.writes == "always" and not op.writes:
+        problems.append(f"writes {len(op.writes)} leaves")
+    if op.body and not row.body:
         problems.append("has lines of its own")
-    if bool(line.fn) != (row.name == "call"):
-        problems.append(f"calls {line.fn or 'no function'}")
-    if type(line.attrs) is not row.attrs:
-        return [*problems, f"has {type(line.attrs).__name__}, not {row.attrs.__name__}"]
-    return problems + line.attrs.ill_typed
+    if bool(op.fn) != (row.name == "call"):
+        problems.append(f"calls {op.fn or 'no function'}")
+    if type(op.attrs) is not row.attrs:
+        return [*problems, f"has {type(op.attrs).__name__}, not {row.attrs.__name__}"]
+    return problems + op.attrs.ill_typed
 
 
 def unsaid(op: str) -> Attrs:
@@ -84,28 +84,28 @@ def unsaid(op: str) -> Attrs:
     return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
-def turns(line: Line) -> int:
+def turns(op: Instruction) -> int:
     """Returns how often to go through an op's body to see all its effects: two iterations of a loop, because one
     iteration leaves values to the next.
     """
-    return OPS[line.op].turns(line) if line.body else 0
+    return OPS[op.op].turns(op) if op.body else 0
 
 
-def from_to(line: Line) -> tuple[str, str]:
+def from_to(op: Instruction) -> tuple[str, str]:
     """Returns the source and the target tier of a copy."""
-    row = STARTS[line.op]
-    assert isinstance(row, Copy), line.op
-    return row.tiers(line)
+    row = STARTS[op.op]
+    assert isinstance(row, Copy), op.op
+    return row.tiers(op)
 
 
 def batch_axes_of(program: Program) -> tuple[str, ...]:
     """Returns the mesh axes along which a program shards the batch."""
-    return next((line.axes for line, _ in program.walk() if line.op == values.PartIndex.name), ())
+    return next((op.axes for op, _ in program.walk() if op.op == values.PartIndex.name), ())
 
 
 def replicated_leaves(program: Program) -> list[tuple[str, ...]]:
     """Returns the paths of the tensors that each send of a program sends, in the order of the sends' numbers."""
-    found = [line.attrs for line, _ in program.walk() if isinstance(line.attrs, ReplicateAttrs)]
+    found = [op.attrs for op, _ in program.walk() if isinstance(op.attrs, ReplicateAttrs)]
     return [said.leaves for said in sorted(found, key=lambda said: said.number)]
 
 
@@ -114,24 +114,24 @@ def message_directions(programs: Sequence[Program]) -> set[tuple[str, int, int]]
     the index of the receiver."""
     send = transfers.Send.name
     return {
-        (line.axes[0], stage, line.attrs.peer)
+        (op.axes[0], stage, op.attrs.peer)
         for stage, program in enumerate(programs)
-        for line, _ in program.walk()
-        if line.op == send and isinstance(line.attrs, SendAttrs)
+        for op, _ in program.walk()
+        if op.op == send and isinstance(op.attrs, SendAttrs)
     }
 
 
-def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
+def transfer_bytes(op: Instruction, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
     """Returns the number of bytes that a rank moves in a transfer. With ring algorithms a rank sends (n-1)/n of the
     full tensor for a gather or a reduce-scatter, and twice that for an all-reduce. A copy between tiers moves this
     rank's shard of its values; a copy between host and device moves nothing if they are one memory.
     """
-    return STARTS[line.op].moved_bytes(line, named, mesh)
+    return STARTS[op.op].moved_bytes(op, named, mesh)
 
 
-def stays(line: Line, mesh: AbstractMesh) -> bool:
+def stays(op: Instruction, mesh: AbstractMesh) -> bool:
     """Returns whether an op is a copy between tiers that moves nothing, because host and device are one memory."""
-    row = STARTS.get(line.op)
+    row = STARTS.get(op.op)
     return isinstance(row, Copy) and row.stays(mesh)
 
 

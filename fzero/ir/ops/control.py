@@ -11,7 +11,7 @@ import torch
 from fzero._compat import compat
 from fzero.ir.attributes import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, join_text
-from fzero.ir.program import Line, Program, Value, local_bytes
+from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 
 Tensors = Sequence[torch.Tensor]
@@ -40,17 +40,17 @@ class Update(Op[UpdateAttrs]):
     writes = "always"
     attrs = UpdateAttrs
 
-    def check(self, line: Line[UpdateAttrs], args: list[Value], rules: Rules) -> None:
-        graph = line.attrs.graph
-        counts = len(args), len(line.writes) + len(line.out)
+    def check(self, op: Instruction[UpdateAttrs], args: list[Value], rules: Rules) -> None:
+        graph = op.attrs.graph
+        counts = len(args), len(op.writes) + len(op.out)
         if counts != (len(graph.inputs), len(graph.outputs)):
             rules.bad(
-                line,
+                op,
                 f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}",
             )
-        read = {*line.attrs.sums, *line.attrs.maxima, *rules.program.grads.values(), *line.writes}
-        for name in sorted(read - {*line.args}):
-            rules.bad(line, f"{name} is not among its arguments")
+        read = {*op.attrs.sums, *op.attrs.maxima, *rules.program.grads.values(), *op.writes}
+        for name in sorted(read - {*op.args}):
+            rules.bad(op, f"{name} is not among its arguments")
 
 
 class Loop(Op[TurnsAttrs]):
@@ -64,19 +64,19 @@ class Loop(Op[TurnsAttrs]):
     body = True
     computes = ""
 
-    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
-        if line.attrs.count < 2 or not line.body:
-            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times")
+    def check(self, op: Instruction[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+        if op.attrs.count < 2 or not op.body:
+            rules.bad(op, f"repeats {len(op.body)} lines {op.attrs.count} times")
 
-    def turns(self, line: Line[TurnsAttrs]) -> int:
+    def turns(self, op: Instruction[TurnsAttrs]) -> int:
         """Returns two: the second iteration shows the values that one iteration leaves to the next."""
-        return min(line.attrs.count, 2)
+        return min(op.attrs.count, 2)
 
-    def turns_run(self, line: Line[TurnsAttrs], result: Any) -> int:
-        return line.attrs.count
+    def turns_run(self, op: Instruction[TurnsAttrs], result: Any) -> int:
+        return op.attrs.count
 
-    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
-        return Text(f"for micro in range({line.attrs.count}):")
+    def text(self, op: Instruction[TurnsAttrs], program: Program) -> Text:
+        return Text(f"for micro in range({op.attrs.count}):")
 
 
 class Accumulation(Op[JoinAttrs]):
@@ -92,23 +92,23 @@ class Accumulation(Op[JoinAttrs]):
     outlives = True
     batched = True
 
-    def check(self, line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
-        _joins(line, args, rules)
-        if rules.turns == 1 or line.attrs.reduction not in JOINS:
-            rules.bad(line, f"accumulates by {line.attrs.reduction!r} over {rules.turns} turns")
-        if not args or len(args) != len(line.out):
-            rules.bad(line, f"accumulates {len(args)} values to {len(line.out)}")
-        for part, total in zip(args, line.out, strict=False):
+    def check(self, op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
+        _joins(op, args, rules)
+        if rules.turns == 1 or op.attrs.reduction not in JOINS:
+            rules.bad(op, f"accumulates by {op.attrs.reduction!r} over {rules.turns} turns")
+        if not args or len(args) != len(op.out):
+            rules.bad(op, f"accumulates {len(args)} values to {len(op.out)}")
+        for part, total in zip(args, op.out, strict=False):
             if replace(total, name=part.name) != part:
-                rules.bad(line, f"{part} accumulates to {total}")
+                rules.bad(op, f"{part} accumulates to {total}")
 
-    def touched(self, line: Line[JoinAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return sum(3 * local_bytes(v, mesh) for v in line.out)
+    def touched(self, op: Instruction[JoinAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return sum(3 * local_bytes(v, mesh) for v in op.out)
 
-    def text(self, line: Line[JoinAttrs], program: Program) -> Text:
-        totals, parts = [v.name for v in line.out], line.args
+    def text(self, op: Instruction[JoinAttrs], program: Program) -> Text:
+        totals, parts = [v.name for v in op.out], op.args
         first = [*totals, *parts] if len(totals) == 1 else [f"[{', '.join(totals)}]", f"[{', '.join(parts)}]"]
-        return Text(f"accumulate({', '.join([*first, *join_text(line), *into(line, program)])})")
+        return Text(f"accumulate({', '.join([*first, *join_text(op), *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def accumulate(
@@ -129,13 +129,15 @@ class Accumulation(Op[JoinAttrs]):
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
-    def means(self, line: Line[JoinAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        pairs = zip(line.out, args, strict=True)
-        return [_joined(line, told.values[v.name], x) if turn else x.clone() for v, x in pairs]
+    def means(
+        self, op: Instruction[JoinAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        pairs = zip(op.out, args, strict=True)
+        return [_joined(op, told.values[v.name], x) if turn else x.clone() for v, x in pairs]
 
-    def stands(self, line: Line[JoinAttrs], of: Standing, micro: int, turn: int) -> None:
-        if line.attrs.reduction == "sum":
-            for value, part in zip(line.out, line.args, strict=True):
+    def stands(self, op: Instruction[JoinAttrs], of: Standing, micro: int, turn: int) -> None:
+        if op.attrs.reduction == "sum":
+            for value, part in zip(op.out, op.args, strict=True):
                 of.total(value.name, value.name if turn else None, part)
 
 
@@ -148,26 +150,26 @@ class Add(Op[AddAttrs]):
     pool = "sum"
     in_place = True
 
-    def check(self, line: Line[AddAttrs], args: list[Value], rules: Rules) -> None:
-        num = len(line.out)
-        _joins(line, args, rules)
-        if line.attrs.reduction not in JOINS:
-            rules.bad(line, f"adds by {line.attrs.reduction!r}")
+    def check(self, op: Instruction[AddAttrs], args: list[Value], rules: Rules) -> None:
+        num = len(op.out)
+        _joins(op, args, rules)
+        if op.attrs.reduction not in JOINS:
+            rules.bad(op, f"adds by {op.attrs.reduction!r}")
         if len(args) != 2 * num:
-            rules.bad(line, f"adds {len(args) - num} values to {num} totals")
-        rules.pairs(line, args[:num], args[num:], "added")
-        rules.pairs(line, line.out, args[num:], "added")
-        rules.overwritten |= {*line.args[:num]}
+            rules.bad(op, f"adds {len(args) - num} values to {num} totals")
+        rules.pairs(op, args[:num], args[num:], "added")
+        rules.pairs(op, op.out, args[num:], "added")
+        rules.overwritten |= {*op.args[:num]}
 
-    def shares(self, line: Line[AddAttrs]) -> Iterable[tuple[str, str]]:
-        return [(v.name, total) for v, total in zip(line.out, line.args, strict=False)]
+    def shares(self, op: Instruction[AddAttrs]) -> Iterable[tuple[str, str]]:
+        return [(v.name, total) for v, total in zip(op.out, op.args, strict=False)]
 
-    def touched(self, line: Line[AddAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return sum(3 * local_bytes(v, mesh) for v in line.out)
+    def touched(self, op: Instruction[AddAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return sum(3 * local_bytes(v, mesh) for v in op.out)
 
-    def text(self, line: Line[AddAttrs], program: Program) -> Text:
-        totals, parts = (f"[{', '.join(names)}]" for names in _halves(line))
-        return Text(f"add({', '.join([totals, parts, *join_text(line)])})", "in place", listed=True)
+    def text(self, op: Instruction[AddAttrs], program: Program) -> Text:
+        totals, parts = (f"[{', '.join(names)}]" for names in _halves(op))
+        return Text(f"add({', '.join([totals, parts, *join_text(op)])})", "in place", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def add(
@@ -177,29 +179,31 @@ class Add(Op[AddAttrs]):
 
         return on.tiers.settled(add, lambda *args: args[0])
 
-    def means(self, line: Line[AddAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        num = len(line.out)
-        return [_joined(line, total, part) for total, part in zip(args[:num], args[num:], strict=True)]
+    def means(
+        self, op: Instruction[AddAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        num = len(op.out)
+        return [_joined(op, total, part) for total, part in zip(args[:num], args[num:], strict=True)]
 
-    def stands(self, line: Line[AddAttrs], of: Standing, micro: int, turn: int) -> None:
-        if line.attrs.reduction == "sum":
-            for value, total, part in zip(line.out, *_halves(line), strict=True):
+    def stands(self, op: Instruction[AddAttrs], of: Standing, micro: int, turn: int) -> None:
+        if op.attrs.reduction == "sum":
+            for value, total, part in zip(op.out, *_halves(op), strict=True):
                 of.total(value.name, total, part)
 
 
-def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
+def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
     """Checks that micro-batches combine a partial value by the same reduction as ranks do."""
     for v in args:
-        if v.placement.partial and v.placement.by != line.attrs.reduction:
-            rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs.reduction!r}")
+        if v.placement.partial and v.placement.by != op.attrs.reduction:
+            rules.bad(op, f"{v.name} is {v.placement}, joined by {op.attrs.reduction!r}")
 
 
-def _joined(line: Line[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return JOINS[line.attrs.reduction]([total.clone()], [part])[0]
+def _joined(op: Instruction[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return JOINS[op.attrs.reduction]([total.clone()], [part])[0]
 
 
-def _halves(line: Line[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
-    return line.args[: len(line.out)], line.args[len(line.out) :]
+def _halves(op: Instruction[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
+    return op.args[: len(op.out)], op.args[len(op.out) :]
 
 
 class Assign(Op[AssignAttrs]):
@@ -213,21 +217,21 @@ class Assign(Op[AssignAttrs]):
     settles = True
     overwrites = True
 
-    def check(self, line: Line[AssignAttrs], args: list[Value], rules: Rules) -> None:
-        num = len(line.writes)
-        if len(args) != 2 * num or line.args[:num] != line.writes:
-            rules.bad(line, f"assigns {len(args) - num} values to {num} leaves")
-        rules.pairs(line, args[:num], args[num:], "assigned")
+    def check(self, op: Instruction[AssignAttrs], args: list[Value], rules: Rules) -> None:
+        num = len(op.writes)
+        if len(args) != 2 * num or op.args[:num] != op.writes:
+            rules.bad(op, f"assigns {len(args) - num} values to {num} leaves")
+        rules.pairs(op, args[:num], args[num:], "assigned")
 
-    def reads_new(self, line: Line[AssignAttrs], name: str, aliases: Mapping[str, str]) -> bool:
-        return name in line.writes
+    def reads_new(self, op: Instruction[AssignAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+        return name in op.writes
 
-    def touched(self, line: Line[AssignAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return sum(local_bytes(values[a], mesh) for a in line.args)
+    def touched(self, op: Instruction[AssignAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return sum(local_bytes(values[a], mesh) for a in op.args)
 
-    def text(self, line: Line[AssignAttrs], program: Program) -> Text:
-        num = len(line.writes)
-        return Text(f"{line.callee}([{', '.join(line.args[:num])}], [{', '.join(line.args[num:])}])", "in place")
+    def text(self, op: Instruction[AssignAttrs], program: Program) -> Text:
+        num = len(op.writes)
+        return Text(f"{op.callee}([{', '.join(op.args[:num])}], [{', '.join(op.args[num:])}])", "in place")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -235,12 +239,14 @@ class Assign(Op[AssignAttrs]):
 
         return on.tiers.settled(assign, lambda *args: args[0])
 
-    def means(self, line: Line[AssignAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        told.write(line.writes, args[len(line.writes) :])
+    def means(
+        self, op: Instruction[AssignAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        told.write(op.writes, args[len(op.writes) :])
         return ()
 
-    def stands(self, line: Line[AssignAttrs], of: Standing, micro: int, turn: int) -> None:
-        of.written(line.writes)
+    def stands(self, op: Instruction[AssignAttrs], of: Standing, micro: int, turn: int) -> None:
+        of.written(op.writes)
 
 
 ROWS: Sequence[Op[Any]] = (Update(), Loop(), Accumulation(), Add(), Assign())

@@ -16,7 +16,7 @@ import torch
 
 from fzero.ir.attributes import DealAttrs, Over
 from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, over
-from fzero.ir.program import Line, Placement, Program, Value, local_bytes
+from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import cut_over
 from fzero.sharding.shard_regions import Dim, DimShard, part_shape, parts_of
@@ -34,7 +34,7 @@ class Rearranged(Op[Over]):
     pool = "results"
     makes_own = True
 
-    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+    def parts(self, op: Instruction[Over], arg: Value) -> tuple[Value, Value]:
         """Returns the value as shards, and the joined value."""
         raise NotImplementedError(self.name)
 
@@ -42,27 +42,27 @@ class Rearranged(Op[Over]):
         """Fills and returns `out`. `shape` is the shape of the joined value, without padding."""
         raise NotImplementedError(self.name)
 
-    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
-        parts, joined = self.parts(line, args[0])
+    def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
+        parts, joined = self.parts(op, args[0])
         at = parts.placement
-        right = at.kind == "parts" and at.axes[-1:] == line.attrs.axes and len(at.axes) == len(at.dims)
+        right = at.kind == "parts" and at.axes[-1:] == op.attrs.axes and len(at.axes) == len(at.dims)
         if not right or replace(parts, name=joined.name, placement=at.joined) != joined:
-            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+            rules.bad(op, f"{args[0]} becomes {op.out[0]}")
 
-    def touched(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+    def touched(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return local_bytes(values[op.args[0]], mesh) + local_bytes(op.out[0], mesh)
 
-    def cut(self, line: Line[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
-        parts, _ = self.parts(line, arg)
+    def cut(self, op: Instruction[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+        parts, _ = self.parts(op, arg)
         at = parts.placement
         return part_shape(parts.shape, cut_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
 
-    def text(self, line: Line[Over], program: Program) -> Text:
-        shape, (dim, groups) = self.cut(line, program.values_by_name[line.args[0]], program.mesh)
-        held = [*line.out[0].held(program.mesh)]
+    def text(self, op: Instruction[Over], program: Program) -> Text:
+        shape, (dim, groups) = self.cut(op, program.values_by_name[op.args[0]], program.mesh)
+        held = [*op.out[0].held(program.mesh)]
         said = [f"dim={dim}", *([f"groups={groups}"] if groups > 1 else []), f"shape={[*shape]}"]
         said += [f"size={held}"] if held != [*shape] else []
-        return Text(f"{self.name}({', '.join([line.args[0], over(line), *said, *into(line, program)])})")
+        return Text(f"{self.name}({', '.join([op.args[0], over(op), *said, *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def rearranged(
@@ -79,13 +79,13 @@ class Rearranged(Op[Over]):
 
         return on.tiers.settled(rearranged, lambda *args: args[-1])
 
-    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        shape, dim = self.cut(line, told.program.values_by_name[line.args[0]], told.mesh)
-        out = args[0].new_empty(line.out[0].held(told.mesh))
-        return [self.rearrange(args[0], out, shape, DimShard(*dim, told.mesh.axis_size(line.attrs.axes)))]
+    def means(self, op: Instruction[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        shape, dim = self.cut(op, told.program.values_by_name[op.args[0]], told.mesh)
+        out = args[0].new_empty(op.out[0].held(told.mesh))
+        return [self.rearrange(args[0], out, shape, DimShard(*dim, told.mesh.axis_size(op.attrs.axes)))]
 
-    def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
-        of.same(line.out[0].name, line.args[0])
+    def stands(self, op: Instruction[Over], of: Standing, micro: int, turn: int) -> None:
+        of.same(op.out[0].name, op.args[0])
 
 
 class JoinParts(Rearranged):
@@ -93,8 +93,8 @@ class JoinParts(Rearranged):
 
     name = "join_parts"
 
-    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
-        return arg, line.out[0]
+    def parts(self, op: Instruction[Over], arg: Value) -> tuple[Value, Value]:
+        return arg, op.out[0]
 
     def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: DimShard) -> torch.Tensor:
         numel, rows = math.prod(shape), x.view(along.size, -1)
@@ -109,8 +109,8 @@ class SplitParts(Rearranged):
 
     name = "split_parts"
 
-    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
-        return line.out[0], arg
+    def parts(self, op: Instruction[Over], arg: Value) -> tuple[Value, Value]:
+        return op.out[0], arg
 
     def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: DimShard) -> torch.Tensor:
         whole = x.reshape(-1)[: math.prod(shape)].view(*shape)
@@ -127,39 +127,39 @@ class Reshaped(Op):
     out = 1
     computes = "there"
 
-    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
         """Returns the flat shard, and the tensor."""
         raise NotImplementedError(self.name)
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        shard, tensor = self.parts(line, args[0])
+    def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
+        shard, tensor = self.parts(op, args[0])
         at = shard.placement
         cut = Placement(partial=at.partial, by=at.by, cuts=tuple(zip(at.axes, at.dims, strict=False)))
         right = at.kind == "shard" and len(at.axes) == len(at.dims)
         if not right or replace(shard, name=tensor.name, placement=cut) != tensor:
-            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
-        rules.aliases |= {line.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
+            rules.bad(op, f"{args[0]} becomes {op.out[0]}")
+        rules.aliases |= {op.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
 
-    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
-        return [(line.out[0].name, line.args[0])]
+    def shares(self, op: Instruction) -> Iterable[tuple[str, str]]:
+        return [(op.out[0].name, op.args[0])]
 
-    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        return local_bytes(line.out[0], mesh) <= local_bytes(values[line.args[0]], mesh)
+    def is_view(self, op: Instruction, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        return local_bytes(op.out[0], mesh) <= local_bytes(values[op.args[0]], mesh)
 
-    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
+    def touched(self, op: Instruction, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
-    def text(self, line: Line, program: Program) -> Text:
-        return Text(f"{self.name}({line.args[0]}, {[*line.out[0].held(program.mesh)]})")
+    def text(self, op: Instruction, program: Program) -> Text:
+        return Text(f"{self.name}({op.args[0]}, {[*op.out[0].held(program.mesh)]})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return _reshaped
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [_reshaped(args[0], line.out[0].held(told.mesh)).clone()]
+    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [_reshaped(args[0], op.out[0].held(told.mesh)).clone()]
 
-    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
-        of.same(line.out[0].name, line.args[0])
+    def stands(self, op: Instruction, of: Standing, micro: int, turn: int) -> None:
+        of.same(op.out[0].name, op.args[0])
 
 
 def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -174,8 +174,8 @@ class Unflatten(Reshaped):
 
     name = "unflatten"
 
-    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
-        return arg, line.out[0]
+    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
+        return arg, op.out[0]
 
 
 class Flatten(Reshaped):
@@ -183,8 +183,8 @@ class Flatten(Reshaped):
 
     name = "flatten"
 
-    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
-        return line.out[0], arg
+    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
+        return op.out[0], arg
 
 
 class Deal(Op[DealAttrs]):
@@ -194,30 +194,30 @@ class Deal(Op[DealAttrs]):
 
     attrs = DealAttrs
 
-    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+    def ends(self, op: Instruction[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
         """Returns the shards, and the stack."""
         raise NotImplementedError(self.name)
 
-    def check(self, line: Line[DealAttrs], args: list[Value], rules: Rules) -> None:
-        if len(line.attrs.axes) != 1 or not args or not line.out:
-            rules.bad(line, f"deals {len(args)} values over {len(line.attrs.axes)} axes")
+    def check(self, op: Instruction[DealAttrs], args: list[Value], rules: Rules) -> None:
+        if len(op.attrs.axes) != 1 or not args or not op.out:
+            rules.bad(op, f"deals {len(args)} values over {len(op.attrs.axes)} axes")
             return
-        shards, stack = self.ends(line, args)
-        size, first = rules.program.mesh.axis_size(line.attrs.axes), shards[0]
+        shards, stack = self.ends(op, args)
+        size, first = rules.program.mesh.axis_size(op.attrs.axes), shards[0]
         if not {*first.placement.grid} <= {*rules.program.mesh.axes}:
-            rules.bad(line, f"deals {first}")
+            rules.bad(op, f"deals {first}")
             return
         alike = all(replace(v, name=first.name) == first for v in shards)
         wanted = replace(
             stack,
             shape=(size, math.prod(first.held(rules.program.mesh))),
             dtype=first.dtype,
-            placement=Placement("local", line.attrs.axes),
+            placement=Placement("local", op.attrs.axes),
         )
         at = first.placement
-        flat = at.kind == "shard" and at.axes == line.attrs.axes and not at.dims and not at.partial
-        if not (alike and flat and stack == wanted and len(shards) == line.attrs.count <= size):
-            rules.bad(line, f"{', '.join(map(str, args))} become {', '.join(map(str, line.out))}")
+        flat = at.kind == "shard" and at.axes == op.attrs.axes and not at.dims and not at.partial
+        if not (alike and flat and stack == wanted and len(shards) == op.attrs.count <= size):
+            rules.bad(op, f"{', '.join(map(str, args))} become {', '.join(map(str, op.out))}")
 
 
 class StackShards(Deal):
@@ -229,14 +229,14 @@ class StackShards(Deal):
     settles = True
     makes_own = True
 
-    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
-        return args, line.out[0]
+    def ends(self, op: Instruction[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return args, op.out[0]
 
-    def touched(self, line: Line[DealAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return 2 * local_bytes(line.out[0], mesh)
+    def touched(self, op: Instruction[DealAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 2 * local_bytes(op.out[0], mesh)
 
-    def text(self, line: Line[DealAttrs], program: Program) -> Text:
-        arguments = [f"[{', '.join(line.args)}]", over(line), *into(line, program)]
+    def text(self, op: Instruction[DealAttrs], program: Program) -> Text:
+        arguments = [f"[{', '.join(op.args)}]", over(op), *into(op, program)]
         return Text(f"{self.name}({', '.join(arguments)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -248,8 +248,10 @@ class StackShards(Deal):
 
         return on.tiers.settled(stack_shards, lambda *args: args[-1])
 
-    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [_stacked(args, args[0].new_empty(line.out[0].shape))]
+    def means(
+        self, op: Instruction[DealAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        return [_stacked(args, args[0].new_empty(op.out[0].shape))]
 
 
 def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -264,20 +266,22 @@ class UnstackShards(Deal):
     name = "unstack_shards"
     args = 1
 
-    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
-        return line.out, args[0]
+    def ends(self, op: Instruction[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return op.out, args[0]
 
-    def shares(self, line: Line[DealAttrs]) -> Iterable[tuple[str, str]]:
-        return [(v.name, line.args[0]) for v in line.out]
+    def shares(self, op: Instruction[DealAttrs]) -> Iterable[tuple[str, str]]:
+        return [(v.name, op.args[0]) for v in op.out]
 
-    def text(self, line: Line[DealAttrs], program: Program) -> Text:
-        return Text(f"{self.name}({line.args[0]}, {len(line.out)})", listed=True)
+    def text(self, op: Instruction[DealAttrs], program: Program) -> Text:
+        return Text(f"{self.name}({op.args[0]}, {len(op.out)})", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda stack, count: stack[:count].unbind()
 
-    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [x.clone() for x in args[0][: len(line.out)]]
+    def means(
+        self, op: Instruction[DealAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        return [x.clone() for x in args[0][: len(op.out)]]
 
 
 ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten(), StackShards(), UnstackShards())

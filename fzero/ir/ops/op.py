@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from fzero.errors import FzeroTypeError
 from fzero.ir.attributes import Attrs, JoinAttrs, PartAttrs
-from fzero.ir.program import Line, Place, Placement, Program, Value
+from fzero.ir.program import Instruction, Place, Placement, Program, Value
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.sharding.shard_regions import Boxes, Dim
 
@@ -61,7 +61,7 @@ class Rules(Protocol):
 
     program: Program
     known: dict[str, Value]
-    started: dict[str, Line]
+    started: dict[str, Instruction]
     written: set[str]
     carried: set[str]
     overwritten: set[str]
@@ -70,10 +70,10 @@ class Rules(Protocol):
     aliases: dict[str, str]
     batch_axes: frozenset[str]
 
-    def bad(self, line: Line, text: str) -> None: ...
+    def bad(self, op: Instruction, text: str) -> None: ...
     def root(self, name: str) -> str: ...
-    def pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None: ...
-    def micro(self, line: Line) -> tuple[int, int]: ...
+    def pairs(self, op: Instruction, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None: ...
+    def micro(self, op: Instruction) -> tuple[int, int]: ...
 
 
 class Running(Protocol):
@@ -110,12 +110,12 @@ class Told(Protocol):
     mesh: Mesh
     program: Program
     values: dict[str, torch.Tensor]
-    started: dict[str, tuple[Line, list[torch.Tensor]]]
+    started: dict[str, tuple[Instruction, list[torch.Tensor]]]
 
     def function(self, name: str) -> Callable[..., Any]: ...
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None: ...
     def part_index(self, count: int, micro: int) -> int: ...
-    def valid_range(self, line: Line) -> tuple[int, int]: ...
+    def valid_range(self, op: Instruction) -> tuple[int, int]: ...
     def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
@@ -134,7 +134,7 @@ class Standing(Protocol):
     def reduced(self, name: str, source: str, axes: Sequence[str]) -> None: ...
     def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None: ...
     def written(self, names: Sequence[str]) -> None: ...
-    def start_of(self, handle: str) -> Line: ...
+    def start_of(self, handle: str) -> Instruction: ...
 
 
 class Op(Generic[A]):
@@ -211,7 +211,7 @@ class Op(Generic[A]):
 
     # --- what is checked ---
 
-    def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[A], args: list[Value], rules: Rules) -> None:
         """Reports the violations of a well-formed op to `rules`. `args`: the values that it reads."""
         raise NotImplementedError(self.name)
 
@@ -219,52 +219,52 @@ class Op(Generic[A]):
         """Returns violations that concern the complete program, caused by ops of this kind or by what they need."""
         return ()
 
-    def reads_new(self, line: Line[A], name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, op: Instruction[A], name: str, aliases: Mapping[str, str]) -> bool:
         """Returns whether an op is meant to read a tensor of the state after it was written: gathers and copies of
         new values do, and assignments read their targets.
         """
         return False
 
-    def on_host(self, line: Line[A], first: Value | None) -> bool:
+    def on_host(self, op: Instruction[A], first: Value | None) -> bool:
         """Returns whether the host computes the op. `first`: its first argument."""
         return (
-            line.on_host
+            op.on_host
             if self.computes == "said"
             else self.computes == "there" and first is not None and first.tier == "host"
         )
 
-    def turns(self, line: Line[A]) -> int:
+    def turns(self, op: Instruction[A]) -> int:
         """Returns how often to go through its body to see all its effects."""
         return 0
 
-    def turns_run(self, line: Line[A], result: Any) -> int:
+    def turns_run(self, op: Instruction[A], result: Any) -> int:
         """Returns how often its body runs, given the value that the op returned."""
         return 0
 
     # --- memory, bytes and time ---
 
-    def shares(self, line: Line[A]) -> Iterable[tuple[str, str]]:
+    def shares(self, op: Instruction[A]) -> Iterable[tuple[str, str]]:
         """Returns the results that may lie in the memory of an argument, each with that argument. For a call, the
         subgraph says more.
         """
         return ()
 
-    def is_view(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+    def is_view(self, op: Instruction[A], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
         """Returns whether the results that `shares` lists certainly lie in the memory of their arguments."""
         return True
 
-    def touched(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, op: Instruction[A], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         """Returns the bytes of memory that an op which calls no subgraph reads and writes where it computes."""
         return 0.0
 
     # --- its text, and its execution ---
 
-    def given(self, line: Line[A]) -> Sequence[str]:
+    def given(self, op: Instruction[A]) -> Sequence[str]:
         """Returns the names of the values that are passed to it when it runs, in the order of its text."""
-        return line.args
+        return op.args
 
-    def text(self, line: Line[A], program: Program) -> Text:
-        return Text(f"{line.callee}({', '.join([*line.args, *into(line, program)])})")
+    def text(self, op: Instruction[A], program: Program) -> Text:
+        return Text(f"{op.callee}({', '.join([*op.args, *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any] | None:
         """Returns the callable that its name stands for in the text; None if that is a subgraph of the program, or
@@ -277,15 +277,15 @@ class Op(Generic[A]):
         found = self.runs(on)
         return {} if found is None else {self.name: found}
 
-    def means(self, line: Line[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(self, op: Instruction[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         """Computes the results of an op in the simplest way: its reference semantics. `turn`: the iteration of the
         enclosing loop.
         """
         raise AssertionError(f"a line that no program has when it is run: {self.name}")
 
-    def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
+    def stands(self, op: Instruction[A], of: Standing, micro: int, turn: int) -> None:
         """Records the meaning of each result, and the tensors of the state that the op writes."""
-        of.made(line.out, micro)
+        of.made(op.out, micro)
 
 
 class Start(Op[A]):
@@ -322,73 +322,73 @@ class Start(Op[A]):
     sinks: ClassVar[bool] = True
     hoisted: ClassVar[str] = ""
 
-    def channel(self, line: Line[A]) -> str:
+    def channel(self, op: Instruction[A]) -> str:
         """Returns the name of the queue that the transfer joins."""
         raise NotImplementedError(self.name)
 
-    def moved_bytes(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, op: Instruction[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Returns the number of bytes that a rank moves in the transfer."""
         raise NotImplementedError(self.name)
 
-    def sent(self, line: Line[A]) -> tuple[str, ...]:
+    def sent(self, op: Instruction[A]) -> tuple[str, ...]:
         """Returns the names of the values that it moves."""
-        return line.args
+        return op.args
 
-    def given(self, line: Line[A]) -> Sequence[str]:
-        return self.sent(line)
+    def given(self, op: Instruction[A]) -> Sequence[str]:
+        return self.sent(op)
 
-    def filled(self, line: Line[A]) -> Sequence[Place | None]:
+    def filled(self, op: Instruction[A]) -> Sequence[Place | None]:
         """Returns the buffers in the arena that its wait returns."""
-        return line.into
+        return op.into
 
-    def arrives(self, line: Line[A], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[A], placement: Placement) -> Placement:
         """Returns the placement of a value after it has arrived."""
         return placement
 
     def handed_out(
-        self, line: Line[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
         """Returns the results of its wait."""
         raise NotImplementedError(self.name)
 
-    def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
-        of.written(line.writes)
+    def stands(self, op: Instruction[A], of: Standing, micro: int, turn: int) -> None:
+        of.written(op.writes)
 
 
 # --- fragments of text ---
 
 
-def into(line: Line, program: Program) -> Iterator[str]:
+def into(op: Instruction, program: Program) -> Iterator[str]:
     """Yields the argument that names the op's buffers in the arena, if it has any: `apart` if one of them is
     allocated separately from the arena.
     """
-    if line.into:
-        apart = any(place is not None and place.arena == "apart" for place in line.into)
-        yield f"into={'apart' if apart else 'pool'}[{program.pool_index[id(line)]}]"
+    if op.into:
+        apart = any(place is not None and place.arena == "apart" for place in op.into)
+        yield f"into={'apart' if apart else 'pool'}[{program.pool_index[id(op)]}]"
 
 
-def micro_text(line: Line[PartAttrs]) -> list[str]:
+def micro_text(op: Instruction[PartAttrs]) -> list[str]:
     """Returns the arguments that say which micro-batch an op is for, and how many there are. In a loop the first is
     the loop variable.
     """
-    if line.attrs.micro is not None:
-        return [*map(str, line.attrs.micro)]
-    return ["micro", str(line.attrs.count)] if line.attrs.count is not None else []
+    if op.attrs.micro is not None:
+        return [*map(str, op.attrs.micro)]
+    return ["micro", str(op.attrs.count)] if op.attrs.count is not None else []
 
 
-def join_text(line: Line[JoinAttrs]) -> list[str]:
+def join_text(op: Instruction[JoinAttrs]) -> list[str]:
     """Returns the reduction as an argument, unless it is the sum."""
-    return [] if line.attrs.reduction == "sum" else [f"op={line.attrs.reduction!r}"]
+    return [] if op.attrs.reduction == "sum" else [f"op={op.attrs.reduction!r}"]
 
 
-def over(line: Line) -> str:
+def over(op: Instruction) -> str:
     """Returns the axis that an op communicates or shards over as its argument; several axes as a tuple."""
-    axes = line.axes
+    axes = op.axes
     return f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
 
 
-def micro_of(line: Line, turn: int) -> tuple[int, int]:
+def micro_of(op: Instruction, turn: int) -> tuple[int, int]:
     """Returns the micro-batch that an op is for in one iteration (`turn`) of the enclosing loop, and how many there
     are.
     """
-    return (turn, line.count) if line.micro is None else line.micro
+    return (turn, op.count) if op.micro is None else op.micro

@@ -15,7 +15,7 @@ import torch
 from fzero.ir.attributes import AssignAttrs, TurnsAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text
 from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
-from fzero.ir.program import WHOLE, Line, Program, Value
+from fzero.ir.program import WHOLE, Instruction, Program, Value
 
 
 class Rollback(Op[TurnsAttrs]):
@@ -32,17 +32,17 @@ class Rollback(Op[TurnsAttrs]):
     computes = ""
     uncaptured = "waits for the device, to see whether a speculative update was right"
 
-    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[TurnsAttrs], args: list[Value], rules: Rules) -> None:
         """Checks a `rollback` and undoes the effects of the speculative ops before it on the verifier's state.
 
         The body of a `rollback` reads tensors of the state as they were. A tensor on disk that was written
         speculatively still has its old value. For other tensors the old values are restored by ops that are inserted
         together with the copies between tiers; until then every tensor is assumed to be on the device.
         """
-        if line.attrs.count or not line.body or len(args) % 2 or not args:
-            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
+        if op.attrs.count or not op.body or len(args) % 2 or not args:
+            rules.bad(op, f"repeats {len(op.body)} lines {op.attrs.count} times, by {len(args)} scalars")
         leaves = rules.program.leaves
-        speculated = _written_before(line, rules.program)
+        speculated = _written_before(op, rules.program)
         on_disk = {w for w in speculated if leaves[w].layout.tier == "disk"}
         # copies in the compute dtype are written and never read by an update
         computed = {w for w in speculated if leaves[w].role == "compute"}
@@ -50,35 +50,35 @@ class Rollback(Op[TurnsAttrs]):
         rules.overwritten -= on_disk | computed if placed else speculated
         rules.written -= speculated
         for handle in (h for h, start in rules.started.items() if start.speculative):
-            rules.bad(line, f"{handle}, which is speculative, is still under way")
-        for scalar, assumed in zip(*_compared(line), strict=False):
+            rules.bad(op, f"{handle}, which is speculative, is still under way")
+        for scalar, assumed in zip(*_compared(op), strict=False):
             one, other = rules.known.get(scalar), rules.known.get(assumed)
             if (
                 one is None
                 or other is None
                 or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE)
             ):
-                rules.bad(line, f"compares {one} with {other}")
-        for x in line.body:
+                rules.bad(op, f"compares {one} with {other}")
+        for x in op.body:
             if x.op in STARTS and STARTS[x.op].between == "ranks":
                 rules.bad(x, "ranks exchange something in what may not be carried out")
 
     def check_program(self, program: Program) -> Iterable[str]:
         speculated, again = set[str](), set[str]()
-        for line, _ in program.walk():
-            speculated |= _written_speculatively(line, program)
-            if line.op == self.name:
-                again = {w for inner in line.with_body() if not _restores(inner) for w in inner.writes}
+        for op, _ in program.walk():
+            speculated |= _written_speculatively(op, program)
+            if op.op == self.name:
+                again = {w for inner in op.with_body() if not _restores(inner) for w in inner.writes}
         return [f"{name} was written speculatively, and is not written again" for name in sorted(speculated - again)]
 
-    def turns(self, line: Line[TurnsAttrs]) -> int:
+    def turns(self, op: Instruction[TurnsAttrs]) -> int:
         return 1
 
-    def turns_run(self, line: Line[TurnsAttrs], result: Any) -> int:
+    def turns_run(self, op: Instruction[TurnsAttrs], result: Any) -> int:
         return int(result is True)
 
-    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
-        scalars, assumed = _compared(line)
+    def text(self, op: Instruction[TurnsAttrs], program: Program) -> Text:
+        scalars, assumed = _compared(op)
         return Text(
             f"if rollback([{', '.join(scalars)}], [{', '.join(assumed)}]):", "only if the assumed values were wrong"
         )
@@ -87,27 +87,27 @@ class Rollback(Op[TurnsAttrs]):
         return {self.name: on.attempt.rollback, "speculative": on.attempt.of}
 
 
-def _compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
+def _compared(op: Instruction) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the operands that a `rollback` compares: the scalars, and the values assumed for them."""
-    half = len(line.args) // 2
-    return line.args[:half], line.args[half:]
+    half = len(op.args) // 2
+    return op.args[:half], op.args[half:]
 
 
-def _restores(line: Line) -> bool:
-    return isinstance(line.attrs, AssignAttrs) and line.attrs.restores
+def _restores(op: Instruction) -> bool:
+    return isinstance(op.attrs, AssignAttrs) and op.attrs.restores
 
 
-def _written_speculatively(line: Line, program: Program) -> set[str]:
+def _written_speculatively(op: Instruction, program: Program) -> set[str]:
     """Returns the tensors of the state that an op writes speculatively."""
-    return {w for w in line.writes if w in program.leaves} if line.speculative and not _restores(line) else set()
+    return {w for w in op.writes if w in program.leaves} if op.speculative and not _restores(op) else set()
 
 
-def _written_before(rollback: Line, program: Program) -> set[str]:
+def _written_before(rollback: Instruction, program: Program) -> set[str]:
     found = set[str]()
-    for line, _ in program.walk():
-        if line is rollback:
+    for op, _ in program.walk():
+        if op is rollback:
             break
-        found |= _written_speculatively(line, program)
+        found |= _written_speculatively(op, program)
     return found
 
 
@@ -115,13 +115,13 @@ def written_aside(program: Program) -> list[str]:
     """Returns the tensors on disk whose next value a program writes next to the old one, in the order of its ops.
     Each of these has two extents.
     """
-    return [w for line, _ in program.walk() if line.speculative and line.op == DiskWrite.name for w in line.writes]
+    return [w for op, _ in program.walk() if op.speculative and op.op == DiskWrite.name for w in op.writes]
 
 
-def is_superseded(lines: Iterable[Line]) -> Callable[[Line], bool]:
+def is_superseded(ops: Iterable[Instruction]) -> Callable[[Instruction], bool]:
     """Returns a predicate for ops that ran: whether an op ran in vain if a `rollback` ran its body."""
-    started = {x.out[0].name for x in lines if x.speculative and x.op in STARTS}
-    return lambda line: line.speculative or (line.op == Wait.name and line.args[0] in started)
+    started = {x.out[0].name for x in ops if x.speculative and x.op in STARTS}
+    return lambda op: op.speculative or (op.op == Wait.name and op.args[0] in started)
 
 
 class Attempt:
@@ -144,9 +144,9 @@ class Attempt:
         """
         self._made, self._aside = able and self._right, []
 
-    def skips(self, line: Line) -> bool:
+    def skips(self, op: Instruction) -> bool:
         """Returns whether the running step does not run an op at all."""
-        return line.speculative and line.op not in STARTS and not self._made
+        return op.speculative and op.op not in STARTS and not self._made
 
     def of(self, function: Callable[..., object]) -> Callable[..., object]:
         """Returns the function itself, which then runs speculatively, or a function that does nothing if this step

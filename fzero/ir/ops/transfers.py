@@ -24,7 +24,7 @@ from fzero.ir.attributes import (
     WaitAttrs,
 )
 from fzero.ir.ops.op import Op, Rules, Running, Standing, Start, Text, Told, into, over
-from fzero.ir.program import MOVING, Line, Place, Placement, Program, Value, local_bytes
+from fzero.ir.program import MOVING, Instruction, Place, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.shard_regions import Dim
 
@@ -34,11 +34,11 @@ REDUCTIONS = {"sum", "max", "min"}
 """The operations by which a reduction combines the values of ranks."""
 
 
-def _starts(line: Line, rules: Rules) -> None:
-    handle = line.out[0]
-    rules.started[handle.name] = line
+def _starts(op: Instruction, rules: Rules) -> None:
+    handle = op.out[0]
+    rules.started[handle.name] = op
     if handle.placement != MOVING:
-        rules.bad(line, f"{handle.name}, which is under way, is {handle.placement}")
+        rules.bad(op, f"{handle.name}, which is under way, is {handle.placement}")
 
 
 class Collective(Start[GatherAttrs]):
@@ -50,62 +50,64 @@ class Collective(Start[GatherAttrs]):
     computes = "device"
     between = "ranks"
 
-    def check(self, line: Line[GatherAttrs], args: list[Value], rules: Rules) -> None:
-        _starts(line, rules)
-        if not args or len(line.attrs.axes) != 1:
-            rules.bad(line, f"moves {len(args)} values over {len(line.attrs.axes)} axes")
-        if isinstance(line.attrs, ReduceAttrs) and line.attrs.reduction not in REDUCTIONS:
-            rules.bad(line, f"reduces by {line.attrs.reduction!r}")
+    def check(self, op: Instruction[GatherAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(op, rules)
+        if not args or len(op.attrs.axes) != 1:
+            rules.bad(op, f"moves {len(args)} values over {len(op.attrs.axes)} axes")
+        if isinstance(op.attrs, ReduceAttrs) and op.attrs.reduction not in REDUCTIONS:
+            rules.bad(op, f"reduces by {op.attrs.reduction!r}")
         for v in args:
-            if not self.takes(line, v.placement):
-                rules.bad(line, f"{v.name} is {v.placement}")
+            if not self.takes(op, v.placement):
+                rules.bad(op, f"{v.name} is {v.placement}")
 
-    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
         """Returns whether the collective can move values of this placement. A reduction moves only values that are
         partial over its axes, by its own reduction.
         """
-        if placement.kind == "parts" and placement.axes[-1:] != line.attrs.axes:
+        if placement.kind == "parts" and placement.axes[-1:] != op.attrs.axes:
             return False
-        return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
+        return {*op.attrs.axes} <= {*placement.partial} and placement.by == op.says(ReduceAttrs).reduction
 
-    def channel(self, line: Line[GatherAttrs]) -> str:
-        return f"reduce:{','.join(line.attrs.axes)}"
+    def channel(self, op: Instruction[GatherAttrs]) -> str:
+        return f"reduce:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        n = mesh.axis_size(line.attrs.axes)
-        return self.together(line, values, mesh) * (n - 1) // n
+    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(op.attrs.axes)
+        return self.together(op, values, mesh) * (n - 1) // n
 
-    def together(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def together(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Returns the bytes of the data that the ranks along the axis have together: the full tensor, or a shard of
         it if other axes shard it.
         """
-        found, axis = 0, {*line.attrs.axes}
-        for value in (values[a] for a in line.args):
+        found, axis = 0, {*op.attrs.axes}
+        for value in (values[a] for a in op.args):
             at = value.placement
             others = tuple(a for a in at.axes if at.is_cut and a not in axis)
             cuts = tuple(cut for cut in at.cuts if cut[0] not in axis)
             found += local_bytes(replace(value, placement=Placement(cuts=cuts)), mesh) // mesh.axis_size(others)
         return found
 
-    def text(self, line: Line[GatherAttrs], program: Program) -> Text:
-        how = [f"op={line.attrs.reduction!r}"] if isinstance(line.attrs, ReduceAttrs) else []
-        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
-        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs.axes)}")
+    def text(self, op: Instruction[GatherAttrs], program: Program) -> Text:
+        how = [f"op={op.attrs.reduction!r}"] if isinstance(op.attrs, ReduceAttrs) else []
+        sent = size(self.moved_bytes(op, program.values_by_name, program.mesh))
+        arguments = ", ".join([f"[{', '.join(op.args)}]", over(op), *how, *into(op, program)])
+        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(op.attrs.axes)}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(self, line: Line[GatherAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        told.started[line.out[0].name] = line, [x.clone() for x in args]
+    def means(
+        self, op: Instruction[GatherAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        told.started[op.out[0].name] = op, [x.clone() for x in args]
         return [args[0].new_empty(0)]
 
     def handed_out(
-        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        (axis,) = line.attrs.axes
+        (axis,) = op.attrs.axes
         for x in moved:
-            told.reduce(x, line.says(ReduceAttrs).reduction, axis)
+            told.reduce(x, op.says(ReduceAttrs).reduction, axis)
         return moved
 
 
@@ -118,27 +120,27 @@ class AllGather(Collective):
     pool = "gather"
     hoisted = "ahead"
 
-    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        shard = placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes
-        rows = any((axis,) == line.attrs.axes and dim == _ROWS for axis, dim in placement.cuts)
+    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+        shard = placement.kind == "shard" and placement.axes[-1:] == op.attrs.axes
+        rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.cuts)
         return (shard or rows) and not placement.partial
 
-    def reads_new(self, line: Line[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, op: Instruction[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
 
-    def channel(self, line: Line[GatherAttrs]) -> str:
-        return f"gather:{','.join(line.attrs.axes)}"
+    def channel(self, op: Instruction[GatherAttrs]) -> str:
+        return f"gather:{','.join(op.attrs.axes)}"
 
-    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
         if placement.cuts:
-            return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in line.attrs.axes))
+            return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in op.attrs.axes))
         along_dim = len(placement.axes) == len(placement.dims)
         return replace(placement, kind="parts") if along_dim else placement.joined
 
     def handed_out(
-        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        (axis,) = line.attrs.axes
+        (axis,) = op.attrs.axes
         gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
         shapes = ((x, v.held(told.mesh)) for x, v in gathered)
         return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
@@ -154,16 +156,16 @@ class ReduceScatter(Collective):
     pool = "scatter"
     reads_until_wait = False
 
-    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        finer = (*placement.axes, *line.attrs.axes)  # the axes that determine the padding of the shard
+    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+        finer = (*placement.axes, *op.attrs.axes)  # the axes that determine the padding of the shard
         padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
-        return padded and super().takes(line, placement)
+        return padded and super().takes(op, placement)
 
-    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
-        return line.into[len(line.args) :]
+    def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
+        return op.into[len(op.args) :]
 
-    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
-        axes, said = tuple(line.attrs.axes), line.says(ScatterAttrs)
+    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
+        axes, said = tuple(op.attrs.axes), op.says(ScatterAttrs)
         left = tuple(a for a in placement.partial if a not in axes)
         if said.rows:
             return replace(placement, cuts=(*placement.cuts, *((axis, _ROWS) for axis in axes))).left(left)
@@ -171,12 +173,12 @@ class ReduceScatter(Collective):
         return cut.left(left)
 
     def handed_out(
-        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        moved = list(super().handed_out(line, moved, out, told))
-        if line.says(ScatterAttrs).rows:
-            return [x.chunk(told.mesh.axis_size(line.axes))[told.mesh.index(line.axes)].clone() for x in moved]
-        sources = [told.program.values_by_name[a] for a in line.args]
+        moved = list(super().handed_out(op, moved, out, told))
+        if op.says(ScatterAttrs).rows:
+            return [x.chunk(told.mesh.axis_size(op.axes))[told.mesh.index(op.axes)].clone() for x in moved]
+        sources = [told.program.values_by_name[a] for a in op.args]
         return [told.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
@@ -189,12 +191,12 @@ class AllReduce(Collective):
     reads_until_wait = False
     tree = True
 
-    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
-        return placement.left(a for a in placement.partial if a not in line.attrs.axes)
+    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
+        return placement.left(a for a in placement.partial if a not in op.attrs.axes)
 
-    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        n = mesh.axis_size(line.attrs.axes)
-        return self.together(line, values, mesh) * 2 * (n - 1) // n
+    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(op.attrs.axes)
+        return self.together(op, values, mesh) * 2 * (n - 1) // n
 
 
 class AllToAll(Collective):
@@ -206,23 +208,23 @@ class AllToAll(Collective):
     pool = "exchange"
     reads_until_wait = False
 
-    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        return placement.kind == "local" and {*line.attrs.axes} <= {*placement.axes} and not placement.partial
+    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+        return placement.kind == "local" and {*op.attrs.axes} <= {*placement.axes} and not placement.partial
 
-    def channel(self, line: Line[GatherAttrs]) -> str:
-        return f"exchange:{','.join(line.attrs.axes)}"
+    def channel(self, op: Instruction[GatherAttrs]) -> str:
+        return f"exchange:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        n = mesh.axis_size(line.attrs.axes)
-        return sum(local_bytes(values[a], mesh) for a in line.args) * (n - 1) // n
+    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(op.attrs.axes)
+        return sum(local_bytes(values[a], mesh) for a in op.args) * (n - 1) // n
 
-    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
-        return line.into[len(line.args) :]
+    def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
+        return op.into[len(op.args) :]
 
     def handed_out(
-        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        (axis,) = line.attrs.axes
+        (axis,) = op.attrs.axes
         n, here = told.mesh.axis_size(axis), told.mesh.index(axis)
         return [told.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
@@ -241,58 +243,58 @@ class Replicate(Start[ReplicateAttrs]):
     hands_out = False
     uncaptured = "sends parts of the state to other hosts"
 
-    def check(self, line: Line[ReplicateAttrs], args: list[Value], rules: Rules) -> None:
-        _starts(line, rules)
-        said, mesh = line.attrs, rules.program.mesh
+    def check(self, op: Instruction[ReplicateAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(op, rules)
+        said, mesh = op.attrs, rules.program.mesh
         if not args or len(said.axes) != 1:
-            rules.bad(line, f"sends {len(args)} values over {len(said.axes)} axes")
+            rules.bad(op, f"sends {len(args)} values over {len(said.axes)} axes")
             return
         size = mesh.axis_size(said.axes)
         if not 0 < said.shift < size or said.every < 1 or said.number < 0:
-            rules.bad(line, f"sends to rank + {said.shift} of {size}, every {said.every} steps")
+            rules.bad(op, f"sends to rank + {said.shift} of {size}, every {said.every} steps")
         if len(said.leaves) != len(args):
-            rules.bad(line, f"sends {len(args)} values as {len(said.leaves)} leaves")
+            rules.bad(op, f"sends {len(args)} values as {len(said.leaves)} leaves")
         for v, path in zip(args, said.leaves, strict=False):
             leaf = rules.program.leaves.get(path)
             if leaf is None or (leaf.shape, leaf.dtype) != (v.shape, v.dtype) or rules.root(v.name) != path:
-                rules.bad(line, f"{v.name} is sent as {path}")
+                rules.bad(op, f"{v.name} is sent as {path}")
             if v.placement.kind != "shard" or said.axes[0] not in v.placement.axes or v.placement.partial:
-                rules.bad(line, f"{v.name} is {v.placement}")
+                rules.bad(op, f"{v.name} is {v.placement}")
             if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):
-                rules.bad(line, f"{v.name} is sent from the {v.tier}")
+                rules.bad(op, f"{v.name} is sent from the {v.tier}")
 
-    def filled(self, line: Line[ReplicateAttrs]) -> Sequence[Place | None]:
+    def filled(self, op: Instruction[ReplicateAttrs]) -> Sequence[Place | None]:
         return ()
 
-    def channel(self, line: Line[ReplicateAttrs]) -> str:
-        return f"replicate:{','.join(line.attrs.axes)}"
+    def channel(self, op: Instruction[ReplicateAttrs]) -> str:
+        return f"replicate:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[ReplicateAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, op: Instruction[ReplicateAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Returns the bytes of this rank's shards, averaged over the steps that send and those that do not. Tensors
         that are sent once count nothing.
         """
-        if line.attrs.once:
+        if op.attrs.once:
             return 0
-        return sum(local_bytes(values[a], mesh) for a in line.args) // line.attrs.every
+        return sum(local_bytes(values[a], mesh) for a in op.args) // op.attrs.every
 
-    def text(self, line: Line[ReplicateAttrs], program: Program) -> Text:
-        said = line.attrs
-        whole = self.moved_bytes(line.saying(every=1, once=False), program.values_by_name, program.mesh)
-        how = [over(line), f"shift={said.shift}"]
+    def text(self, op: Instruction[ReplicateAttrs], program: Program) -> Text:
+        said = op.attrs
+        whole = self.moved_bytes(op.saying(every=1, once=False), program.values_by_name, program.mesh)
+        how = [over(op), f"shift={said.shift}"]
         how += [f"every={said.every}"] if said.every > 1 else []
         how += ["once=True"] if said.once else []
-        how += [f"into=replicas[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
+        how += [f"into=replicas[{said.number}]", *(x.replace("into=", "through=") for x in into(op, program))]
         when = ", once" if said.once else f", every {said.every} steps" if said.every > 1 else ""
         remark = f">>> sends {size(whole)} over {', '.join(said.axes)}{when}"
-        return Text(f"replicate_start([{', '.join(line.args)}], {', '.join(how)})", remark)
+        return Text(f"replicate_start([{', '.join(op.args)}], {', '.join(how)})", remark)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.replicate
 
     def means(
-        self, line: Line[ReplicateAttrs], args: list[torch.Tensor], told: Told, turn: int
+        self, op: Instruction[ReplicateAttrs], args: list[torch.Tensor], told: Told, turn: int
     ) -> Sequence[torch.Tensor]:
-        told.started[line.out[0].name] = line, []
+        told.started[op.out[0].name] = op, []
         return [args[0].new_empty(0)]
 
 
@@ -309,42 +311,44 @@ class Send(Start[SendAttrs]):
     sinks = False
     uncaptured = "sends values from stage to stage of a pipeline"
 
-    def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
-        _starts(line, rules)
-        said, mesh = line.attrs, rules.program.mesh
+    def check(self, op: Instruction[SendAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(op, rules)
+        said, mesh = op.attrs, rules.program.mesh
         if len(said.axes) != 1 or not said.values:
-            rules.bad(line, f"moves {len(said.values)} values over {len(said.axes)} axes")
+            rules.bad(op, f"moves {len(said.values)} values over {len(said.axes)} axes")
         elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
-            rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
+            rules.bad(op, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
         for v in args:
             if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
-                rules.bad(line, f"{v.name} is {v}")
+                rules.bad(op, f"{v.name} is {v}")
         if not isinstance(said, RecvAttrs) and [SentValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
             *said.values
         ]:
-            rules.bad(line, "sends other values than it says")
+            rules.bad(op, "sends other values than it says")
 
-    def filled(self, line: Line[SendAttrs]) -> Sequence[Place | None]:
+    def filled(self, op: Instruction[SendAttrs]) -> Sequence[Place | None]:
         return ()
 
-    def channel(self, line: Line[SendAttrs]) -> str:
-        return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
+    def channel(self, op: Instruction[SendAttrs]) -> str:
+        return f"{self.name.removesuffix('_start')}:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.attrs.values)
+    def moved_bytes(self, op: Instruction[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in op.attrs.values)
 
-    def text(self, line: Line[SendAttrs], program: Program) -> Text:
-        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        said = line.attrs
-        code = f"send_start([{', '.join(line.args)}], {over(line)}, to={said.peer})"
+    def text(self, op: Instruction[SendAttrs], program: Program) -> Text:
+        sent = size(self.moved_bytes(op, program.values_by_name, program.mesh))
+        said = op.attrs
+        code = f"send_start([{', '.join(op.args)}], {over(op)}, to={said.peer})"
         return Text(code, f">>> number {said.number}, {sent}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        told.started[line.out[0].name] = line, []
-        told.send(args, line.axes[0], line.attrs.peer, line.attrs.number)
+    def means(
+        self, op: Instruction[SendAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        told.started[op.out[0].name] = op, []
+        told.send(args, op.axes[0], op.attrs.peer, op.attrs.number)
         return [args[0].new_empty(0)]
 
 
@@ -357,20 +361,22 @@ class Recv(Send):
     hands_out = True
     sinks = True
 
-    def text(self, line: Line[SendAttrs], program: Program) -> Text:
-        said, comes = line.attrs, size(self.moved_bytes(line, {}, program.mesh))
+    def text(self, op: Instruction[SendAttrs], program: Program) -> Text:
+        said, comes = op.attrs, size(self.moved_bytes(op, {}, program.mesh))
         values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
-        return Text(f"recv_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
+        return Text(f"recv_start({values}, {over(op)}, of={said.peer})", f"number {said.number}, {comes} comes")
 
-    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.attrs.values]
-        told.started[line.out[0].name] = line, comes
+    def means(
+        self, op: Instruction[SendAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in op.attrs.values]
+        told.started[op.out[0].name] = op, comes
         return [torch.empty(0)]
 
     def handed_out(
-        self, line: Line[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        return told.recv(moved, line.axes[0], line.attrs.peer, line.attrs.number)
+        return told.recv(moved, op.axes[0], op.attrs.peer, op.attrs.number)
 
 
 class Copy(Start[CopyAttrs]):
@@ -384,7 +390,7 @@ class Copy(Start[CopyAttrs]):
     pool = "fetch"
     link: ClassVar[str] = "host_copy"  # the attribute of a `Device` with the rate of the copy
 
-    def tiers(self, line: Line) -> tuple[str, str]:
+    def tiers(self, op: Instruction) -> tuple[str, str]:
         """Returns the source and the target tier."""
         raise NotImplementedError(self.name)
 
@@ -392,53 +398,55 @@ class Copy(Start[CopyAttrs]):
         """Returns whether the copy moves nothing, because host and device are one memory."""
         return False
 
-    def sent(self, line: Line[CopyAttrs]) -> tuple[str, ...]:
-        return line.args[len(line.writes) :]
+    def sent(self, op: Instruction[CopyAttrs]) -> tuple[str, ...]:
+        return op.args[len(op.writes) :]
 
-    def check(self, line: Line[CopyAttrs], args: list[Value], rules: Rules) -> None:
-        _starts(line, rules)
-        num = len(line.writes)
-        if num and (len(args) != 2 * num or line.args[:num] != line.writes):
-            rules.bad(line, f"copies {len(args) - num} values to {num} leaves")
-        rules.pairs(line, args[:num], args[len(args) - num :], "copied")
-        for target, source in zip(line.writes, args[len(args) - num :], strict=False):
+    def check(self, op: Instruction[CopyAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(op, rules)
+        num = len(op.writes)
+        if num and (len(args) != 2 * num or op.args[:num] != op.writes):
+            rules.bad(op, f"copies {len(args) - num} values to {num} leaves")
+        rules.pairs(op, args[:num], args[len(args) - num :], "copied")
+        for target, source in zip(op.writes, args[len(args) - num :], strict=False):
             root = rules.aliases.get(source.name, target)
             if root != target:
-                rules.bad(line, f"{source.name}, which is {root} updated, is stored in {target}")
+                rules.bad(op, f"{source.name}, which is {root} updated, is stored in {target}")
             elif source.name in rules.aliases and source.name not in rules.written | rules.carried:
-                rules.bad(line, f"{source.name}, a copy of {target} that no line has written, is stored in it")
+                rules.bad(op, f"{source.name}, a copy of {target} that no line has written, is stored in it")
 
-    def reads_new(self, line: Line[CopyAttrs], name: str, aliases: Mapping[str, str]) -> bool:
-        return name in aliases or name in line.writes
+    def reads_new(self, op: Instruction[CopyAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+        return name in aliases or name in op.writes
 
-    def channel(self, line: Line[CopyAttrs]) -> str:
+    def channel(self, op: Instruction[CopyAttrs]) -> str:
         return self.name.removesuffix("_start")
 
-    def moved_bytes(self, line: Line[CopyAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return 0 if self.stays(mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(line))
+    def moved_bytes(self, op: Instruction[CopyAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return 0 if self.stays(mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(op))
 
-    def text(self, line: Line[CopyAttrs], program: Program) -> Text:
-        moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
-        speculative = ["speculative=True"] if line.speculative and DISK in self.tiers(line) else []
-        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *speculative])
-        return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
+    def text(self, op: Instruction[CopyAttrs], program: Program) -> Text:
+        moved = size(self.moved_bytes(op, program.values_by_name, program.mesh))
+        over = [f"into=[{', '.join(op.writes)}]"] if op.writes else [*into(op, program)]
+        speculative = ["speculative=True"] if op.speculative and DISK in self.tiers(op) else []
+        arguments = ", ".join([f"[{', '.join(self.sent(op))}]", *over, *speculative])
+        return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(op)}")
 
-    def way(self, line: Line[CopyAttrs]) -> str:
+    def way(self, op: Instruction[CopyAttrs]) -> str:
         """Returns the direction of the bytes, as a remark."""
-        return f"to {self.tiers(line)[1]}"
+        return f"to {self.tiers(op)[1]}"
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.tiers, self.name)
 
-    def means(self, line: Line[CopyAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        moved = [x.clone() for x in args[len(line.writes) :]]
-        told.write(line.writes, moved if line.writes else ())
-        told.started[line.out[0].name] = line, moved
+    def means(
+        self, op: Instruction[CopyAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        moved = [x.clone() for x in args[len(op.writes) :]]
+        told.write(op.writes, moved if op.writes else ())
+        told.started[op.out[0].name] = op, moved
         return [args[0].new_empty(0)]
 
     def handed_out(
-        self, line: Line[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+        self, op: Instruction[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
         return moved if out else ()
 
@@ -451,7 +459,7 @@ class ToHost(Copy):
     may_hold_device_only = True
     hoisted = "at once"
 
-    def tiers(self, line: Line) -> tuple[str, str]:
+    def tiers(self, op: Instruction) -> tuple[str, str]:
         return "device", "host"
 
     def stays(self, mesh: AbstractMesh) -> bool:
@@ -465,7 +473,7 @@ class ToDevice(Copy):
     holds_device_only = True
     hoisted = "ahead"
 
-    def tiers(self, line: Line) -> tuple[str, str]:
+    def tiers(self, op: Instruction) -> tuple[str, str]:
         return "host", "device"
 
     def stays(self, mesh: AbstractMesh) -> bool:
@@ -475,7 +483,7 @@ class ToDevice(Copy):
 class OnDisk(Copy):
     """Copies between host memory and a disk."""
 
-    def channel(self, line: Line[CopyAttrs]) -> str:
+    def channel(self, op: Instruction[CopyAttrs]) -> str:
         return DISK
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -491,10 +499,10 @@ class DiskRead(OnDisk):
     link = "disk_read"
     hoisted = "ahead"
 
-    def tiers(self, line: Line) -> tuple[str, str]:
+    def tiers(self, op: Instruction) -> tuple[str, str]:
         return DISK, "host"
 
-    def way(self, line: Line[CopyAttrs]) -> str:
+    def way(self, op: Instruction[CopyAttrs]) -> str:
         return "from disk"
 
 
@@ -505,7 +513,7 @@ class DiskWrite(OnDisk):
     writes = "always"
     link = "disk_write"
 
-    def tiers(self, line: Line) -> tuple[str, str]:
+    def tiers(self, op: Instruction) -> tuple[str, str]:
         return "host", DISK
 
 
@@ -518,60 +526,62 @@ class Wait(Op[WaitAttrs]):
     computes = ""
     waits = True
 
-    def given(self, line: Line[WaitAttrs]) -> Sequence[str]:
+    def given(self, op: Instruction[WaitAttrs]) -> Sequence[str]:
         return ()
 
-    def check(self, line: Line[WaitAttrs], args: list[Value], rules: Rules) -> None:
-        start = rules.started.pop(line.args[0], None)
+    def check(self, op: Instruction[WaitAttrs], args: list[Value], rules: Rules) -> None:
+        start = rules.started.pop(op.args[0], None)
         if start is None:
-            rules.bad(line, f"{line.args[0]} was not started, or is waited for twice")
+            rules.bad(op, f"{op.args[0]} was not started, or is waited for twice")
             return
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, RecvAttrs):
             said, mesh = start.attrs, rules.program.mesh
             comes = [(*x, "device") for x in said.values]
-            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != comes:
-                rules.bad(line, "hands out other values than it receives")
+            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in op.out] != comes:
+                rules.bad(op, "hands out other values than it receives")
             return
-        if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
-            rules.bad(line, "hands back other shapes or dtypes than were sent")
+        if [(v.shape, v.dtype) for v in op.out] != [(v.shape, v.dtype) for v in sent]:
+            rules.bad(op, "hands back other shapes or dtypes than were sent")
             return
         row = STARTS[start.op]
-        if not line.attrs.host:
-            rules.device_only |= {v.name for v in line.out}
+        if not op.attrs.host:
+            rules.device_only |= {v.name for v in op.out}
             if not row.may_hold_device_only or start.writes:
-                rules.bad(line, f"the device alone waits for {line.args[0]}, which is no copy of values to the host")
-        for v, source in zip(line.out, sent, strict=True):
+                rules.bad(op, f"the device alone waits for {op.args[0]}, which is no copy of values to the host")
+        for v, source in zip(op.out, sent, strict=True):
             if isinstance(row, Copy):
                 rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
                 rules.aliases |= {v.name: root} if (root := rules.root(source.name)) in rules.program.leaves else {}
                 if v.tier != row.tiers(start)[1]:
-                    rules.bad(line, f"{v.name} is {v}")
+                    rules.bad(op, f"{v.name} is {v}")
             if v.placement != (arrived := STARTS[start.op].arrives(start, source.placement)):
-                rules.bad(line, f"{v.name} is {v.placement}, not {arrived}")
+                rules.bad(op, f"{v.name} is {v.placement}, not {arrived}")
 
-    def text(self, line: Line[WaitAttrs], program: Program) -> Text:
-        how = ["together=True"] if line.attrs.together else []
-        how += [] if line.attrs.host else ["host=False"]
-        keywords = [*into(line, program), *how] if line.out else []
-        return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
+    def text(self, op: Instruction[WaitAttrs], program: Program) -> Text:
+        how = ["together=True"] if op.attrs.together else []
+        how += [] if op.attrs.host else ["host=False"]
+        keywords = [*into(op, program), *how] if op.out else []
+        return Text(f"wait({', '.join([*op.args, *keywords])})", "<<<" if len(op.out) <= 2 else "", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
 
-    def means(self, line: Line[WaitAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        start, moved = told.started.pop(line.args[0])
-        return STARTS[start.op].handed_out(start, moved, line.out, told) if line.out else ()
+    def means(
+        self, op: Instruction[WaitAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        start, moved = told.started.pop(op.args[0])
+        return STARTS[start.op].handed_out(start, moved, op.out, told) if op.out else ()
 
-    def stands(self, line: Line[WaitAttrs], of: Standing, micro: int, turn: int) -> None:
-        start = of.start_of(line.args[0])
+    def stands(self, op: Instruction[WaitAttrs], of: Standing, micro: int, turn: int) -> None:
+        start = of.start_of(op.args[0])
         reduction = start.attrs.reduction if isinstance(start.attrs, ReduceAttrs) else None
         if reduction not in (None, "sum"):
             return
         row = STARTS[start.op]
         axes = () if reduction is None else start.axes
-        for value, source in zip(line.out, row.sent(start), strict=False):
+        for value, source in zip(op.out, row.sent(start), strict=False):
             of.reduced(value.name, source, axes)
 
 

@@ -23,7 +23,7 @@ from fzero.ir.attributes import (
     ShardOfAttrs,
 )
 from fzero.ir.ops.op import A, Op, Rules, Running, Standing, Text, Told, into, micro_of, micro_text, over
-from fzero.ir.program import WHOLE, Line, Placement, Program, Value, local_bytes
+from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.shard_regions import Dim
 from fzero.trace.subgraph import ancestors
@@ -41,68 +41,66 @@ class Call(Op[CallAttrs]):
     settles = True
     pool = "results"
 
-    def check(self, line: Line[CallAttrs], args: list[Value], rules: Rules) -> None:
-        function = rules.program.functions.get(line.fn)
+    def check(self, op: Instruction[CallAttrs], args: list[Value], rules: Rules) -> None:
+        function = rules.program.functions.get(op.fn)
         if function is None:
-            rules.bad(line, f"no function {line.fn}")
+            rules.bad(op, f"no function {op.fn}")
             return
         places = function.graph.inputs
         if len(places) != len(args):
-            rules.bad(line, f"{line.fn} takes {len(places)} arguments, gets {len(args)}")
+            rules.bad(op, f"{op.fn} takes {len(places)} arguments, gets {len(args)}")
             return
         for place, arg in zip(places, args, strict=True):
-            self._matches(line, arg, place.meta["val"], "takes", rules)
-            if arg.placement.is_cut and line.block is not None:
-                rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
+            self._matches(op, arg, place.meta["val"], "takes", rules)
+            if arg.placement.is_cut and op.block is not None:
+                rules.bad(op, f"{arg.name} is {arg.placement}, a block takes whole values")
             summed = {*arg.placement.partial}
             # A subgraph outside blocks may read this rank's own summands of totals over the batch, and the codes of a
             # compressed transfer may be computed from any summands. A quotient may read the summands of its sums
             # before transforms/zero_pass.py reduces them.
-            reads = summed <= rules.batch_axes or line.of_sums
-            if summed and not line.of_codes and (line.block is not None or not reads):
-                rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
-        if line.writes != tuple(line.args[i] for i in function.writes):
-            rules.bad(
-                line, f"{line.fn} writes its arguments {list(function.writes)}, not {', '.join(line.writes) or 'none'}"
-            )
+            reads = summed <= rules.batch_axes or op.of_sums
+            if summed and not op.of_codes and (op.block is not None or not reads):
+                rules.bad(op, f"{arg.name} is {arg.placement}, and no function reads a summand")
+        if op.writes != tuple(op.args[i] for i in function.writes):
+            rules.bad(op, f"{op.fn} writes its arguments {list(function.writes)}, not {', '.join(op.writes) or 'none'}")
         returned = function.graph.outputs
-        if len(returned) != len(line.out):
-            rules.bad(line, f"{line.fn} returns {len(returned)} values, {len(line.out)} are named")
+        if len(returned) != len(op.out):
+            rules.bad(op, f"{op.fn} returns {len(returned)} values, {len(op.out)} are named")
             return
         own = {place: a for place, a in zip(places, args, strict=True) if a.placement.own}
         axes = {axis for a in own.values() for axis in a.placement.own}
-        for node, out in zip(returned, line.out, strict=True):
-            self._matches(line, out, node.meta["val"], "returns", rules)
+        for node, out in zip(returned, op.out, strict=True):
+            self._matches(op, out, node.meta["val"], "returns", rules)
             if not axes.issubset(out.placement.own):
                 read = ancestors([node], stop=set(places))
                 for place, a in own.items():
                     lost = [axis for axis in a.placement.own if axis not in out.placement.own and place in read]
                     if lost:
                         said = f"{out.name} is {out.placement}, but reads {a.name}"
-                        rules.bad(line, f"{said}, of which each rank along {', '.join(lost)} has its own")
+                        rules.bad(op, f"{said}, of which each rank along {', '.join(lost)} has its own")
 
-    def _matches(self, line: Line[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
+    def _matches(
+        self, op: Instruction[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules
+    ) -> None:
         if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
-            rules.bad(
-                line, f"{line.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}"
-            )
+            rules.bad(op, f"{op.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}")
 
-    def text(self, line: Line[CallAttrs], program: Program) -> Text:
-        written = sorted({w.split("['")[0] for w in line.writes if w in program.leaves})
-        in_place = [f"in place: {', '.join(written)}" if written else "in place"] if line.writes else []
+    def text(self, op: Instruction[CallAttrs], program: Program) -> Text:
+        written = sorted({w.split("['")[0] for w in op.writes if w in program.leaves})
+        in_place = [f"in place: {', '.join(written)}" if written else "in place"] if op.writes else []
         return (
-            super()
-            .text(line, program)
-            ._replace(remark=", ".join([*(["on the host"] if line.on_host else []), *in_place]))
+            super().text(op, program)._replace(remark=", ".join([*(["on the host"] if op.on_host else []), *in_place]))
         )
 
-    def means(self, line: Line[CallAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        made = told.function(line.fn)(*args)
-        return [x.clone() if any(x is a for a in args) else x for x in made] if line.out else ()
+    def means(
+        self, op: Instruction[CallAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        made = told.function(op.fn)(*args)
+        return [x.clone() if any(x is a for a in args) else x for x in made] if op.out else ()
 
-    def stands(self, line: Line[CallAttrs], of: Standing, micro: int, turn: int) -> None:
-        of.made(line.out, micro)
-        of.written(line.writes)
+    def stands(self, op: Instruction[CallAttrs], of: Standing, micro: int, turn: int) -> None:
+        of.made(op.out, micro)
+        of.written(op.writes)
 
 
 class Cast(Op[CastAttrs]):
@@ -116,35 +114,37 @@ class Cast(Op[CastAttrs]):
     makes_own = True
     batched = True
 
-    def check(self, line: Line[CastAttrs], args: list[Value], rules: Rules) -> None:
-        if not args or len(args) != len(line.out):
-            rules.bad(line, f"casts {len(args)} values to {len(line.out)}")
+    def check(self, op: Instruction[CastAttrs], args: list[Value], rules: Rules) -> None:
+        if not args or len(args) != len(op.out):
+            rules.bad(op, f"casts {len(args)} values to {len(op.out)}")
             return
-        for source, out in zip(args, line.out, strict=True):
+        for source, out in zip(args, op.out, strict=True):
             here, there = source.placement, out.placement
             # A varying value may become a summand, or a summand may become one along more axes than before.
             more = {*here.partial} < {*there.partial} and (here.by == there.by or not here.partial)
             summand = more and here.kind != "shard"
-            if out.dtype != line.attrs.dtype or out.shape != source.shape or not (here == there or summand):
-                rules.bad(line, f"{source} becomes {out}")
+            if out.dtype != op.attrs.dtype or out.shape != source.shape or not (here == there or summand):
+                rules.bad(op, f"{source} becomes {out}")
             if source.dtype != args[0].dtype:
-                rules.bad(line, f"casts {args[0]} and {source} at once")
+                rules.bad(op, f"casts {args[0]} and {source} at once")
 
-    def touched(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return sum(local_bytes(values[a], mesh) for a in line.args) + sum(local_bytes(v, mesh) for v in line.out)
+    def touched(self, op: Instruction[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return sum(local_bytes(values[a], mesh) for a in op.args) + sum(local_bytes(v, mesh) for v in op.out)
 
-    def text(self, line: Line[CastAttrs], program: Program) -> Text:
-        source = line.args[0] if len(line.args) == 1 else f"[{', '.join(line.args)}]"
-        return Text(f"{line.callee}({', '.join([source, repr(dtype_name(line.attrs.dtype)), *into(line, program)])})")
+    def text(self, op: Instruction[CastAttrs], program: Program) -> Text:
+        source = op.args[0] if len(op.args) == 1 else f"[{', '.join(op.args)}]"
+        return Text(f"{op.callee}({', '.join([source, repr(dtype_name(op.attrs.dtype)), *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
-    def means(self, line: Line[CastAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [x.to(line.attrs.dtype, copy=True) for x in args]
+    def means(
+        self, op: Instruction[CastAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        return [x.to(op.attrs.dtype, copy=True) for x in args]
 
-    def stands(self, line: Line[CastAttrs], of: Standing, micro: int, turn: int) -> None:
-        for value, source in zip(line.out, line.args, strict=True):
+    def stands(self, op: Instruction[CastAttrs], of: Standing, micro: int, turn: int) -> None:
+        for value, source in zip(op.out, op.args, strict=True):
             of.made([value], micro, source)
 
 
@@ -171,22 +171,24 @@ class Buffer(Op[BufferAttrs]):
     settles = True  # it writes nothing
     pool = "leaves"
 
-    def check(self, line: Line[BufferAttrs], args: list[Value], rules: Rules) -> None:
-        leaves = line.attrs.leaves
-        if len(leaves) != len(line.out) or not all(leaf in rules.program.leaves for leaf in leaves):
-            rules.bad(line, f"makes {len(line.out)} buffers for {len(leaves)} leaves")
+    def check(self, op: Instruction[BufferAttrs], args: list[Value], rules: Rules) -> None:
+        leaves = op.attrs.leaves
+        if len(leaves) != len(op.out) or not all(leaf in rules.program.leaves for leaf in leaves):
+            rules.bad(op, f"makes {len(op.out)} buffers for {len(leaves)} leaves")
             return
-        rules.aliases.update((v.name, leaf) for v, leaf in zip(line.out, leaves, strict=True))
-        rules.pairs(line, [rules.known[leaf] for leaf in leaves], line.out, "a buffer for")
+        rules.aliases.update((v.name, leaf) for v, leaf in zip(op.out, leaves, strict=True))
+        rules.pairs(op, [rules.known[leaf] for leaf in leaves], op.out, "a buffer for")
 
-    def text(self, line: Line[BufferAttrs], program: Program) -> Text:
-        return Text(f"buffer({', '.join(into(line, program))})", listed=True)
+    def text(self, op: Instruction[BufferAttrs], program: Program) -> Text:
+        return Text(f"buffer({', '.join(into(op, program))})", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda into: into
 
-    def means(self, line: Line[BufferAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in line.out]
+    def means(
+        self, op: Instruction[BufferAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        return [torch.zeros(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in op.out]
 
 
 class Zeros(Op):
@@ -198,13 +200,13 @@ class Zeros(Op):
     makes_own = True
     settles = True
 
-    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        if line.out[0].placement.kind not in ("whole", "local") or line.out[0].placement.cuts:
-            rules.bad(line, f"makes {line.out[0]}")
+    def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
+        if op.out[0].placement.kind not in ("whole", "local") or op.out[0].placement.cuts:
+            rules.bad(op, f"makes {op.out[0]}")
 
-    def text(self, line: Line, program: Program) -> Text:
-        value = line.out[0]
-        return Text(f"zeros({', '.join([str([*value.shape]), repr(dtype_name(value.dtype)), *into(line, program)])})")
+    def text(self, op: Instruction, program: Program) -> Text:
+        value = op.out[0]
+        return Text(f"zeros({', '.join([str([*value.shape]), repr(dtype_name(value.dtype)), *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def zeros(shape: Sequence[int], dtype: str, into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
@@ -214,8 +216,8 @@ class Zeros(Op):
 
         return on.tiers.settled(zeros, lambda *args: args[-1])
 
-    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in line.out]
+    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in op.out]
 
 
 class TakeShard(Op[CutAttrs]):
@@ -229,27 +231,27 @@ class TakeShard(Op[CutAttrs]):
     attrs = CutAttrs
     computes = "there"
 
-    def check(self, line: Line[CutAttrs], args: list[Value], rules: Rules) -> None:
-        rules.aliases[line.out[0].name] = rules.root(line.args[0])
+    def check(self, op: Instruction[CutAttrs], args: list[Value], rules: Rules) -> None:
+        rules.aliases[op.out[0].name] = rules.root(op.args[0])
         here = args[0].placement
-        shard = replace(args[0], name=line.out[0].name, placement=here.cut(line.attrs.axes, dims=line.attrs.dims))
-        if here.kind not in ("whole", "shard") or here.partial or line.out[0] != shard:
-            rules.bad(line, f"takes a shard of {args[0]}, which is {line.out[0]}")
+        shard = replace(args[0], name=op.out[0].name, placement=here.cut(op.attrs.axes, dims=op.attrs.dims))
+        if here.kind not in ("whole", "shard") or here.partial or op.out[0] != shard:
+            rules.bad(op, f"takes a shard of {args[0]}, which is {op.out[0]}")
 
-    def shares(self, line: Line[CutAttrs]) -> Iterable[tuple[str, str]]:
-        return [(line.out[0].name, line.args[0])]
+    def shares(self, op: Instruction[CutAttrs]) -> Iterable[tuple[str, str]]:
+        return [(op.out[0].name, op.args[0])]
 
-    def is_view(self, line: Line[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
-        whole = local_bytes(values[line.args[0]], mesh)
-        return not line.attrs.dims and local_bytes(line.out[0], mesh) * mesh.axis_size(line.attrs.axes) == whole
+    def is_view(self, op: Instruction[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        whole = local_bytes(values[op.args[0]], mesh)
+        return not op.attrs.dims and local_bytes(op.out[0], mesh) * mesh.axis_size(op.attrs.axes) == whole
 
-    def touched(self, line: Line[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
+    def touched(self, op: Instruction[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
-    def text(self, line: Line[CutAttrs], program: Program) -> Text:
-        shard = ["of_shard=True"] if program.values_by_name[line.args[0]].placement.kind == "shard" else []
-        dims = [f"dims={[[*d] for d in line.attrs.dims]}"] if line.attrs.dims else []
-        return Text(f"take_shard({', '.join([line.args[0], over(line), *shard, *dims])})")
+    def text(self, op: Instruction[CutAttrs], program: Program) -> Text:
+        shard = ["of_shard=True"] if program.values_by_name[op.args[0]].placement.kind == "shard" else []
+        dims = [f"dims={[[*d] for d in op.attrs.dims]}"] if op.attrs.dims else []
+        return Text(f"take_shard({', '.join([op.args[0], over(op), *shard, *dims])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def take_shard(
@@ -263,11 +265,13 @@ class TakeShard(Op[CutAttrs]):
 
         return take_shard
 
-    def means(self, line: Line[CutAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [told.cut(args[0], told.program.values_by_name[line.args[0]], line.out[0])]
+    def means(
+        self, op: Instruction[CutAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        return [told.cut(args[0], told.program.values_by_name[op.args[0]], op.out[0])]
 
-    def stands(self, line: Line[CutAttrs], of: Standing, micro: int, turn: int) -> None:
-        of.same(line.out[0].name, line.args[0])
+    def stands(self, op: Instruction[CutAttrs], of: Standing, micro: int, turn: int) -> None:
+        of.same(op.out[0].name, op.args[0])
 
 
 class TakePart(Op[PartAttrs]):
@@ -278,33 +282,35 @@ class TakePart(Op[PartAttrs]):
     out = 1
     attrs = PartAttrs
 
-    def check(self, line: Line[PartAttrs], args: list[Value], rules: Rules) -> None:
-        whole, part = args[0], line.out[0]
-        _, count = rules.micro(line)
+    def check(self, op: Instruction[PartAttrs], args: list[Value], rules: Rules) -> None:
+        whole, part = args[0], op.out[0]
+        _, count = rules.micro(op)
         rest = (whole.shape[1:], whole.dtype, whole.placement)
         if whole.shape[:1] != tuple(n * count for n in part.shape[:1]) or rest != (
             part.shape[1:],
             part.dtype,
             part.placement,
         ):
-            rules.bad(line, f"takes one of {count} parts of {whole}, which is {part}")
+            rules.bad(op, f"takes one of {count} parts of {whole}, which is {part}")
 
-    def shares(self, line: Line[PartAttrs]) -> Iterable[tuple[str, str]]:
-        return [(line.out[0].name, line.args[0])]
+    def shares(self, op: Instruction[PartAttrs]) -> Iterable[tuple[str, str]]:
+        return [(op.out[0].name, op.args[0])]
 
-    def text(self, line: Line[PartAttrs], program: Program) -> Text:
-        return Text(f"take_part({', '.join([line.args[0], *micro_text(line)])})")
+    def text(self, op: Instruction[PartAttrs], program: Program) -> Text:
+        return Text(f"take_part({', '.join([op.args[0], *micro_text(op)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda whole, index, count: whole[index * (size := whole.shape[0] // count) : (index + 1) * size]
 
-    def means(self, line: Line[PartAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(line, turn)
+    def means(
+        self, op: Instruction[PartAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
+        micro, count = micro_of(op, turn)
         size = args[0].shape[0] // count
         return [args[0][micro * size : (micro + 1) * size].clone()]
 
-    def stands(self, line: Line[PartAttrs], of: Standing, micro: int, turn: int) -> None:
-        of.part(line.out[0].name, line.args[0], micro)
+    def stands(self, op: Instruction[PartAttrs], of: Standing, micro: int, turn: int) -> None:
+        of.part(op.out[0].name, op.args[0], micro)
 
 
 class Number(Op[A]):
@@ -313,11 +319,11 @@ class Number(Op[A]):
     args = 0
     out = 1
 
-    def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
-        axes = line.axes
-        wanted = Value(line.out[0].name, (), torch.int64, Placement("local", axes) if axes else WHOLE)
-        if line.out[0] != wanted:
-            rules.bad(line, f"makes {line.out[0]}, not {wanted}")
+    def check(self, op: Instruction[A], args: list[Value], rules: Rules) -> None:
+        axes = op.axes
+        wanted = Value(op.out[0].name, (), torch.int64, Placement("local", axes) if axes else WHOLE)
+        if op.out[0] != wanted:
+            rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
 
 class PartIndex(Number[PartIndexAttrs]):
@@ -326,12 +332,12 @@ class PartIndex(Number[PartIndexAttrs]):
     name = "part_index"
     attrs = PartIndexAttrs
 
-    def check(self, line: Line[PartIndexAttrs], args: list[Value], rules: Rules) -> None:
-        rules.micro(line)
-        super().check(line, args, rules)
+    def check(self, op: Instruction[PartIndexAttrs], args: list[Value], rules: Rules) -> None:
+        rules.micro(op)
+        super().check(op, args, rules)
 
-    def text(self, line: Line[PartIndexAttrs], program: Program) -> Text:
-        return Text(f"part_index({', '.join(micro_text(line))})")
+    def text(self, op: Instruction[PartIndexAttrs], program: Program) -> Text:
+        return Text(f"part_index({', '.join(micro_text(op))})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def part_index(micro: int = 0, count: int = 1) -> torch.Tensor:
@@ -341,9 +347,9 @@ class PartIndex(Number[PartIndexAttrs]):
         return part_index
 
     def means(
-        self, line: Line[PartIndexAttrs], args: list[torch.Tensor], told: Told, turn: int
+        self, op: Instruction[PartIndexAttrs], args: list[torch.Tensor], told: Told, turn: int
     ) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(line, turn)
+        micro, count = micro_of(op, turn)
         return [torch.tensor(told.part_index(count, micro), device=told.mesh.device)]
 
 
@@ -355,19 +361,19 @@ class CutIndex(Op[Over]):
     out = 1
     attrs = Over
 
-    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
-        wanted = Value(line.out[0].name, (1,), torch.int64, Placement("local", line.attrs.axes))
-        if line.out[0] != wanted or len(line.attrs.axes) != 1:
-            rules.bad(line, f"makes {line.out[0]}, not {wanted}")
+    def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
+        wanted = Value(op.out[0].name, (1,), torch.int64, Placement("local", op.attrs.axes))
+        if op.out[0] != wanted or len(op.attrs.axes) != 1:
+            rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
-    def text(self, line: Line[Over], program: Program) -> Text:
-        return Text(f"cut_index({over(line)})")
+    def text(self, op: Instruction[Over], program: Program) -> Text:
+        return Text(f"cut_index({over(op)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
 
-    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.full((1,), told.mesh.index(line.axes), dtype=torch.int64, device=told.mesh.device)]
+    def means(self, op: Instruction[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.full((1,), told.mesh.index(op.axes), dtype=torch.int64, device=told.mesh.device)]
 
 
 class NumValid(Number[ShardOfAttrs]):
@@ -376,8 +382,8 @@ class NumValid(Number[ShardOfAttrs]):
     name = "num_valid"
     attrs = ShardOfAttrs
 
-    def text(self, line: Line[ShardOfAttrs], program: Program) -> Text:
-        return Text(f"num_valid({list(line.attrs.shape)}, {over(line)})")
+    def text(self, op: Instruction[ShardOfAttrs], program: Program) -> Text:
+        return Text(f"num_valid({list(op.attrs.shape)}, {over(op)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda shape, axis: torch.full(
@@ -385,9 +391,9 @@ class NumValid(Number[ShardOfAttrs]):
         )
 
     def means(
-        self, line: Line[ShardOfAttrs], args: list[torch.Tensor], told: Told, turn: int
+        self, op: Instruction[ShardOfAttrs], args: list[torch.Tensor], told: Told, turn: int
     ) -> Sequence[torch.Tensor]:
-        start, stop = told.valid_range(line)
+        start, stop = told.valid_range(op)
         return [torch.tensor(stop - start, device=told.mesh.device)]
 
 
@@ -397,10 +403,10 @@ class DrawStart(Number[DrawAttrs]):
     name = "draw_start"
     attrs = DrawAttrs
 
-    def text(self, line: Line[DrawAttrs], program: Program) -> Text:
-        base = line.attrs.base
+    def text(self, op: Instruction[DrawAttrs], program: Program) -> Text:
+        base = op.attrs.base
         return Text(
-            f"draw_start({base}, {list(line.attrs.shape)}, {over(line)})" if line.attrs.axes else f"draw_start({base})"
+            f"draw_start({base}, {list(op.attrs.shape)}, {over(op)})" if op.attrs.axes else f"draw_start({base})"
         )
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -410,11 +416,11 @@ class DrawStart(Number[DrawAttrs]):
 
         return draw_start
 
-    def means(self, line: Line[DrawAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def means(
+        self, op: Instruction[DrawAttrs], args: list[torch.Tensor], told: Told, turn: int
+    ) -> Sequence[torch.Tensor]:
         return [
-            torch.tensor(
-                line.attrs.base + (told.valid_range(line)[0] if line.attrs.axes else 0), device=told.mesh.device
-            )
+            torch.tensor(op.attrs.base + (told.valid_range(op)[0] if op.attrs.axes else 0), device=told.mesh.device)
         ]
 
 
