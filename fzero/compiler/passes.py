@@ -403,8 +403,8 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
         else [repr(made)]
     )
     if wrong:
-        what = f"the rewrite of {transform} does not return a program of lines"
-        raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))")
+        what = f"the rewrite of {transform} does not return a program of instructions"
+        raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, instructions=tuple(ops))")
     made = _assigning(transform, program, made, own)
     if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
