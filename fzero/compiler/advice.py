@@ -22,7 +22,7 @@ from fzero.transforms.offload import offload
 from fzero.transforms.precision import mixed_precision
 from fzero.transforms.transform import find
 
-LINES_FOR_ADVICE = 4_000
+OPS_FOR_ADVICE = 4_000
 """The number of ops of lowered programs after which no further transform is tried: two or three programs of a 32-layer
 model, which take some seconds."""
 
@@ -41,22 +41,22 @@ def advise(
         least: the plan of its program with the least memory.
         lowered: lowers another step for the same batch to its program with the least memory.
     """
-    num_lines = 0
+    num_ops = 0
     step = replace(step, transforms=tuple(_least(t) for t in step.transforms))
 
     def peak(more: Step) -> tuple[int, int] | None:
         """Returns the peak bytes on the device and on the host."""
-        nonlocal num_lines
+        nonlocal num_ops
         try:
             program = lowered(more)
         except FzeroError:  # contradicts a transform of the step, or is not possible with this batch
             return None
-        num_lines += sum(1 for _ in program.walk())
+        num_ops += sum(1 for _ in program.walk())
         return peak_bytes(program, budget.device, budget.backend)[:2]
 
     peaks: dict[Any, tuple[int, int]] = {}
     for transform in candidates(step, mesh, least):
-        if num_lines > LINES_FOR_ADVICE:
+        if num_ops > OPS_FOR_ADVICE:
             break
         more = with_transform(step, transform)
         if more is None or (

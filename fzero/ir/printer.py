@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fzero._utils.units import size
 from fzero.errors import FzeroTypeError
 from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
-from fzero.ir.program import Line, Program, repeats
+from fzero.ir.program import Instruction, Program, repeats
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
@@ -62,7 +62,9 @@ class Printed:
 def source(program: Program) -> str:
     """Returns the code that runs: Python source of one function, in the flat form."""
     return (
-        "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)])
+        "\n".join(
+            [_signature(program), *(p.text() for p in _flat(program.instructions, program, 1)), _returns(program)]
+        )
         + "\n"
     )
 
@@ -83,7 +85,7 @@ def show(program: Program, *, fold: bool = True) -> str:
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError("show", f"prints a program, not {type(program).__name__}", fix=fix)
     header = [f"# {line}".rstrip() for line in _header(program)]
-    body = _flat(program.lines, program, 1)
+    body = _flat(program.instructions, program, 1)
     return (
         "\n".join(
             [
@@ -100,7 +102,7 @@ def show(program: Program, *, fold: bool = True) -> str:
 
 def folded(program: Program) -> list[Printed]:
     """Returns the statements of a program in the order of the text, with repeated layers folded into loops."""
-    return _fold(_flat(program.lines, program, 1))
+    return _fold(_flat(program.instructions, program, 1))
 
 
 def name_of(program: Program) -> str:
@@ -110,7 +112,7 @@ def name_of(program: Program) -> str:
 
 def statements(program: Program) -> list[str]:
     """Returns each op as it runs, without indentation, in the order of `Program.walk`."""
-    return [_statement(line, program, 0).text() for line, _ in program.walk()]
+    return [_statement(op, program, 0).text() for op, _ in program.walk()]
 
 
 def _signature(program: Program) -> str:
@@ -122,70 +124,72 @@ def _returns(program: Program) -> str:
     return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
 
 
-def _statement(line: Line, program: Program, depth: int) -> Printed:
-    text, out = OPS[line.op].text(line, program), tuple(v.name for v in line.out)
-    types = () if line.op in TRANSFERS else tuple(map(str, line.out))
+def _statement(op: Instruction, program: Program, depth: int) -> Printed:
+    text, out = OPS[op.op].text(op, program), tuple(v.name for v in op.out)
+    types = () if op.op in TRANSFERS else tuple(map(str, op.out))
     return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
 
 
-def _flat(lines: Sequence[Line], program: Program, depth: int, numbers: Iterator[int] | None = None) -> list[Printed]:
+def _flat(
+    ops: Sequence[Instruction], program: Program, depth: int, numbers: Iterator[int] | None = None
+) -> list[Printed]:
     """Returns one statement per op, and a `del` after the last read of a name. Names that the ops of several
     micro-batches read get a separate `del`. `numbers`: the indices of the ops.
     """
     out: list[Printed] = []
     numbers = itertools.count() if numbers is None else numbers
     readers: dict[str, set[int]] = {}  # the micro-batches whose ops read a name
-    for line in lines:
-        if line.micro is not None:
-            for name in line.args:
-                readers.setdefault(name, set()).add(line.micro[0])
-    for line, dead in zip(lines, last_reads(lines, program), strict=True):
-        if line.body:
-            totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
+    for op in ops:
+        if op.micro is not None:
+            for name in op.args:
+                readers.setdefault(name, set()).add(op.micro[0])
+    for op, dead in zip(ops, last_reads(ops, program), strict=True):
+        if op.body:
+            totals = [v.name for x in op.body if OPS[x.op].outlives for v in x.out]
             out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(replace(_statement(line, program, depth), ops=(next(numbers),)))
-            out += _flat(line.body, program, depth + 1, numbers)
+            out.append(replace(_statement(op, program, depth), ops=(next(numbers),)))
+            out += _flat(op.body, program, depth + 1, numbers)
         else:
-            out.append(replace(_statement(line, program, depth), ops=(next(numbers),)))
-        shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(line) else []
+            out.append(replace(_statement(op, program, depth), ops=(next(numbers),)))
+        shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(op) else []
         for names in ([n for n in dead if n not in shared], shared):
             if names:
                 out.append(Printed(depth, f"del {', '.join(names)}"))
     return out
 
 
-def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
+def last_reads(ops: Sequence[Instruction], program: Program) -> list[list[str]]:
     """Returns for each op the names that no later op reads: the program deletes them there."""
     last: dict[str, int] = {}
-    named = list(_named(lines))
+    named = list(_named(ops))
     for i, names in enumerate(named):
         last.update((name, i) for name in names)
-    made = {v.name for line in lines for v in line.out} | {
-        v.name for line in lines for x in line.body if OPS[x.op].outlives for v in x.out
+    made = {v.name for op in ops for v in op.out} | {
+        v.name for op in ops for x in op.body if OPS[x.op].outlives for v in x.out
     }
-    keep = set(program.outputs) | {v.name for line in lines if OPS[line.op].outlives for v in line.out}
+    keep = set(program.outputs) | {v.name for op in ops if OPS[op.op].outlives for v in op.out}
     return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
 
 
-def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
+def _named(ops: Sequence[Instruction]) -> Iterator[list[str]]:
     """Yields the names that each op defines or uses. An accumulation also uses the arguments of its summand, so that
     all micro-batches free them at the same op.
     """
     read: tuple[str, ...] = ()
-    for line in lines:
-        read = line.args if line.fn and line.micro is not None else read
+    for op in ops:
+        read = op.args if op.fn and op.micro is not None else read
         yield list(
             dict.fromkeys(
-                (*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))
+                (*op.args, *(v.name for v in op.out), *_inner_reads(op), *(read if OPS[op.op].in_place else ()))
             )
         )
 
 
-def _inner_reads(line: Line) -> list[str]:
+def _inner_reads(op: Instruction) -> list[str]:
     """Returns the names of the enclosing ops that a loop's body reads."""
-    made = {v.name for x in line.body if not OPS[x.op].outlives for v in x.out}
-    return [a for x in line.body for a in x.args if a not in made] + [
-        v.name for x in line.body if OPS[x.op].outlives for v in x.out
+    made = {v.name for x in op.body if not OPS[x.op].outlives for v in x.out}
+    return [a for x in op.body for a in x.args if a not in made] + [
+        v.name for x in op.body if OPS[x.op].outlives for v in x.out
     ]
 
 
@@ -229,13 +233,13 @@ def _header(program: Program) -> list[str]:
     values = program.values_by_name
     cost: dict[str, list[int]] = {}  # by transform spec, or else by the pass that placed an op
     kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
-    for line, times in program.walk():
-        if line.op in TRANSFERS:
-            several = kinds.get(line.by, [])
-            specs = [t for t in several if len(several) == 1 or t.placed(line)]
-            entry = cost.setdefault(specs[0].in_program() if specs else line.by, [0, 0])
+    for op, times in program.walk():
+        if op.op in TRANSFERS:
+            several = kinds.get(op.by, [])
+            specs = [t for t in several if len(several) == 1 or t.placed(op)]
+            entry = cost.setdefault(specs[0].in_program() if specs else op.by, [0, 0])
             entry[0] += times
-            entry[1] += times * transfer_bytes(line, values, program.mesh)
+            entry[1] += times * transfer_bytes(op, values, program.mesh)
     rest: dict[str, dict[str, int]] = {"device": {}}
     for leaf in program.leaves.values():
         roles = rest.setdefault(leaf.layout.tier, {})

@@ -146,7 +146,7 @@ def test_every_op_of_the_program_is_in_one_row_of_the_listing():
 
     rows = listing(program, costs)
     listed = [op for row in leaves(rows) for op in row.ops]
-    loops = [i for i, (line, _) in enumerate(program.walk()) if line.body]
+    loops = [i for i, (op, _) in enumerate(program.walk()) if op.body]
     assert sorted(listed + loops) == list(range(len(costs)))
     assert any(row.body for row in rows)
     assert sum(x.seconds for x in leaves(rows)) == pytest.approx(sum(x.seconds for x in costs))
@@ -159,9 +159,7 @@ def test_ops_lead_to_the_users_lines():
     places = {x.kind: x.place for x in costs if x.place is not None}
     assert places["forward"][0] == places["backward"][0] == __file__
     assert number is None or places["forward"][1] == number
-    gathers = [
-        x.place for (line, _), x in zip(found.program.walk(), costs, strict=True) if line.op == "all_gather_start"
-    ]
+    gathers = [x.place for (op, _), x in zip(found.program.walk(), costs, strict=True) if op.op == "all_gather_start"]
     assert gathers and set(gathers) == {places["forward"]}  # the line that reads what is gathered
     assert shown_path(__file__).endswith("plan/test_plan_page.py")
 

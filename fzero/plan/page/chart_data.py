@@ -114,7 +114,7 @@ def queues_of(plan: Plan, measured: Sequence[Event] = ()) -> list[str]:
 def _kinds(plan: Plan, stage: int) -> list[str]:
     """Returns the kind of each op of a stage's program."""
     program = plan.programs[stage]
-    return [kind_of(line, program, plan.device) for line, _ in program.walk()]
+    return [kind_of(op, program, plan.device) for op, _ in program.walk()]
 
 
 def _kind(event: Event, kinds: Sequence[str]) -> str:

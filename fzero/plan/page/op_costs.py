@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.fx as fx
 
 from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
-from fzero.ir.program import Function, Line, Program
+from fzero.ir.program import Function, Instruction, Program
 from fzero.plan.cost import as_used, on_host, seconds
 from fzero.plan.device import Device
 from fzero.plan.inductor.fusion import compiler, given_to, kernels
@@ -65,32 +65,32 @@ def op_costs(program: Program, device: Device, backend: str, exposed: Mapping[in
     places = _places(program, {fn: max(lines, key=lambda at: lines[at]) for fn, lines in shares.items() if lines})
     return [
         OpCost(
-            kind_of(line, program, device),
+            kind_of(op, program, device),
             times,
-            times * seconds(line, program, rates, backend),
+            times * seconds(op, program, rates, backend),
             exposed.get(i, 0.0),
-            times * transfer_bytes(line, program.values_by_name, program.mesh) if line.op in TRANSFERS else 0,
+            times * transfer_bytes(op, program.values_by_name, program.mesh) if op.op in TRANSFERS else 0,
             places[i],
         )
-        for i, (line, times) in enumerate(program.walk())
+        for i, (op, times) in enumerate(program.walk())
     ]
 
 
-def kind_of(line: Line, program: Program, device: Device) -> str:
+def kind_of(op: Instruction, program: Program, device: Device) -> str:
     """Returns what an op is for, one of `KINDS`."""
-    if line.op in TRANSFERS:
+    if op.op in TRANSFERS:
         return "transfer"
-    if OPS[line.op].waits:
+    if OPS[op.op].waits:
         return "wait"
-    if device.asynchronous and on_host(line, program):
+    if device.asynchronous and on_host(op, program):
         return "host"
-    if line.is_forward or line.is_backward:
-        return "forward" if line.is_forward else "backward"
-    if line.block is not None:
+    if op.is_forward or op.is_backward:
+        return "forward" if op.is_forward else "backward"
+    if op.block is not None:
         return "forward and backward"
-    if not line.fn:
+    if not op.fn:
         return "other"
-    return "update" if line.writes or line.by == "optimizer" else "outside blocks"
+    return "update" if op.writes or op.by == "optimizer" else "outside blocks"
 
 
 # --- the user's lines ---
@@ -100,8 +100,8 @@ def line_seconds(program: Program, costs: list[OpCost], device: Device, backend:
     """Returns the seconds per step that subgraphs take for each line of the user's code, by kind."""
     shares = line_shares(program, as_used(device, program), backend)
     found: dict[Place, dict[str, float]] = {}
-    for (line, _), cost in zip(program.walk(), costs, strict=True):
-        for place, share in shares.get(line.fn, {}).items():
+    for (op, _), cost in zip(program.walk(), costs, strict=True):
+        for place, share in shares.get(op.fn, {}).items():
             kinds = found.setdefault(place, {})
             kinds[cost.kind] = kinds.get(cost.kind, 0.0) + share * cost.seconds
     return found
@@ -109,7 +109,7 @@ def line_seconds(program: Program, costs: list[OpCost], device: Device, backend:
 
 def line_shares(program: Program, device: Device, backend: str) -> dict[str, dict[Place, float]]:
     """Returns for each subgraph that is called the share of its time that each of the user's lines takes."""
-    called = {line.fn: program.functions[line.fn] for line, _ in program.walk() if line.fn}
+    called = {op.fn: program.functions[op.fn] for op, _ in program.walk() if op.fn}
     made_by = compiler(program.mesh, backend)
     return {name: _shares(function, device, made_by) for name, function in called.items()}
 
@@ -155,21 +155,21 @@ def _places(program: Program, of_functions: Mapping[str, Place]) -> list[Place |
     """Returns the user's line of each op: that of its subgraph. An op that moves or casts values has the line of the
     first subgraph that reads them, or else of the one that makes what it reads.
     """
-    lines = [line for line, _ in program.walk()]
-    found = [of_functions.get(line.fn) if line.fn else None for line in lines]
-    made = {v.name: place for line, place in zip(lines, found, strict=True) if place for v in line.out}
+    ops = [op for op, _ in program.walk()]
+    found = [of_functions.get(op.fn) if op.fn else None for op in ops]
+    made = {v.name: place for op, place in zip(ops, found, strict=True) if place for v in op.out}
     read: dict[str, Place] = {}  # by name, the line of the first subgraph that reads it, through waits and casts
-    for i in range(len(lines) - 1, -1, -1):
-        line = lines[i]
-        if not line.fn and not line.body:
-            found[i] = next((read[v.name] for v in line.out if v.name in read), None)
+    for i in range(len(ops) - 1, -1, -1):
+        op = ops[i]
+        if not op.fn and not op.body:
+            found[i] = next((read[v.name] for v in op.out if v.name in read), None)
         if (place := found[i]) is not None:
-            read.update(dict.fromkeys(line.args, place))
-    for i, line in enumerate(lines):
-        if found[i] is None and not line.fn and not line.body:
-            found[i] = next((made[a] for a in line.args if a in made), None)
+            read.update(dict.fromkeys(op.args, place))
+    for i, op in enumerate(ops):
+        if found[i] is None and not op.fn and not op.body:
+            found[i] = next((made[a] for a in op.args if a in made), None)
             if (place := found[i]) is not None:
-                made.update((v.name, place) for v in line.out)
+                made.update((v.name, place) for v in op.out)
     return found
 
 
