@@ -117,14 +117,15 @@ def choose_mesh(
         device = get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     if memory_budget is None:
         memory_budget = room(device, True, device.process_bytes or INTERPRETER)
-    budget = Budget(parse_bytes(memory_budget), device, backend)
+    nbytes = parse_bytes(memory_budget)
+    budget = Budget(nbytes, device, backend)
     meshes = meshes or meshes_of(devices, device.devices_per_host, experts is not None)
     found = list[MeshPlan]()
     with shown("fzero.choose_mesh", lambda: f"{len(found)} of {len(meshes[:MAX_MESHES])} planned"):
         for mesh in meshes[:MAX_MESHES]:
             found.append(_plan_mesh(step, mesh.of_type(device.type), params, batch, budget, experts))
     found.sort(key=lambda x: math.inf if x.plan is None else x.plan.step_seconds)
-    return MeshPlans(tuple(found), tuple(map(str, meshes[MAX_MESHES:])), budget.nbytes)
+    return MeshPlans(tuple(found), tuple(map(str, meshes[MAX_MESHES:])), nbytes)
 
 
 def _plan_mesh(step: Step, mesh: AbstractMesh, params: Any, batch: Any, budget: Budget, experts: Any) -> MeshPlan:

@@ -53,9 +53,9 @@ def transforms_for(
     """
     axes, found = mesh.axes, dict[str, Transform]()
     # State is sharded over every axis along which it would be replicated; the axis with the fastest links comes first.
-    over = tuple(axis for axis in ("expert", "data", "seq", "node") if axis in axes)
+    over: tuple[str, ...] = tuple(axis for axis in ("expert", "data", "seq", "node") if axis in axes)
     if over:
-        axis = over if len(over) > 1 else over[0]
+        axis: str | tuple[str, ...] = over[0] if len(over) == 1 else over
         zero = shard_opt_state if "pipe" in axes else shard_params
         found[f"fz.{zero.__name__}(axis={axis!r})"] = zero(axis=axis)
     if "pipe" in axes:
