@@ -24,7 +24,7 @@ from fzero.trace.recorder import Recorded
 from fzero.transforms import compute_copies_pass, zero_pass
 from fzero.transforms.transform import Transform, applied
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "extending.md"
 
 PARAMS = {
     "layers": [{"w": fz.random.normal(fz.random.key(i), (7, 7)) * 0.5, "b": torch.zeros(7)} for i in range(2)],
