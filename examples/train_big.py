@@ -133,18 +133,18 @@ def described(r: dict[str, Any]) -> str:
 
 
 def tiers(state: fz.State, memory: int) -> Callable[[dict[str, Any]], Table]:
-    """What a terminal shows below the progress: what rests where, and how full the memory is."""
-    rests = {"disk": 0, "device": 0}
+    """What a terminal shows below the progress: what is stored where, and how full the memory is."""
+    stored = {"disk": 0, "device": 0}
     for x in fz.tree.leaves(state):
         found = leaf_of(x)
-        rests[found[0].layout.tier if found else "device"] += x.nbytes
+        stored[found[0].layout.tier if found else "device"] += x.nbytes
 
     def below(r: dict[str, Any]) -> Table:
         full = min(20, round(20 * r["resident_bytes"] / memory))
-        table = Table("tier", "rests")
+        table = Table("tier", "stored")
         table.caption = f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}"
-        table.add_row("disk", gb(rests["disk"]))
-        table.add_row("memory", gb(rests["device"]))
+        table.add_row("disk", gb(stored["disk"]))
+        table.add_row("memory", gb(stored["device"]))
         return table
 
     return below

@@ -294,7 +294,7 @@ def no_attribute(owner: Any, name: str, known: Iterable[str] | None = None) -> A
     meant = _ELSEWHERE.get(name.lower())
     meant = small.get(name.lower(), meant if meant in known or meant in _CALLS else None)
     names = [meant] if meant else [small[x] for x in difflib.get_close_matches(name.lower(), small, n=4)] or known
-    fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
+    fix = f"{'it has' if names == known else 'did you mean'} {', '.join(names)}"
     return AttributeError(f"{of} has no attribute {name!r}\nFix: {fix}")
 
 
@@ -312,7 +312,7 @@ def left(where: str, rank: int, size: int) -> RankLost:
     exited, with more because some other rank has.
     """
     gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
-    fix = "look at that rank's errors; go on from the last checkpoint"
+    fix = "look at that rank's errors; continue from the last checkpoint"
     return RankLost(where, "a transfer between ranks failed", [f"rank {rank}: {gone}"], fix)
 
 

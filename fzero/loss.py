@@ -32,7 +32,7 @@ class Weighted(NamedTuple):
         """Raises an error, as the other operators do: the `+` of a tuple would concatenate."""
         raise FzeroTypeError(
             "weighted",
-            "a fz.weighted result has no arithmetic",
+            "a fz.weighted result does not support arithmetic",
             [f"it is a sum and its count, averaged by the step; the other operand is {_operand(other)}"],
             "compute with the totals, scaled to the same count, before: fz.weighted(total + 0.1 * penalty * count, "
             "count)",
@@ -96,10 +96,13 @@ def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, An
             "train_step",
             "the count of a weighted loss depends on trainable parameters",
             [
-                "count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their "
+                "count: ranks and micro-batches add up totals and counts separately, so there is no gradient of their "
                 "quotient through it"
             ],
-            "detach it: fz.weighted(total, count.detach()); or return total / count, a mean of the parts' means",
+            (
+                "detach it: fz.weighted(total, count.detach()); or return "
+                "total / count, a mean of the micro-batches' means"
+            ),
         )
     if not loss.total.requires_grad:
         raise TraceError(
@@ -141,25 +144,25 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
     for path, x in tree.with_paths(new, "params"):
         i = at.get(path)
         if i is None:
-            problems.append(f"{path}: params has no such leaf")
+            problems.append(f"{path}: params has no such tensor")
         elif not mutable[i]:
             if x is not flat[i]:
                 problems.append(
-                    f"{path}: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"
+                    f"{path}: a new value, but `mutable` does not match it: leave it out, or match it in `mutable`"
                 )
         elif not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (flat[i].shape, flat[i].dtype):
             problems.append(f"{path}: {tree.describe(x)} for a leaf that is {tree.describe(flat[i])}")
         elif found.setdefault(tied[i], x) is not x:
-            problems.append(f"{path}: another value than {paths[tied[i]]}, which is the same leaf")
+            problems.append(f"{path}: differs from {paths[tied[i]]}, which is the same tensor")
     asked = {tied[i] for i, wanted in enumerate(mutable) if wanted}
     named = {tied[at[p]] for p in tree.paths(new, "params") if p in at}
     problems += [f"{paths[i]}: no new value" for i in sorted(asked - named)]
     if problems:
         fix = (
-            "return a tree like params that has a value for each leaf that `mutable` accepts, e.g. {'mean': "
+            "return a tree like params that has a value for each tensor that `mutable` matches, e.g. {'mean': "
             "mean.to(params['mean'].dtype)}"
         )
-        raise FzeroTypeError("train_step", "these new values of mutable leaves cannot be assigned", problems, fix)
+        raise FzeroTypeError("train_step", "these new values of mutable tensors cannot be assigned", problems, fix)
     return found
 
 
@@ -270,7 +273,7 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
         problems += number("count", count, at_least=0, below=math.inf)
     if problems:
         raise FzeroTypeError(
-            "weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"
+            "weighted", "takes a sum and the number of summands", problems, "fz.weighted(losses.sum(), losses.numel())"
         )
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), dtype=torch.float32, device=total.device)

@@ -287,7 +287,7 @@ class Mesh(AbstractMesh):
             "torch.save takes"
         )
         raise FzeroTypeError(
-            "mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix
+            "mesh", "a mesh belongs to its process: neither it nor the tensors of a state on it can be pickled", fix=fix
         )
 
 
@@ -296,10 +296,7 @@ def _busy(owner: str) -> BusyError:
         "its mesh is in use: a step, an evaluation, init, restore, gather or a save has not returned yet in another "
         "thread, or above this call"
     )
-    fix = (
-        "call these one after the other, from one thread; what another thread is to have, copy first: "
-        "train.gather(state)"
-    )
+    fix = "call these one after the other, from one thread; copy first what another thread needs: train.gather(state)"
     return BusyError(owner, what, fix=fix)
 
 
@@ -359,7 +356,7 @@ def make_mesh(
         problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
     problems += flag("symmetric_memory", symmetric_memory) if symmetric_memory is not None else []
     if symmetric_memory is True and (device == "cpu" or not torch.cuda.is_available()):
-        problems.append("symmetric_memory=True: is of GPUs, and this mesh is of CPUs")
+        problems.append("symmetric_memory=True: applies only to GPUs, and this is a mesh of CPUs")
     if problems:
         fix = "e.g. make_mesh(data=8, timeout=600)"
         raise FzeroValueError("make_mesh", "invalid arguments", problems, fix)
@@ -453,7 +450,7 @@ def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if symmetric and (lacks := compat.lacks_symmetric_memory()):
-        logger.warning("fzero.make_mesh: symmetric_memory is left out: %s", lacks)
+        logger.warning("fzero.make_mesh: symmetric_memory is not used: %s", lacks)
         symmetric = False
     options = compat.nccl_ahead(datetime.timedelta(seconds=timeout), symmetric) if device == "cuda" else None
     gathers = None if options is None else groups_along(sizes, timeout, options)
@@ -472,7 +469,7 @@ def _connect(mesh: Mesh) -> None:
                 compat.connect(mesh.group(axis, gathers=gathers), mesh.device)
     except RuntimeError as error:
         what = f"NCCL cannot join the GPUs of {mesh}"
-        fix = "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links"
+        fix = "NCCL_DEBUG=INFO prints more; nvidia-smi topo -m shows the links"
         raise FzeroValueError("make_mesh", what, str(error).splitlines()[:3], fix) from error
 
 

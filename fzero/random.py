@@ -74,7 +74,7 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
     seed = python_numbers(seed)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise FzeroTypeError(
-            "random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)"
+            "random.key", f"a seed is an integer, not {describe(seed)}", fix="pass an int, e.g. key(0)"
         )
     if not 0 <= seed < 1 << 64:
         raise FzeroValueError(
@@ -120,12 +120,12 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         if data.dim() or data.is_floating_point() or data.is_complex():
             raise FzeroTypeError(
-                "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
+                "random.fold_in", f"data is {describe(data)}", fix="fold in an integer or a 0-dim integer tensor"
             )
         data = data.to(device=key.device, dtype=torch.int64)
     elif not isinstance(data, int) or isinstance(data, bool):
         raise FzeroTypeError(
-            "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
+            "random.fold_in", f"data is {describe(data)}", fix="fold in an integer or a 0-dim integer tensor"
         )
     elif not 0 <= data < 1 << 62:
         raise FzeroValueError("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1")
@@ -346,7 +346,7 @@ def _check_shape(where: str, shape: Any) -> None:
     ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
         raise FzeroTypeError(
-            where, f"{given} is not a shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"
+            where, f"{given} is not a shape", fix="give a sequence of integers, e.g. (3, 4), after the key"
         )
 
 

@@ -103,6 +103,6 @@ def check_whole(values: Any, owner: str) -> None:
         return
     why = {_broken[x]: None for x in tree.tensors(values) if x in _broken}
     if why:
-        what = "a step of this state ended in the middle: some of its leaves are updated, others are not"
-        fix = "go on from the last checkpoint, train.restore(path), or begin anew, train.init(params)"
+        what = "a step of this state ended in the middle: some of its tensors are updated, others are not"
+        fix = "continue from the last checkpoint, train.restore(path), or start again, train.init(params)"
         raise FzeroValueError(owner, what, list(why), fix)

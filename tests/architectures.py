@@ -32,13 +32,13 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Callab
     """
     same: dict[int, torch.Tensor] = {}
     tensors = {n: same.setdefault(id(x), x.detach()) for n, x in _tensors(module)}
-    skeleton = copy.deepcopy(module).to("meta")
-    for layer in layers(skeleton):
+    meta_module = copy.deepcopy(module).to("meta")
+    for layer in layers(meta_module):
         _as_block(layer)
 
     def apply(tensors: dict[str, torch.Tensor], **kwargs: Any) -> Any:
-        with _reparametrize_module(skeleton, _buffers_cloned(skeleton, tensors)):
-            return skeleton(**kwargs)
+        with _reparametrize_module(meta_module, _buffers_cloned(meta_module, tensors)):
+            return meta_module(**kwargs)
 
     return tensors, apply
 

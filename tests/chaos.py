@@ -8,10 +8,10 @@ at a random moment of that step or at the line that the kind names. There are th
 
 - disk: of 400 steps, started by torchrun as a user starts it, on one host, with checkpoints. Where torchrun itself is
   ended, it is started again, as a scheduler does.
-- hosts: of a quarter of the steps, by torchrun too, each rank on a host of its own: with a keeper and a memory that
+- hosts: of a quarter of the steps, by torchrun too, each rank on a host of its own: with a supervisor and a memory that
   the other ranks do not know, and sockets between them. The step has `fz.redundant`, and no checkpoint is ever written.
-- resized: the same on one rank less and again on all, over and over. Its keepers are started as torchrun starts them
-  when hosts leave and come: all are ended, the memory of a host is lost, the others begin anew on fewer ranks.
+- resized: the same on one rank less and again on all, over and over. Its supervisors are started as torchrun starts
+  them when hosts leave and come: all are ended, the memory of a host is lost, the others begin anew on fewer ranks.
 
 Afterwards each is compared with one without faults, and what docs/guides/fault-tolerance.md promises is checked,
 condition by condition: how it was judged, and how many faults of these runs it was judged by. The log, and a summary as
@@ -60,7 +60,7 @@ KINDS = {
     "build": "a rank is killed, and another one while it builds the step",
     "save": "a rank is killed while it writes a checkpoint",
     "commit": "rank 0 is killed while it makes a checkpoint the latest",
-    "keeper": "a keeper is killed",
+    "supervisor": "a supervisor is killed",
     "torchrun": "torchrun is killed",
     "term": "torchrun gets SIGTERM",
     "stop": "a rank is stopped (SIGSTOP)",
@@ -68,18 +68,18 @@ KINDS = {
     "disk": "there is no room for a checkpoint",
     "memory": "a rank is killed, and when it comes back the host's memory is full",
     "slot": "a bit of what a rank kept is flipped, and the rank is killed",
-    "host": "a host is lost: its rank, its keeper and its memory",
-    "ward": "a bit of what another host sent is flipped, and the rank that has it is killed",
+    "host": "a host is lost: its rank, its supervisor and its memory",
+    "replica": "a bit of what another host sent is flipped, and the rank that has it is killed",
     "resize": "all ranks are ended, a host is lost; the run goes on with one rank less, and then with all",
 }
-FLIPS = ("slot", "ward")
+FLIPS = ("slot", "replica")
 LEGS = {
-    "disk": [k for k in KINDS if k not in ("host", "ward", "resize")],
-    "hosts": ["trainer", "transfer", "two", "all", "mesh", "init", "build", "keeper", "stop", "raise", "memory", "slot",
-              "host", "ward"],
+    "disk": [k for k in KINDS if k not in ("host", "replica", "resize")],
+    "hosts": ["trainer", "transfer", "two", "all", "mesh", "init", "build", "supervisor", "stop", "raise", "memory",
+              "slot", "host", "replica"],
     "resized": ["resize"],
 }  # fmt: skip
-ENDS_ALL = ("all", "keeper", "torchrun", "term", "raise", "host", "resize")
+ENDS_ALL = ("all", "supervisor", "torchrun", "term", "raise", "host", "resize")
 RARE = {"stop": 0.5, "torchrun": 0.5}  # each costs tens of seconds
 
 
@@ -137,7 +137,7 @@ def _strikes(chance: random.Random, fault: int, kind: str, step: int, ranks: int
     elif kind == "commit":
         add(0, "commit", "kill", late=False, nth=chance.randrange(2))
     else:
-        add(one, "step", {"trainer": "kill"}.get(kind, kind), late=kind not in ("raise", "slot", "ward", "host"))
+        add(one, "step", {"trainer": "kill"}.get(kind, kind), late=kind not in ("raise", "slot", "replica", "host"))
     return made
 
 
@@ -198,7 +198,7 @@ class Struck:
         if (self._out / "taken" / strike.id).exists():
             return False
         memory = Path(os.environ["FZERO_RUN_MEMORY"])
-        if strike.action in ("slot", "ward") and newest_kept(memory, strike.action, self._rank) is None:
+        if strike.action in ("slot", "replica") and newest_kept(memory, strike.action, self._rank) is None:
             return False  # nothing has come yet
         if not self._takes(strike):
             return False
@@ -206,17 +206,17 @@ class Struck:
             return True
         if strike.action == "raise":
             raise ValueError("a user's own error")
-        if strike.action in ("slot", "ward"):
+        if strike.action in ("slot", "replica"):
             self.note("flipped", strike.kind, *flip_kept(memory, strike.action, self._rank))
         if strike.action == "host":
             shutil.rmtree(memory)
-            os.kill(int(os.environ["FZERO_RUN_KEEPER"]), signal.SIGKILL)
-        keeper = int(os.environ["FZERO_RUN_KEEPER"])
-        torchrun = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(int(os.environ["FZERO_RUN_SUPERVISOR"]), signal.SIGKILL)
+        supervisor = int(os.environ["FZERO_RUN_SUPERVISOR"])
+        torchrun = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
         whom, number = {
-            **dict.fromkeys(("kill", "slot", "ward", "host"), (os.getpid(), signal.SIGKILL)),
+            **dict.fromkeys(("kill", "slot", "replica", "host"), (os.getpid(), signal.SIGKILL)),
             "stop": (os.getpid(), signal.SIGSTOP),
-            "keeper": (keeper, signal.SIGKILL),
+            "supervisor": (supervisor, signal.SIGKILL),
             "torchrun": (torchrun, signal.SIGKILL),
             "term": (torchrun, signal.SIGTERM),
         }[strike.action]
@@ -229,8 +229,8 @@ class Struck:
 
 def newest_kept(memory: Path, kind: str, rank: int) -> tuple[int, Path, int] | None:
     """Whose the newest state is that is kept here, its file and how many batches it has seen: this rank's own ("slot"),
-    or what was sent here ("ward")."""
-    name = f"rank-{rank:05d}" if kind == "slot" else "ward-*"
+    or what was sent here ("replica")."""
+    name = f"rank-{rank:05d}" if kind == "slot" else "replica-*"
     found = []
     for note in memory.glob(f"of-*/{name}.json"):
         content = json.loads(note.read_text())
@@ -334,8 +334,8 @@ def worker(args: argparse.Namespace) -> None:
     fz.run(main, timeout=120)
 
 
-def keeper(args: list[str]) -> None:
-    """Becomes the keeper of a rank that torchrun has started, on a host of its own: with a memory of its own."""
+def supervisor(args: list[str]) -> None:
+    """Becomes the supervisor of a rank that torchrun has started, on a host of its own: with a memory of its own."""
     host = os.environ["RANK"]
     os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", HOST: host})
     os.execv(sys.executable, [sys.executable, "-m", "fzero.run", "--memory", f"memory-{host}", *args])
@@ -364,7 +364,7 @@ class Driver:
 
     Attributes:
         ended: "whole", or what has ended it.
-        named: when a keeper said that its rank had stopped.
+        named: when a supervisor said that its rank had stopped.
     """
 
     def __init__(self, args: argparse.Namespace, leg: str, steps: int, plan: list[Strike], calm: bool = False):
@@ -403,7 +403,7 @@ class Driver:
         """torchrun from its start to its end."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=10000"]
         command += [f"--nproc-per-node={self._args.ranks}"]
-        command += ["-m", "fzero.run"] if self.leg == "disk" else [__file__, "--keeper"]
+        command += ["-m", "fzero.run"] if self.leg == "disk" else [__file__, "--supervisor"]
         command += ["--hang-timeout", str(self._args.hang), *self._args.flags.split(), *self._worker()]
         before = self._taken()
         with (self._out / "output").open("ab") as output:
@@ -430,7 +430,7 @@ class Driver:
             while process.poll() is None:
                 time.sleep(0.1)
                 now, done = time.monotonic(), self.newest()
-                self.named += [now] * output.read().count("has done nothing for")
+                self.named += [now] * output.read().count("has made no progress for")
                 for name in sorted(self._taken() - seen):
                     seen.add(name)
                     struck_at[name] = now
@@ -507,7 +507,7 @@ class Driver:
         return sorted(x for x in found if not kinds or x[1].split("-")[1] in kinds)
 
     def ended_all(self, begin: float, end: float) -> bool:
-        """Whether all ranks were ended at once between two moments: torchrun does so when it loses a keeper."""
+        """Whether all ranks were ended at once between two moments: torchrun does so when it loses a supervisor."""
         return any(begin < at < end for at, _ in self.struck(*ENDS_ALL))
 
     def faults(self, *kinds: str) -> int:
@@ -535,7 +535,7 @@ class Driver:
 
 
 class Resized(Driver):
-    """One run on all ranks, on one less and on all again, each time with the memory of a host lost. Its keepers are
+    """One run on all ranks, on one less and on all again, each time with the memory of a host lost. Its supervisors are
     children of this process, as they are torchrun's, and its store is here."""
 
     def _life(self) -> None:
@@ -545,16 +545,16 @@ class Resized(Driver):
         turns = [(s.step + i * RESIZED, s.id) for s in self.plan for i in (0, 1)]
         for step, strike in [*turns, (self.steps, "")]:
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            keepers = self._start(hosts, store.port)
+            supervisors = self._start(hosts, store.port)
             try:
-                if not self._until(step, keepers):
+                if not self._until(step, supervisors):
                     return
             finally:
-                for one in keepers:
+                for one in supervisors:
                     if strike or not self.ended:
                         one.kill()
                 self._gone()
-                for one in keepers:
+                for one in supervisors:
                     one.wait()
             if strike and len(hosts) == self._args.ranks:
                 lost = chance.choice(hosts)
@@ -579,20 +579,20 @@ class Resized(Driver):
                 for rank, host in enumerate(hosts)
             ]  # fmt: skip
 
-    def _until(self, step: int, keepers: list[subprocess.Popen[bytes]]) -> bool:
+    def _until(self, step: int, supervisors: list[subprocess.Popen[bytes]]) -> bool:
         """Whether the run has come to a step; to the last one: whether it has ended."""
         steps, since = -1, time.monotonic()
         while step == self.steps or self.newest() < step:
             time.sleep(0.05)
             if self.newest() != steps:
                 steps, since = self.newest(), time.monotonic()
-            codes = [one.poll() for one in keepers]
+            codes = [one.poll() for one in supervisors]
             if all(code == 0 for code in codes) and steps >= self.steps:
                 self.ended = "whole"
                 return True
             if any(codes) or time.monotonic() - since > STUCK:
                 self._stacks()
-                self.ended = f"keepers ended with {codes} after step {steps}"
+                self.ended = f"supervisors ended with {codes} after step {steps}"
                 return False
         return True
 
@@ -601,7 +601,7 @@ class Resized(Driver):
         while self.processes() and time.monotonic() - begin < GONE["torchrun"]:
             time.sleep(0.05)
         if left := self.processes():
-            self.slow.append(f"after the end of their keepers there are still {sorted(left.values())}")
+            self.slow.append(f"after the end of their supervisors there are still {sorted(left.values())}")
             self._kill()
 
 
@@ -642,7 +642,7 @@ def needless(driver: Driver, notes: Notes) -> list[str]:
         if num > len(dear) and source == "memory":
             problems.append(f"{num} steps done again from memory at step {step}")
         elif source != "memory" and step < saved:
-            problems.append(f"goes on from {source} at step {step}, though step {saved} is saved")
+            problems.append(f"continues from {source} at step {step}, though step {saved} is saved")
         elif num and source != "memory" and (not ends or (ends[0][1] == "term" and alone)):
             problems.append(f"{num} steps done again from {source} at step {step}")
         last = at
@@ -666,7 +666,7 @@ def found_flips(driver: Driver) -> tuple[int, list[str]]:
     """The bits that were flipped, and those that were not named with their rank."""
     named = {
         "slot": "what rank {0} kept after {1} batches has changed in memory",
-        "ward": "what rank {0} sent of its state after {1} batches has changed in memory",
+        "replica": "what rank {0} sent of its state after {1} batches has changed in memory",
     }
     flips, output = [x[4:] for lines in driver.notes().values() for x in lines if x[3] == "flipped"], driver.output()
     silent = [f"{driver.leg}: nobody said: {text}" for kind, *whose in flips
@@ -757,12 +757,12 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     ]
     condition(
         f"a stopped rank is named within --hang-timeout ({args.hang:g} s) and 10, and replaced",
-        "the time from SIGSTOP to its keeper's line; the run went on",
+        "the time from SIGSTOP to its supervisor's line; the run went on",
         len(stopped),
         late,
     )
     condition(
-        "SIGTERM, and the end of torchrun: nobody is left after 30 and 5 s; the next start goes on from the state of "
+        "SIGTERM, and the end of torchrun: nobody is left after 30 and 5 s; the next start continues from the state of "
         "that step, and of the last checkpoint",
         "processes by their environment; the notes",
         faults(*GONE),
@@ -770,7 +770,7 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     )
     problems = []
     for d in (d for d in drivers if d.leg == "disk"):
-        said = d.output().count("the run goes on without this checkpoint")
+        said = d.output().count("the run continues without this checkpoint")
         problems += [f"{said} warnings of {d.faults('disk')} full disks"] * (said < d.faults("disk"))
         try:
             fz.checkpoint.verify(d.saved)
@@ -859,8 +859,8 @@ def planned(args: argparse.Namespace, leg: str, num: int, steps: int, kinds: lis
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--keeper"]:
-        keeper(sys.argv[2:])
+    if sys.argv[1:2] == ["--supervisor"]:
+        supervisor(sys.argv[2:])
     text = "\n".join([*(__doc__ or "").splitlines()[2:], "faults:", *(f"  {k:9s} {v}" for k, v in KINDS.items())])
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)

@@ -5,7 +5,7 @@ itself for each start. The fork is then handed to the process that asked: the se
 and who asked is at that moment the subreaper of its descendants. So the fork is a true child: signals, exit codes, its
 parent's id and the kernel's signal at a parent's death are as usual, and `subprocess.Popen` only starts it in another
 way (`execute`). Each fork brings a seed of its own, forked before its script begins, for the processes that it starts:
-under torchrun keepers, ranks and compiling workers are forks too.
+under torchrun supervisors, ranks and compiling workers are forks too.
 
 A fork gets arguments (also in /proc), environment, directory, streams, `pass_fds`, session, process group, ignored
 signals, `preexec_fn`, `sys.path` and `__main__`. It ends without the destructors of what modules hold. A fresh

@@ -3,7 +3,7 @@
 What is told to be moved is not there until its wait, every bit of it set until then (a NaN in every floating point
 format), and is taken from its source as that is when it is moved at last. A copy *to the device* is later still, as on
 CUDA, where its wait holds up the device alone: it happens when a line first touches what it fills, or when the host
-settles before it writes what the copy reads. One *to the host* that the device alone waits for is not there for the
+settles before it writes what the copy reads. One *to the host* that only the device waits for is not there for the
 host until that settles, or has waited for a later one; for a copy back to the device it is. And the host runs ahead of
 its device: what it writes over the source of a copy to the device, or where one to the host is still to arrive, before
 it settled or waited for something that the device did later, is one of `races`. Fast ones forgive all that.

@@ -41,12 +41,12 @@ class Launchers:
         self._flags += [f"--rdzv-id={out.name}", *([f"--rdzv-conf={conf}"] if conf else [])]
         self.all: list[subprocess.Popen[bytes]] = []
 
-    def start(self, keeper: Sequence[str] = ()) -> int:
-        """One more, with flags of its keepers; its number."""
+    def start(self, supervisor: Sequence[str] = ()) -> int:
+        """One more, with flags of its supervisors; its number."""
         number = len(self.all)
         env = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SURVIVOR_HOST": str(number), **self._env}
-        keepers = ["-m", "fzero.run", *keeper, f"--memory={self._out / f'memory-{number}'}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *self._flags, *keepers, *self._command]
+        supervisors = ["-m", "fzero.run", *supervisor, f"--memory={self._out / f'memory-{number}'}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *self._flags, *supervisors, *self._command]
         with self.log(number).open("wb") as log:
             self.all.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=ROOT))
         return number

@@ -15,8 +15,8 @@ from fzero.sharding.dim_propagation import (
     MARKERS,
     PARTIAL,
     CutFunction,
+    OutputPlacement,
     Place,
-    Wanted,
     all_gather,
     all_reduce,
     all_to_all,
@@ -203,7 +203,7 @@ def run_halves(
         parts_of.forward,
         n,
         [place_of[i] for i in used],
-        [*[stream] * outputs, *[Wanted.FREE] * free],
+        [*[stream] * outputs, *[OutputPlacement.FREE] * free],
         leaves=leaves,
         stream=stream,
     )
@@ -218,7 +218,7 @@ def run_halves(
     params = {i for i in used if place_of[i] is not None and place_of[i] != stream}
     leaves = frozenset(k for k, i in enumerate(split.backward_inputs) if i in params)
     trained = [i for i, x in enumerate(inputs) if x.is_floating_point()]
-    wanted = [place_of[i] if place_of[i] is not None else Wanted.SUMMAND for i in trained]
+    wanted = [place_of[i] if place_of[i] is not None else OutputPlacement.SUMMAND for i in trained]
     backward = propagate(
         parts_of.backward,
         n,

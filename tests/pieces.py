@@ -51,7 +51,7 @@ PIECES: dict[str, Piece] = {
     "zero_3_replicated": Piece(
         lambda: [fz.shard_params(), fz.data_parallel(axis="replica")], ("data", "replica"), common=False
     ),
-    "once_a_step": Piece(
+    "hierarchical": Piece(
         lambda: [fz.shard_params(axis=("data", "node")), fz.hierarchical(axis="node")],
         ("data", "node"),
         needs=lambda: [fz.accumulate(2)],

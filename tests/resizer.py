@@ -1,4 +1,4 @@
-"""What test_resize.py and test_changing_hosts.py have keepers start: a run whose step and memory live on over other
+"""What test_resize.py and test_changing_hosts.py have supervisors start: a run whose step and memory live on over other
 numbers of ranks.
 
     resizer.py OUT STEPS

@@ -1,4 +1,4 @@
-"""What tests/elastic/test_lost_stages.py has keepers start: a run of a pipeline, on as many ranks as there are.
+"""What tests/elastic/test_lost_stages.py has supervisors start: a run of a pipeline, on as many ranks as there are.
 
     staged.py OUT STEPS [RANK.LIFE.STEP:N ...]
 

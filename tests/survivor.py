@@ -1,4 +1,4 @@
-"""What tests/elastic/test_run.py has keepers start: a run that faults strike at planned steps.
+"""What tests/elastic/test_run.py has supervisors start: a run that faults strike at planned steps.
 
     survivor.py OUT STEPS [RANK.LIFE.STEP:FAULT ...]
 

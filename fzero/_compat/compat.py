@@ -582,7 +582,7 @@ def _artifact_parts(data: bytes) -> tuple[bytes, dict[str, list[Any]]]:
     header, version, _, body = reader.read_bytes(), reader.read_bytes(), reader.read_str(), reader.read_bytes()
     found = CacheArtifactManager.deserialize(body)
     if header != CacheCompiledArtifact.CACHE_HEADER or found is None:
-        raise RuntimeError("this is no artifact")
+        raise RuntimeError("this is not an artifact")
     return version, found
 
 

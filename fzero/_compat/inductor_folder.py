@@ -35,7 +35,7 @@ def guard_inductor() -> None:
         try:
             given.mkdir(mode=0o700, parents=True, exist_ok=True)
             why = exposed(given, 0o002)
-            why = not_writable(given) if why is None else f"{why}, and what lies there is run"
+            why = not_writable(given) if why is None else f"{why}, and the files in it are executed"
         except OSError as error:
             why = str(error)
         if why is None:
@@ -43,7 +43,9 @@ def guard_inductor() -> None:
         problems.append(why)
     else:
         fix = "set TORCHINDUCTOR_CACHE_DIR to a folder in a directory of your own that can be written to"
-        raise FzeroValueError("compile", "Inductor has no place for its files, which are run", problems, fix)
+        raise FzeroValueError(
+            "compile", "Inductor has no safe directory for its files, which are executed", problems, fix
+        )
     if problems:
         logger.warning("Inductor's files go to %s: %s", folder, problems[0])
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
@@ -70,7 +72,9 @@ def _guard_temporary(folder: Path) -> None:
             why = str(second)
         if why is not None:
             fix = "set TMPDIR to a folder in a directory of your own that can be written to"
-            raise FzeroValueError("compile", "there is no place for temporary files", [str(error), why], fix) from error
+            raise FzeroValueError(
+                "compile", "there is no usable directory for temporary files", [str(error), why], fix
+            ) from error
         asked, found = asked or "/tmp", str(folder)
     if asked and os.path.abspath(asked) != found:
         logger.warning("temporary files go to %s: %s cannot be written to", found, asked)

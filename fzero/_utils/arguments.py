@@ -97,11 +97,11 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > most and by_name:
             given = ", ".join(type(x).__name__ for x in args)
-            what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
-            raise FzeroTypeError(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}")
+            what = f"takes {most} argument{'s' * (most != 1)} by position, not {len(args)} ({given})"
+            raise FzeroTypeError(fn.__name__, what, fix=f"pass the others by name: {', '.join(by_name)}")
         if twice := [name for name in by_place[: len(args)] if name in kwargs]:
             values = dict(zip(by_place, args, strict=False))
-            given = [f"{x}: {shown(values[x])} without a name, and {shown(kwargs[x])}" for x in twice]
+            given = [f"{x}: {shown(values[x])} by position, and {shown(kwargs[x])}" for x in twice]
             fix = f"it takes {', '.join(takes)}"
             raise FzeroTypeError(fn.__name__, f"{', '.join(twice)} given twice", given, fix)
         unknown = [name for name in kwargs if name not in takes]
@@ -185,7 +185,7 @@ def amount(name: str, value: Any) -> list[str]:
 
 def flag(name: str, value: Any) -> list[str]:
     """Checks a flag: True or False."""
-    return [] if isinstance(value, bool) else [f"{name}={shown(value)}: neither True nor False"]
+    return [] if isinstance(value, bool) else [f"{name}={shown(value)}: must be True or False"]
 
 
 def path_like(name: str, value: Any) -> list[str]:
@@ -225,7 +225,7 @@ def accepts(owner: str, name: str, asked: Predicate | None, path: str, leaf: tor
     """
     answer = asked is None or asked(path, leaf)
     if not isinstance(answer, bool):
-        what = f"`{name}` answers neither True nor False"
+        what = f"`{name}` does not return a bool"
         fix = "return a bool: leaf.ndim >= 2, 'bias' in path, re.search(pattern, path) is not None"
         raise FzeroTypeError(owner, what, [f"{path}: {shown(answer)}"], fix)
     return answer
@@ -254,7 +254,7 @@ def accepts_none(name: str, asked: Predicate, paths: Sequence[str]) -> list[str]
         )
 
     nearest = sorted(paths, key=likeness, reverse=True)[:5]
-    return [f"`{name}` accepts none of {len(paths)} leaves; the nearest:", *nearest]
+    return [f"`{name}` matches none of {len(paths)} tensors; the nearest:", *nearest]
 
 
 class _Unread:

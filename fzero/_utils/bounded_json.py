@@ -57,7 +57,7 @@ def parsed(
     except json.JSONDecodeError as error:
         raise Malformed(f"not JSON: {error}") from None
     except RecursionError:
-        raise Malformed(f"more than {DEPTH} lists and objects lie in each other") from None
+        raise Malformed(f"lists and objects are nested more than {DEPTH} deep") from None
     except ValueError as error:
         at = _DIGITS.search(text)
         raise Malformed(f"a number of more than 4,300 digits at character {at.start()}" if at else str(error)) from None
@@ -65,7 +65,7 @@ def parsed(
     level, depth = [found], 0
     while level := [x for x in level if isinstance(x, (dict, list))]:
         if (depth := depth + 1) > DEPTH:
-            raise Malformed(f"more than {DEPTH} lists and objects lie in each other")
+            raise Malformed(f"lists and objects are nested more than {DEPTH} deep")
         level = [x for outer in level for x in (outer.values() if isinstance(outer, dict) else outer)]
     return found if form is Any else formed(found, form)
 
@@ -168,14 +168,14 @@ def formed(value: Any, form: Any, at: str = "") -> Any:
             with contextlib.suppress(TypeError):  # a field without a default is missing
                 return cast(Any, form)(**{n: formed(x, hints[n], f"{at}.{n}") for n, x in named.items()})
     name = getattr(form, "__name__", str(form)) if not args else str(form)
-    raise Malformed(f"{f'{value!r:.80}'} {f'at {at}, ' if at else ''}where {name} belongs")
+    raise Malformed(f"{f'{value!r:.80}'} {f'at {at}, ' if at else ''}expected {name}")
 
 
 def _key(key: str, form: Any, at: str) -> Any:
     if form is not int:
         return key
     if not re.fullmatch(r"-?\d{1,18}", key):
-        raise Malformed(f"the key {key!r:.80} at {at or 'the top'}, where a whole number belongs")
+        raise Malformed(f"the key {key!r:.80} at {at or 'the top'}, expected an integer")
     return int(key)
 
 

@@ -32,7 +32,7 @@ def exposed(path: str | os.PathLike[str], others: int = 0o022) -> str | None:
     user = os.geteuid()
     for place, is_last in _way(os.path.abspath(path)):
         if place is None:
-            return f"{path} leads in a circle"
+            return f"the links of {path} form a cycle"
         try:
             about = os.lstat(place)
         except OSError as error:

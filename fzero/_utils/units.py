@@ -57,7 +57,7 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
             problems.append(f"{name}={budget!r} is not an amount of memory")
             continue
         if name == "memory_budget" and found[-1] == 0:
-            problems.append(f"{name}={budget!r}: nothing runs in no memory")
+            problems.append(f"{name}={budget!r}: must be greater than 0")
     if problems:
         raise FzeroValueError(
             "plan",

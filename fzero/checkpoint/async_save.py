@@ -272,7 +272,7 @@ class _Apart:
     def _refused(self, lines: list[str]) -> CheckpointError:
         """Returns the error for messages that were not sent by the ranks of this save."""
         self._notes.write("refused", None)  # tells the other ranks, which may have read the genuine message before
-        return CheckpointError("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS)
+        return CheckpointError("checkpoint.save", "messages in the store are not from this save", lines, STRANGERS)
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
@@ -307,6 +307,6 @@ class _Apart:
                 lost = lost or [f"rank {r} {timed_out(timeout)}" for r in absent if now - began > timeout]
                 if lost:
                     fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
-                    raise CheckpointError("checkpoint.save", "not every rank has written its part", lost, fix)
+                    raise CheckpointError("checkpoint.save", "not every rank has written its shards", lost, fix)
             time.sleep(nap)
             nap = min(2 * nap, 0.1)

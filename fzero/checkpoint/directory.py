@@ -75,16 +75,18 @@ def latest(path: str | os.PathLike[str]) -> Place:
         if now == seen:  # seen twice, so this is not just the moment between two renames by another process
             if match and complete and _is_gone(root / match[0]):
                 found = complete[max(complete)]
-                text = "fzero.checkpoint: %s names %s, which somebody has deleted, such as another job that saves there"
-                logger.warning(text + ": %s is taken", root / LATEST, match[0], found.name)
+                text = "fzero.checkpoint: %s names %s, which was deleted, for example by another job that saves there"
+                logger.warning(text + ": %s is used instead", root / LATEST, match[0], found.name)
                 return found
             break
         seen = now
     if name is None and not storage.is_directory(root):
-        raise CheckpointError("checkpoint", f"{root} is not there", fix=GIVE)
+        raise CheckpointError("checkpoint", f"{root} does not exist", fix=GIVE)
     if name is None:
         fix = f"{GIVE}; a .tmp- directory is a save that did not finish"
-        raise CheckpointError("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)
+        raise CheckpointError(
+            "checkpoint", f"{root} holds no complete checkpoint", [f"it contains {_contents(root)}"], fix
+        )
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
     raise CheckpointError(
@@ -122,7 +124,10 @@ def find(path: str | os.PathLike[str]) -> Place | None:
         if begun or any(storage.is_published(root / n) for n in steps):
             return str(locate(root))
         if steps:  # `latest` may have been deleted, or these saves did not finish
-            text = "fzero.checkpoint: %s has no file %s and no complete checkpoint: a run begins anew. It has %s"
+            text = (
+                "fzero.checkpoint: %s has no file %s and no complete checkpoint: "
+                "a run starts from scratch. It contains %s"
+            )
             logger.warning(text, root, LATEST, _contents(root))
         return None
 
@@ -204,7 +209,7 @@ def _pointer(root: Place) -> str | None:
     """Returns the name in the file `latest`, or None if there is no such file."""
     try:
         if (real := storage_of(root).link(root, LATEST)) is not None:
-            raise OSError(f"a link out of its directory, to {real}")
+            raise OSError(f"a link to a file outside of its directory, {real}")
         return storage_of(root).whole(root / LATEST, _LONGEST_NAME).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None

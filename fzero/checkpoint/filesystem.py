@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fzero._utils.bounded_json import open_regular
-from fzero.checkpoint.storage import ABANDONED, Draft, Reader, Storage
+from fzero.checkpoint.storage import ABANDONED, Reader, Staging, Storage
 from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
 from fzero.errors import CheckpointError
 
@@ -101,7 +101,7 @@ class Files(Storage):
     def stand_in(self, file: Path, nbytes: int) -> Iterator[Path]:
         yield file
 
-    def begin(self, root: Path, name: str, private: bool = False) -> Draft:
+    def begin(self, root: Path, name: str, private: bool = False) -> Staging:
         if root.exists() and not root.is_dir():
             fix = "give the directory in which checkpoints are to be made"
             raise CheckpointError("checkpoint.save", f"{root} is not a directory", fix=fix)
@@ -119,18 +119,18 @@ class Files(Storage):
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
         directory.mkdir(_PRIVATE if private else 0o777)
-        return Draft(directory, "")
+        return Staging(directory, "")
 
     def publish(
-        self, root: Path, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
+        self, root: Path, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
     ) -> list[Place]:
-        temporary, target = draft.directory, root / name
+        temporary, target = staging.directory, root / name
         assert isinstance(temporary, Path)
         self.write(temporary / INDEX, index)
         for one in spare:
             os.unlink(temporary / one)
         sync(temporary)
-        pointer = _pointer(root, draft)  # written before the rename: a full disk must not prevent it afterwards
+        pointer = _pointer(root, staging)  # written before the rename: a full disk must not prevent it afterwards
         pointer.unlink(missing_ok=True)
         self.write(pointer, f"{name}\n".encode())
         pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
@@ -143,10 +143,10 @@ class Files(Storage):
         sync(root)
         return [old] if old.exists() else []
 
-    def undo(self, root: Path, draft: Draft) -> None:
+    def undo(self, root: Path, staging: Staging) -> None:
         with contextlib.suppress(OSError):
-            shutil.rmtree(draft.directory, ignore_errors=True)
-            _pointer(root, draft).unlink(missing_ok=True)
+            shutil.rmtree(staging.directory, ignore_errors=True)
+            _pointer(root, staging).unlink(missing_ok=True)
 
     def retire(self, root: Path, directory: Path) -> None:
         gone = root / f"{TEMPORARY}old-{directory.name}.{uuid.uuid4().hex[:8]}"
@@ -161,9 +161,9 @@ def _mode(directory: Path) -> int:
     return 0o666 if directory.stat().st_mode & 0o077 else 0o600
 
 
-def _pointer(root: Path, draft: Draft) -> Path:
+def _pointer(root: Path, staging: Staging) -> Path:
     """Returns the temporary file that is renamed to `latest`."""
-    return root / f"{TEMPORARY}{LATEST}{Path(draft.directory).suffix}"
+    return root / f"{TEMPORARY}{LATEST}{Path(staging.directory).suffix}"
 
 
 def _written(path: Path) -> float:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from fzero._utils.bounded_json import Malformed, parsed
-from fzero.checkpoint import treespec as skeletons
+from fzero.checkpoint import treespec
 from fzero.checkpoint.directory import complete_steps, locate, step_number
-from fzero.checkpoint.peer_reads import Spread
+from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import CHUNK, CODES
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import GIVE, INDEX, LONGEST_INDEX, Place
@@ -88,21 +88,21 @@ class Index:
     step: int
     leaves: Expected
     aliases: Mapping[str, str]
-    skeleton: Any = field(repr=False)
+    treespec: Any = field(repr=False)
     meta: Mapping[str, Any]
     files: Mapping[str, File] = field(repr=False)
     parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
-    spread: Spread | None = field(default=None, repr=False, compare=False)  # reads files of other ranks
+    peer_reads: PeerReads | None = field(default=None, repr=False, compare=False)  # reads files of other ranks
     run: str | None = None  # the name of the run, the same for all of its checkpoints; None up to fzero 0.2
 
     @property
     def owner(self) -> str:
         """The name that errors begin with."""
-        return "checkpoint" if self.spread is None else self.spread.owner
+        return "checkpoint" if self.peer_reads is None else self.peer_reads.owner
 
     def __str__(self) -> str:
-        return f"the checkpoint {self.directory}" if self.spread is None else self.spread.what
+        return f"the checkpoint {self.directory}" if self.peer_reads is None else self.peer_reads.what
 
     @property
     def nbytes(self) -> int:
@@ -173,13 +173,13 @@ def read_index(directory: Place) -> Index:
     """Returns the index in a checkpoint's own directory."""
     storage = storage_of(directory)
     if (real := storage.link(directory, INDEX)) is not None:
-        raise _error(directory, [f"{INDEX}: a link out of its directory, to {real}"])
+        raise _error(directory, [f"{INDEX}: a link to a file outside of its directory, {real}"])
     try:
         content = parsed(storage.whole(directory / INDEX, LONGEST_INDEX))
     except FileNotFoundError:
         if not storage.is_directory(directory):
             fix = "read another one, e.g. the latest of its root; keep= of fz.checkpoint.save deletes older ones"
-            raise _error(directory, ["it is not there"], fix) from None
+            raise _error(directory, ["it does not exist"], fix) from None
         fix = (
             "a step directory without an index is incomplete: restore another step, or copy it again with all its files"
         )
@@ -247,7 +247,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
     metas = {
         name: torch.empty(index.leaves[name][0], dtype=index.leaves[name][1], device="meta") for name in index.parts
     }
-    tree, problems = skeletons.decode(index.skeleton, lambda name: metas[index.aliases.get(name, name)])
+    tree, problems = treespec.decode(index.treespec, lambda name: metas[index.aliases.get(name, name)])
     if problems:
         fix = "import the modules that define these classes, with the fields they had, before reading"
         raise CheckpointError(
@@ -258,7 +258,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
 
 def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
     """Returns one message for each difference between the tensors of a checkpoint and the expected ones."""
-    where = "the checkpoint" if index.spread is None else "the state"
+    where = "the checkpoint" if index.peer_reads is None else "the state"
     out = [
         f"{name}: missing in {where}, expected {form(*expected[name])}" for name in expected if name not in index.leaves
     ]
@@ -278,7 +278,7 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
                 if tuple(shape) != stored[0]
                 else "dtype"
             )
-            out.append(f"{name}: another {what}, {where} has {form(*stored)}, expected {form(shape, dtype)}")
+            out.append(f"{name}: different {what}, {where} has {form(*stored)}, expected {form(shape, dtype)}")
     return out
 
 
@@ -312,7 +312,7 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
 def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
     """Returns the checkpoints in the same root directory as one that does not match which do match, the highest step
     first."""
-    if index.spread is not None or step_number(index.directory.name) is None:
+    if index.peer_reads is not None or step_number(index.directory.name) is None:
         return []
     found = list[Place]()
     for _, place in sorted(complete_steps(index.directory.parent).items(), reverse=True):
@@ -338,7 +338,7 @@ def _grouped(problems: list[str], index: Index) -> list[str]:
     for (root, kind), leaves in groups.items():
         if len(leaves) > _EXAMPLES:
             first = "; ".join(f"{leaf}, {sides}" for leaf, sides in leaves[:_EXAMPLES])
-            out.append(f"{root}: {len(leaves)} leaves {kind}, the first: {first}")
+            out.append(f"{root}: {len(leaves)} tensors {kind}, the first: {first}")
         else:
             out += [f"{'.'.join(x for x in (root, leaf) if x)}: {kind}, {sides}" for leaf, sides in leaves]
     return out
@@ -350,15 +350,15 @@ def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place
     if fits:
         others = f" ({', '.join(place.name for place in fits[1:3])} too)" if fits[1:] else ""
         fix = f"restore {fits[0]}, which fits{others}; {index.directory.name} is of another model or optimizer"
-    if index.spread is not None:
+    if index.peer_reads is not None:
         fix = "compile a step of the same model and optimizer"
     num, problems = len(problems), _grouped(problems, index)
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
-    if all(": another dtype," in p for p in problems) and not fits:
+    if all(": a different dtype," in p for p in problems) and not fits:
         fix = "give the state the stored dtypes, or pass cast=True to convert"
-    return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} leaves differ", problems, fix)
+    return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} tensors differ", problems, fix)
 
 
 def dump(content: dict[str, Any]) -> bytes:
@@ -385,7 +385,7 @@ def to_json(
     leaves: Expected,
     parts: Mapping[str, Iterable[StoredPart]],
     aliases: Mapping[str, str],
-    skeleton: Any,
+    treespec: Any,
     meta: Any,
     files: Mapping[str, File],
     run: str | None = None,
@@ -404,7 +404,7 @@ def to_json(
         **({} if run is None else {"run": run}),
         "leaves": stored,
         "aliases": dict(aliases),
-        "skeleton": skeleton,
+        "skeleton": treespec,
         "meta": meta,
         "files": {name: {"bytes": f.bytes, "sha256": f.sha256, "crc32": f.crc32} for name, f in files.items()},
     }
@@ -440,9 +440,9 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
     aliases = {_text(later): _text(first) for later, first in content["aliases"].items()}
     if content["chunk"] != CHUNK:
         raise ValueError(f"chunks of {content['chunk']} bytes")
-    order = skeletons.names(content["skeleton"])
+    order = treespec.names(content["skeleton"])
     if sorted(order) != sorted([*shapes, *aliases]):
-        raise ValueError("the tree and the table of leaves name different leaves")
+        raise ValueError("the tree and the table of tensors list different tensors")
     leaves = {name: shapes[aliases.get(name, name)] for name in order}
     return Index(
         directory,
@@ -472,14 +472,16 @@ def _inconsistent(index: Index) -> list[str]:
         if not _FILE.fullmatch(name):
             out.append(f"{INDEX}: names the file {name!r}, which is not a plain name in its directory")
         elif (real := storage_of(index.directory).link(index.directory, name)) is not None:
-            out.append(f"{name}: a link out of its directory, to {real}")
+            out.append(f"{name}: a link to a file outside of its directory, {real}")
         if (num := len(file.crc32 or "")) != 8 * -(-file.bytes // CHUNK):
             out.append(f"{INDEX}: {num // 8} checksums for the {file.bytes} bytes of {name}")
     for name, parts in index.parts.items():
         shape, dtype = index.leaves[name]
         along = parts[0].boxes.along if parts else ()
         if any(p.boxes.along != along for p in parts) or min([1, *map(min, along)]) < 0 or uneven(shape, along):
-            out.append(f"{INDEX}: the parts of {name} are cut along dims that it does not have, or differently")
+            out.append(
+                f"{INDEX}: the shards of {name} are split along dims that it does not have, or in different ways"
+            )
             continue
         at, numel = 0, math.prod(part_shape(shape, along))
         for p in parts:
@@ -491,7 +493,7 @@ def _inconsistent(index: Index) -> list[str]:
                 break
             at += p.boxes.numel
         if at != math.prod(shape):
-            out.append(f"{INDEX}: the parts of {name} do not make up its {math.prod(shape)} elements")
+            out.append(f"{INDEX}: the shards of {name} do not make up its {math.prod(shape)} elements")
     return out
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero._utils.bounded_json import Malformed, parsed
-from fzero.checkpoint.storage import ABANDONED, Draft, Reader, Storage
+from fzero.checkpoint.storage import ABANDONED, Reader, Staging, Storage
 from fzero.checkpoint.storage_paths import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
 from fzero.errors import CheckpointError, StorageError
 
@@ -140,7 +140,7 @@ class Objects(Storage):
             os.truncate(made.name, size)  # the rest is a hole in a sparse file, because it is not read
             yield Path(made.name)
 
-    def begin(self, root: Url, name: str, private: bool = False) -> Draft:
+    def begin(self, root: Url, name: str, private: bool = False) -> Staging:
         if self.has(root):
             fix = "give the place under which checkpoints are to be made"
             raise CheckpointError("checkpoint.save", f"{root} is an object", fix=fix)
@@ -151,10 +151,10 @@ class Objects(Storage):
             files = [directory / n for n in self.names(directory)]
             if all(time.time() - self._written(file) > ABANDONED for file in files):
                 self._delete(files)
-        return Draft(root / name, f".{uuid.uuid4().hex[:8]}")
+        return Staging(root / name, f".{uuid.uuid4().hex[:8]}")
 
     def publish(
-        self, root: Url, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
+        self, root: Url, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
     ) -> list[Place]:
         target, before = root / name, None
         with contextlib.suppress(FileNotFoundError):
@@ -180,13 +180,13 @@ class Objects(Storage):
             self._delete([target / n for n in (*spare, *_files_of(before))])
         return []
 
-    def undo(self, root: Url, draft: Draft) -> None:
-        home: Any = draft.directory
+    def undo(self, root: Url, staging: Staging) -> None:
+        home: Any = staging.directory
         with contextlib.suppress(Exception):
             with contextlib.suppress(FileNotFoundError):
-                if draft.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
+                if staging.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
                     return  # the index was written although the store reported an error
-            self._delete([home / n for n in self.names(home) if draft.mark in n])
+            self._delete([home / n for n in self.names(home) if staging.mark in n])
 
     def _written(self, file: Url) -> float:
         """Returns when an object was written, in seconds since the epoch; the current time if its store does not

@@ -25,7 +25,7 @@ Asked = tuple[str, int, int]
 """A request: a file, an offset in it, and a number of bytes."""
 
 
-class Spread:
+class PeerReads:
     """Reads the bytes of an index that are held by ranks rather than stored in its directory.
 
     Args:

@@ -165,7 +165,7 @@ def _read_as(
     together(
         ranks,
         _reader(index),
-        f"cannot read {index if index.spread else index.directory}",
+        f"cannot read {index if index.peer_reads else index.directory}",
         lambda: out.update(_read(index, wanted, mesh, cast, into or {})),
     )
     return out
@@ -192,16 +192,16 @@ def _read(
         for name in wanted
         if stored[name] != stored[tied[name]]
     ]:
-        what = f"{index} ties other leaves than this state"
+        what = f"{index} ties different tensors than this state"
         raise CheckpointError(_reader(index), what, problems, "build the state without that tie")
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
-    if index.spread is None and (problems := missing(index, sorted(touched))):
+    if index.peer_reads is None and (problems := missing(index, sorted(touched))):
         raise damaged(index, problems)
     on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
     if problems := [
-        f"{wanted[name].path}: rests on disk, and no place for it is given"
+        f"{wanted[name].path}: is stored on disk, and no file for it is given"
         for name in on_disk
         if wanted[name].path not in into
     ]:
@@ -209,11 +209,11 @@ def _read(
             "checkpoint.read",
             f"cannot read {index.directory}",
             problems,
-            "call restore of the step, which makes places",
+            "call restore of the step, which creates the files",
         )
     out: dict[str, torch.Tensor] = {}
     # A rank that fails between transfers would leave the other ranks waiting in one.
-    guard = contextlib.nullcontext() if index.spread is None else agreement.unbroken(mesh)
+    guard = contextlib.nullcontext() if index.peer_reads is None else agreement.unbroken(mesh)
     with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
         sizes = {
@@ -250,7 +250,7 @@ def _read(
 
 
 def _reader(index: Index) -> str:
-    return "checkpoint.read" if index.spread is None else index.owner
+    return "checkpoint.read" if index.peer_reads is None else index.owner
 
 
 class _Reading:
@@ -267,9 +267,9 @@ class _Reading:
 
         If the data is spread over the ranks, all ranks must call it.
         """
-        if (spread := self._index.spread) is not None:
+        if (peer_reads := self._index.peer_reads) is not None:
             here = self._index.files
-            self._problems += spread.fetch({file: pieces for file, pieces in jobs.items() if file not in here})
+            self._problems += peer_reads.fetch({file: pieces for file, pieces in jobs.items() if file not in here})
             jobs = {file: pieces for file, pieces in jobs.items() if file in here}
         batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
         for (file, pieces), (chunks, problem) in zip(
@@ -375,7 +375,7 @@ def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = N
     start, stop = chunk * safetensors_format.CHUNK, min((chunk + 1) * safetensors_format.CHUNK, index.files[file].bytes)
     return (
         f"{file}: damaged between bytes {start} and {stop}; "
-        f"{_held(index, file, start, stop) if leaves is None else 'there lies ' + _few(leaves)}"
+        f"{_held(index, file, start, stop) if leaves is None else 'this range contains ' + _few(leaves)}"
     )
 
 
@@ -389,12 +389,12 @@ def _held(index: Index, file: str, start: int, stop: int) -> str:
             for p in parts
         )
     ]
-    return f"there {'lie' if len(hit) > 1 else 'lies'} {_few(hit)}" if hit else "only its header lies there"
+    return f"there {'lie' if len(hit) > 1 else 'lies'} {_few(hit)}" if hit else "this range contains only the header"
 
 
 def _few(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more leaves" if len(names) > 5 else "")
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more tensors" if len(names) > 5 else "")
 
 
 def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:

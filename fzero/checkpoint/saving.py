@@ -1,7 +1,7 @@
 """Writes a checkpoint: every rank writes its own file, then one atomic operation makes all of them valid.
 
     every rank   plan: what is stored, and which rank writes which part  (pure; compared between ranks by digest)
-    rank 0       removes what killed saves have left, begins a draft     (storage.py)
+    rank 0       removes what killed saves have left, begins the staging   (storage.py)
     every rank   `write_rank_file`: its parts, with checksums
     rank 0       `commit`: writes the index, publishes it, and deletes older checkpoints
 
@@ -28,12 +28,11 @@ import torch
 from fzero import tree
 from fzero._utils.arguments import flag, plain_numbers
 from fzero._utils.bounded_json import parsed
-from fzero.checkpoint import async_save, safetensors_format
-from fzero.checkpoint import treespec as skeleton
+from fzero.checkpoint import async_save, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import complete_steps, pointed, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
-from fzero.checkpoint.storage import Draft, storage_of
+from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
 from fzero.checkpoint.tensor_digests import differing, digested, replicas_of
 from fzero.comm.all_ranks import Ranks, together, world
@@ -72,7 +71,7 @@ class SavePlan:
     size: int
     leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     aliases: Mapping[str, str]
-    skeleton: Any
+    treespec: Any
     parts: Mapping[str, tuple[tuple[int, Boxes], ...]]
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     axes: Mapping[str, int] = field(default_factory=dict)  # the mesh axes that tensors are sharded over
@@ -84,7 +83,7 @@ class SavePlan:
             self.size,
             list(self.leaves.items()),
             list(self.aliases.items()),
-            self.skeleton,
+            self.treespec,
             list(self.parts.items()),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -92,11 +91,11 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Job:
-    """A save that has begun: every rank has the same plan, and the draft for its files exists."""
+    """A save that has begun: every rank has the same plan, and the staging for its files exists."""
 
     ranks: Ranks
     root: Place
-    draft: Draft
+    staging: Staging
     plan: SavePlan
     keep: int | None
     meta: Mapping[str, Any] | None
@@ -108,7 +107,7 @@ class Job:
 
     def undo(self) -> None:
         """Removes everything of the new checkpoint."""
-        _undo(self.ranks, self.root, self.draft)
+        _undo(self.ranks, self.root, self.staging)
 
 
 @overload
@@ -228,16 +227,16 @@ def begin(
     wait: bool = True,
     private: bool = False,
 ) -> Job:
-    """Waits for the running save, makes the plan of the next one on all ranks, and begins the draft for its files.
+    """Waits for the running save, makes the plan of the next one on all ranks, and begins the staging for its files.
 
     Arguments and errors are those of `save`. To be called with `async_save.one_at_a_time` held.
     """
     root: Place | None = None
     plan: SavePlan | None = None
-    draft: Draft | None = None
+    staging: Staging | None = None
 
     def act() -> tuple[str, tuple[str, str] | None]:
-        nonlocal root, plan, draft
+        nonlocal root, plan, staging
         root = as_path(path)
         async_save.finish()  # it may raise only on some ranks: those that have not called `wait`
         check_whole(state, "checkpoint.save")
@@ -247,23 +246,25 @@ def begin(
         if ranks.rank == 0:
             if storage.has(root / INDEX):
                 fix = f"give the directory that it is in: {root.parent}"
-                raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a place for some", fix=fix)
-            draft = storage.begin(root, step_name(plan.step), private)
-        return plan.digest(), None if draft is None else (str(draft.directory), draft.mark)
+                raise CheckpointError(
+                    "checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix
+                )
+            staging = storage.begin(root, step_name(plan.step), private)
+        return plan.digest(), None if staging is None else (str(staging.directory), staging.mark)
 
-    undo = lambda: _undo(ranks, root, draft)  # noqa: E731
+    undo = lambda: _undo(ranks, root, staging)  # noqa: E731
     what = f"cannot save to {path}"
     begun = together(ranks, "checkpoint.save", what, act, undo, tuple[str, tuple[str, str] | None])
-    digests, drafted = [digest for digest, _ in begun], begun[0][1]
-    assert root is not None and plan is not None and drafted is not None
-    draft = Draft(as_path(drafted[0]), drafted[1])
+    digests, staged = [digest for digest, _ in begun], begun[0][1]
+    assert root is not None and plan is not None and staged is not None
+    staging = Staging(as_path(staged[0]), staged[1])
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         undo()
         problems = [
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
         raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-    return Job(ranks, root, draft, plan, keep, meta, check_replicas)
+    return Job(ranks, root, staging, plan, keep, meta, check_replicas)
 
 
 def carry_out(job: Job) -> Place:
@@ -275,23 +276,23 @@ def carry_out(job: Job) -> Place:
         if problems := differing(held, plan.axes, ranks.size, ranks.exchange):
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
-            what = f"{job.what}: the ranks hold different values of the same leaves"
+            what = f"{job.what}: the ranks hold different values of the same tensors"
             raise CheckpointError("checkpoint.save", what, problems, fix)
-    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.draft, plan, ranks.rank), job.undo)
+    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.staging, plan, ranks.rank), job.undo)
     done = together(
         ranks,
         "checkpoint.save",
         job.what,
-        lambda: str(commit(job.root, job.draft, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else "",
+        lambda: str(commit(job.root, job.staging, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else "",
         job.undo,
         str,
     )
     return as_path(done[0])
 
 
-def _undo(ranks: Ranks, root: Place | None, draft: Draft | None) -> None:
-    if ranks.rank == 0 and root is not None and draft is not None:
-        storage_of(root).undo(root, draft)
+def _undo(ranks: Ranks, root: Place | None, staging: Staging | None) -> None:
+    if ranks.rank == 0 and root is not None and staging is not None:
+        storage_of(root).undo(root, staging)
 
 
 def _read(job: Job) -> dict[str, torch.Tensor]:
@@ -315,7 +316,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
     Raises:
         CheckpointError: the state cannot be stored; the error lists every reason.
     """
-    tree, tensors, problems = skeleton.encode(lasting(state))
+    tree, tensors, problems = treespec.encode(lasting(state))
     step = _step(state, problems)
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -382,7 +383,7 @@ def written_by(plan: SavePlan, rank: int) -> dict[str, Boxes]:
     return {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
 
-def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
+def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> None:
     """Writes this rank's parts, and a JSON file for `commit` that says what was written."""
     mine = written_by(plan, rank)
 
@@ -402,28 +403,28 @@ def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
             yield data
 
     written = safetensors_format.write(
-        draft.directory / draft.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks
+        staging.directory / staging.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks
     )
     note = {"bytes": written.bytes, "sha256": written.sha256, "crc32": written.crc32, "offsets": dict(written.offsets)}
-    storage_of(draft.directory).write(draft.directory / draft.name(_note(rank)), json.dumps(note).encode())
+    storage_of(staging.directory).write(staging.directory / staging.name(_note(rank)), json.dumps(note).encode())
 
 
 def commit(
-    root: Place, draft: Draft, plan: SavePlan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
+    root: Place, staging: Staging, plan: SavePlan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
 ) -> Place:
     """Publishes the files that all ranks have written as the latest checkpoint."""
     storage, target = storage_of(root), root / step_name(plan.step)
-    notes = [_read_note(draft, rank, plan.size) for rank in range(plan.size)]
-    names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
+    notes = [_read_note(staging, rank, plan.size) for rank in range(plan.size)]
+    names = [staging.name(file_name(rank, plan.size)) for rank in range(plan.size)]
     files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
     parts = {
         name: [StoredPart(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
     run, warning = _run(root, plan)
-    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files, run))
-    spare = [draft.name(_note(rank)) for rank in range(plan.size)]
-    retired = storage.publish(root, draft, target.name, index, spare, names)
+    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.treespec, dict(meta or {}), files, run))
+    spare = [staging.name(_note(rank)) for rank in range(plan.size)]
+    retired = storage.publish(root, staging, target.name, index, spare, names)
     _saved[_absolute(root)] = _Saved(run, plan.step, plan.leaves)
     if warning is not None:
         logger.warning(warning)
@@ -452,7 +453,7 @@ def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
     differ = sum(before.leaves.get(name) != plan.leaves.get(name) for name in {*before.leaves, *plan.leaves})
     if not differ and plan.step >= before.step:
         return before.run or own, None
-    why = f"has other leaves ({differ} differ)" if differ else "is of a later step"
+    why = f"has different tensors ({differ} differ)" if differ else "is of a later step"
     return own, (
         f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
         f"{step_name(before.step)} was, which {why}: a run that continues from {root} finds the new one. "
@@ -541,7 +542,8 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: 
     on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
     if wait is False and on_disk:
         problems.append(
-            f"wait=False: {len(on_disk)} leaves rest on disk, and would be copied to memory ({on_disk[0]}, …): save "
+            f"wait=False: {len(on_disk)} tensors are stored on disk, and "
+            f"would be copied to memory ({on_disk[0]}, …): save "
             "them with wait=True"
         )
     if keep is not None and (type(keep) is not int or keep < 1):
@@ -559,15 +561,18 @@ def _note(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _read_note(draft: Draft, rank: int, size: int) -> dict[str, Any]:
+def _read_note(staging: Staging, rank: int, size: int) -> dict[str, Any]:
     """Returns what a rank has reported about its file, after checking that the file is visible here with the reported
     size."""
-    storage, file = storage_of(draft.directory), draft.directory / draft.name(file_name(rank, size))
+    storage, file = storage_of(staging.directory), staging.directory / staging.name(file_name(rank, size))
     try:
-        note = parsed(storage.whole(draft.directory / draft.name(_note(rank))))
+        note = parsed(storage.whole(staging.directory / staging.name(_note(rank))))
         found = storage.size(file)
     except FileNotFoundError:
-        what, fix = f"what rank {rank} wrote is not to be seen from rank 0", "save to a filesystem that all ranks share"
+        what, fix = (
+            f"the file that rank {rank} wrote is not visible from rank 0",
+            "save to a filesystem that all ranks share",
+        )
         raise CheckpointError("checkpoint.save", what, [str(file)], fix) from None
     if found != note["bytes"]:
         raise CheckpointError("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {note['bytes']}")

@@ -20,17 +20,18 @@ from fzero._utils.bounded_json import MOST, Malformed
 from fzero.checkpoint.storage_paths import Place
 
 ABANDONED = 3600.0
-"""The number of seconds without a write after which a draft is assumed to be left by a save that was killed."""
+"""The number of seconds without a write after which a staged checkpoint is assumed to be left by a save that was
+killed."""
 
 
-class Draft(NamedTuple):
+class Staging(NamedTuple):
     """A checkpoint that is being written: the directory of its files, and a suffix that makes their names unique."""
 
     directory: Place
     mark: str
 
     def name(self, plain: str) -> str:
-        """Returns the name of a file of this draft. For example, rank-00000.json becomes rank-00000.5c1ab3f0.json."""
+        """Returns the name of a staged file. For example, rank-00000.json becomes rank-00000.5c1ab3f0.json."""
         stem, _, suffix = plain.partition(".")
         return f"{stem}{self.mark}.{suffix}"
 
@@ -110,29 +111,29 @@ class Storage(ABC):
         """Provides a local file with the same size and the same first bytes."""
 
     @abstractmethod
-    def begin(self, root: Any, name: str, private: bool = False) -> Draft:
+    def begin(self, root: Any, name: str, private: bool = False) -> Staging:
         """Prepares a checkpoint of this name, after finishing or removing what killed saves have left behind.
 
-        Drafts that have not been written to for an hour are considered abandoned. One process calls it. `private`:
-        only this user can access the files.
+        Staged checkpoints that have not been written to for an hour are considered abandoned. One process calls it.
+        `private`: only this user can access the files.
         """
 
     @abstractmethod
     def publish(
-        self, root: Any, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
+        self, root: Any, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
     ) -> list[Place]:
-        """Makes a draft the checkpoint of this name and the latest one, atomically. Returns the checkpoints that may be
-        deleted now.
+        """Makes a staged checkpoint the checkpoint of this name and the latest one, atomically. Returns the checkpoints
+        that may be deleted now.
 
         Args:
             index: the contents of the index, which is written last.
-            spare: files of the draft that the checkpoint does not need.
+            spare: staged files that the checkpoint does not need.
             files: files that the checkpoint has.
         """
 
     @abstractmethod
-    def undo(self, root: Any, draft: Draft) -> None:
-        """Removes a draft that was not published. Does not raise."""
+    def undo(self, root: Any, staging: Staging) -> None:
+        """Removes a staged checkpoint that was not published. Does not raise."""
 
     @abstractmethod
     def retire(self, root: Any, directory: Any) -> None:

@@ -82,23 +82,23 @@ def as_path(path: Any) -> Place:
     becomes a path."""
     try:
         if path == "":
-            raise CheckpointError("checkpoint", "'' names nothing", fix=GIVE)
+            raise CheckpointError("checkpoint", "'' has no path", fix=GIVE)
         text = path if isinstance(path, str) else os.fspath(path)
         if isinstance(text, str) and (match := _SCHEME.match(text)):
             if match[1].lower() in ("file", "local"):
                 behind = re.sub("^localhost(?=/|$)", "", text[match.end() :])
                 if not behind.strip("/"):
-                    raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=GIVE)
+                    raise CheckpointError("checkpoint", f"{text!r} has no path", fix=GIVE)
                 if not behind.startswith("/"):
                     what, fix = (
-                        f"{text!r} is of the host {behind.partition('/')[0]!r}",
+                        f"{text!r} names the host {behind.partition('/')[0]!r}",
                         "file:///a/path has three slashes",
                     )
                     raise CheckpointError("checkpoint", what, fix=fix)
                 return Path(unquote(behind))
             if not text[match.end() :].strip("/"):
                 fix = "give the bucket and a name in it, e.g. s3://bucket/run"
-                raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=fix)
+                raise CheckpointError("checkpoint", f"{text!r} has no path", fix=fix)
             return path if isinstance(path, Url) else Url(text)
         found = Path(text)
     except TypeError:
@@ -106,7 +106,7 @@ def as_path(path: Any) -> Place:
         raise CheckpointError("checkpoint", f"{shown(path)} is not a path", fix=fix) from None
     if re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(found)) and not found.exists():
         fix = "give the URL as a str: a Path has one slash where a URL has two"
-        raise CheckpointError("checkpoint", f"{str(found)!r} is not a path, and not a URL any more", fix=fix)
+        raise CheckpointError("checkpoint", f"{str(found)!r} is not a path, and no longer a URL", fix=fix)
     return found
 
 

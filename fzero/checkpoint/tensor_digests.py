@@ -127,7 +127,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
 
     if problems := differing(channel.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
         raise DivergenceError(
-            owner, "the ranks hold different values of what must be the same on all of them", problems, fix
+            owner, "the ranks hold different values of tensors that must be the same on all ranks", problems, fix
         )
 
 
@@ -148,8 +148,8 @@ def digest(x: torch.Tensor | str) -> str:
     only in signs or in order, except with a probability of about 2**-30: each row has a random weight, and the high
     bits of a word also affect its low bits.
 
-    Memory: 8 MiB, also for a tensor that is not contiguous, plus 1/4000 of the tensor. Time: 2.5 GB/s per core; a
-        tenth of that for a tensor that is not contiguous.
+    Memory: 8 MiB, also for a tensor that is not contiguous, plus 1/4000 of the tensor. Time: about 6 GB/s per core;
+        a tenth of that for a tensor that is not contiguous.
     """
     if isinstance(x, str):
         return _sha(x.encode())
@@ -179,7 +179,7 @@ def word_sum(x: torch.Tensor) -> torch.Tensor:
 
     It detects every single flipped bit, and any other random change except with a probability of 2**-64. It does not
     reliably detect elements that have changed places. Memory: 1 MiB; for a tensor that is not contiguous, a copy. Time:
-    10 GB/s per core, six times as fast as `digest`.
+    about six times as fast as `digest`.
     """
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8

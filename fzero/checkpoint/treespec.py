@@ -75,7 +75,7 @@ def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
     return visit(tree, (), "state"), leaves, problems
 
 
-def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
+def decode(treespec: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
     """Rebuilds the pytree of a treespec with `leaf(name)` for each tensor. Also returns a message for every class that
     cannot be used."""
     problems: dict[str, None] = {}
@@ -104,12 +104,12 @@ def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
             return None
         return cls(**children)
 
-    return visit(skeleton), list(problems)
+    return visit(treespec), list(problems)
 
 
-def names(skeleton: Node) -> list[str]:
+def names(treespec: Node) -> list[str]:
     """Returns the names of all tensors in order. Raises ValueError for anything that `encode` does not write."""
-    match skeleton:
+    match treespec:
         case None:
             return []
         case {"leaf": str(name), **rest} if not rest:
@@ -129,7 +129,7 @@ def names(skeleton: Node) -> list[str]:
             **rest,
         } if not rest:
             return [n for key, node in items if _is(key, str) for n in names(node)]
-    raise ValueError(f"not a node of a skeleton: {str(skeleton)[:80]}")
+    raise ValueError(f"not a node of a treespec: {str(treespec)[:80]}")
 
 
 def _is(key: Any, *types: type) -> bool:

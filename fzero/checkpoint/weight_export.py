@@ -204,7 +204,7 @@ def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int,
     problems, fixes = [], []
     if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
         problems.append(
-            f"prefix={prefix!r}: no leaf is under it; there are "
+            f"prefix={prefix!r}: no tensor is under it; the prefixes are "
             f"{', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}"
         )
         fixes.append("give one of these as prefix")

@@ -40,7 +40,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
     elif not (is_directory := storage.is_directory(path)) and storage.has(path):
         files = [path]
     else:
-        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if is_directory else f"{path} is not there"
+        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if is_directory else f"{path} does not exist"
         fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
         names = sorted(storage.names(path)) if is_directory else []
         if pickled := [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]:
@@ -67,7 +67,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
             if weight_map is None or weight_map.get(name) == file.name:
                 found[name] = (file, entry)
         problems += [
-            f"{file.name}: {n} is not in it, as {WEIGHTS_INDEX} says"
+            f"{file.name}: {n} is not in it, although {WEIGHTS_INDEX} lists it there"
             for n, f in (weight_map or {}).items()
             if f == file.name and n not in header
         ]
@@ -82,9 +82,7 @@ def _weight_map(file: Place) -> dict[str, str]:
         content = parsed(storage_of(file).whole(file), dict[str, Any])
         weight_map = formed(content["weight_map"], dict[str, str], "weight_map")
     except (OSError, Malformed, KeyError) as error:
-        raise CheckpointError(
-            "load", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY
-        ) from None
+        raise CheckpointError("load", f"{file} cannot be parsed", [f"{type(error).__name__}: {error}"], _COPY) from None
     if odd := [
         f"{n!r} is not a plain file name"
         for n in dict.fromkeys(weight_map.values())

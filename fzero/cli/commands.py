@@ -86,7 +86,7 @@ class Calibrate:
             if self.path is not None and not self.path.is_dir():
                 raise UsageError(
                     "calibrate",
-                    f"--path {self.path}: there is no such directory",
+                    f"--path {self.path}: the directory does not exist",
                     fix="name a directory of the disk that is to be measured",
                 )
             if self.path is not None:
@@ -134,7 +134,7 @@ class Check:
             part = mesh.index(zero_of(step, mesh).batch_axes)
             params, batch, num_drawn = with_values(params, batch, part)
             far = (
-                shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf")
+                shown("fzero.check", lambda: f"{self.steps} steps of both, tensor by tensor")
                 if mesh.rank == 0
                 else contextlib.nullcontext()
             )
@@ -146,7 +146,10 @@ class Check:
             close_mesh()
         if mesh.rank == 0:
             if num_drawn:
-                print(f"{num_drawn} leaves of {self.target} have no values: drawn at random", file=sys.stderr)
+                print(
+                    f"{num_drawn} leaves of {self.target} have no values: they are initialized at random",
+                    file=sys.stderr,
+                )
             if self.json:
                 print(found.to_json())
             else:

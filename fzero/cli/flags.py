@@ -62,13 +62,15 @@ def axes_of(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
         elif not equals and axis.isdecimal():
             problems.append(f"{axis}: which axis has this size? e.g. data={axis}")
         elif size in ("-1", LOCAL) and not processes:
-            problems.append(f"{axis}={size}: {size} is said of processes, and here there are none: give a number")
+            problems.append(
+                f"{axis}={size}: {size} depends on the number of processes, and there are none: give a number"
+            )
         elif not axis or not (size in ("-1", LOCAL) or (size.isdecimal() and int(size))):
             problems.append(f"{axis}{equals}{size}: a size is a whole number of at least 1")
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:
         fix = "e.g. --mesh data=8, or --mesh replica=2 data=4"
-        raise UsageError("mesh", "--mesh wants axes with their sizes", problems, fix)
+        raise UsageError("mesh", "--mesh requires axes with their sizes", problems, fix)
     return {axis: size if size == LOCAL else int(size) for axis, _, size in pairs}
 
 
@@ -76,7 +78,9 @@ def check_files(**files: Path | None) -> None:
     """Checks that the files a command will write can be written, before the work is done."""
     given = {flag: path for flag, path in files.items() if path is not None}
     problems = [
-        f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()
+        f"--{flag} {path}: the folder {path.parent} does not exist"
+        for flag, path in given.items()
+        if not path.parent.is_dir()
     ]
     problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
     problems += [

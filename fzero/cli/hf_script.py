@@ -274,7 +274,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
             )
         else:
             fix = "give a directory with config.json, or such a file"
-        raise UsageError("hf", f"there is no {given}", problems, fix)
+        raise UsageError("hf", f"{given} does not exist", problems, fix)
     if not file.exists():
         fix = "AutoConfig.from_pretrained(NAME).save_pretrained(DIR) writes one"
         raise UsageError("hf", f"{path} has no config.json", fix=fix)

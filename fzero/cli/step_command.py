@@ -113,7 +113,10 @@ class StepCommand:
             given = [self.budget_bytes, bytes_of(self.host_budget), bytes_of(self.disk_budget)]
             limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was given, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
-            print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
+            print(
+                f"{self.device} was not measured on this machine, and is used unchanged: {'; '.join(found)}",
+                file=sys.stderr,
+            )
         made, interpreter, likely = None, 0, 0.0
         begun = time.monotonic()
 
@@ -179,34 +182,38 @@ class StepCommand:
         if self.target is not None and self.model.hf is not None:
             problems.append(f"both {self.target} and --hf {self.model.hf}")
         elif self.target is not None:
-            problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
+            problems += [
+                f"--{name}: applies only to --hf; {self.target} sets it in its code" for name in self.model.given
+            ]
         if self.include_process and self.budget is None:
-            problems.append("--include-process: is about --budget SIZE")
+            problems.append("--include-process: applies only with --budget SIZE")
         return problems
 
     def _check(self) -> None:
         """Raises an error for flags that contradict each other."""
         problems = self._step_problems()
-        problems += ["--mesh several times, or auto: is for fzero plan"] if self.compares else []
+        problems += ["--mesh several times, or auto: only fzero plan accepts it"] if self.compares else []
         if self.devices is None and not self.mesh:
-            problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
+            problems.append(
+                "--mesh requires axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME"
+            )
         if self.devices is not None and self.device is not None:
             problems.append(f"both --devices {self.devices} and --device {self.device}")
         elif self.devices is not None and self.mesh and not self.compares:
             number, _ = get_devices(self.devices)
             if math.prod(axes_of(self.mesh[0]).values()) != number:
                 mesh = " ".join(self.mesh[0])
-                problems.append(f"--devices {self.devices} and --mesh {mesh}: another number of devices")
+                problems.append(f"--devices {self.devices} and --mesh {mesh}: they differ in the number of devices")
         if problems:
             fix = "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
-            raise UsageError("target", "a step and its devices are wanted", problems, fix)
+            raise UsageError("target", "a step and its devices are required", problems, fix)
 
 
 def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str]) -> None:
     """Raises an error for passes that a step does not have, or that it needs."""
     with usage_errors():
         names = [FIRST, *(x.name for x in passes_of(step.transforms, skip))]
-    problems = [f"--{flag} {name}: there is no such pass" for flag, name in asked.items() if name and name not in names]
+    problems = [f"--{flag} {name}: unknown pass" for flag, name in asked.items() if name and name not in names]
     if problems:
         fix = f"name one of them, in order: {', '.join(names)}"
         raise UsageError("show", "unknown passes", problems, fix)

@@ -127,9 +127,12 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         folder = path.parent
         near = _near(path.name, (p.name for p in folder.glob("*.py"))) if folder.is_dir() else []
-        problems = [f"near: {folder / n}" for n in near] if folder.is_dir() else [f"there is no folder {folder}"]
+        problems = [f"near: {folder / n}" for n in near] if folder.is_dir() else [f"the folder {folder} does not exist"]
         raise UsageError(
-            "target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"
+            "target",
+            f"the file {path} does not exist",
+            problems,
+            "give the path of a .py file, from the current folder",
         )
     _first_on_path(path.resolve().parent)
     # must not replace a module that others use
@@ -160,7 +163,7 @@ def _by_name(name: str) -> ModuleType:
         problems = [f"near: {f'{parent}.{n}' if parent else n}" for n in near]
         raise UsageError(
             "target",
-            f"there is no module {error.name!r}",
+            f"the module {error.name!r} does not exist",
             problems,
             "give a module's dotted name, or the path of a .py file",
         ) from None
@@ -202,7 +205,7 @@ def _checked(returned: Any, target: str) -> tuple[Step | EvalStep, Any, Any]:
         else _kind(returned)
     )
     problems = ["expected: (step, params, batch), the step made by train_step or eval_step", f"returned: {kinds}"]
-    raise UsageError("target", f"{target} does not return what there is to plan", problems, _RETURNS)
+    raise UsageError("target", f"{target} does not return a step, parameters and a batch", problems, _RETURNS)
 
 
 def _needed(fn: Callable[..., Any]) -> list[str]:

@@ -79,7 +79,7 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems, fix = reasons(texts), "look at the first rank that failed"
-    raise FzeroValueError(owner, "not every rank could do its part", problems, fix) from error
+    raise FzeroValueError(owner, "the work of some ranks failed", problems, fix) from error
 
 
 def reasons(texts: Mapping[int, str]) -> list[str]:
@@ -114,9 +114,11 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
         try:
             # raises a DivergenceError if the other ranks' states explain the failure
             mesh.collective_sequence.look("step")
-            fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
+            fix = "look at the other ranks' errors first; the state is lost, continue from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
-            raise RankLost("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
+            raise RankLost(
+                "step", "a transfer failed: another rank has left, or runs a different program", problems, fix
+            )
         except DivergenceError as known:
             _end(mesh, known)
             raise known from error
@@ -140,7 +142,7 @@ class StoreChannel:
         self._mesh, self._owner = mesh, owner
         mesh.collective_sequence.begin(owner, about)
         # The counter is in the store, next to the keys: a process may join several process groups in succession.
-        self._id, self._turn = mesh.store.add(f"fzero/agree/talks/{mesh.rank}", 1), 0
+        self._id, self._round = mesh.store.add(f"fzero/agree/counts/{mesh.rank}", 1), 0
         self._notes, self._has_text = self._of(self._id), False
 
     def _of(self, channel: int) -> Notes:
@@ -151,7 +153,7 @@ class StoreChannel:
         try:
             return act()
         except BaseException as error:
-            self._notes.write(self._turn, {"error": f"{type(error).__name__}: {error}"})
+            self._notes.write(self._round, {"error": f"{type(error).__name__}: {error}"})
             raise
 
     def differing(self, text: str) -> tuple[int, str, str] | None:
@@ -176,15 +178,16 @@ class StoreChannel:
             DivergenceError: naming the ranks that failed or timed out.
         """
         ranks = range(self._mesh.size)
-        self._notes.write(self._turn, {"at": self._owner, **note})
-        missing = self._mesh.collective_sequence.absent(self._notes.keys(self._turn, ranks), self._owner)
-        notes = self._notes.read(self._turn, [r for r in ranks if r not in missing], dict[str, Any])
+        self._notes.write(self._round, {"at": self._owner, **note})
+        missing = self._mesh.collective_sequence.absent(self._notes.keys(self._round, ranks), self._owner)
+        notes = self._notes.read(self._round, [r for r in ranks if r not in missing], dict[str, Any])
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:
             fix = "look at the first rank that failed"
             if missing:
                 fix = (
-                    "call the step alike on every rank: one with a batch of another shape than before builds a program "
+                    "call the step in the same way on every rank: one with a batch "
+                    "of another shape than before builds a program "
                     "of its own, the others run the old one"
                 )
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
@@ -205,16 +208,16 @@ class StoreChannel:
             )
             raise DivergenceError(
                 self._owner,
-                "the ranks do different things",
+                "the ranks make different calls",
                 [f"rank {rank}: {place}" for rank, place in places.items()],
                 fix,
             )
         # Every rank has reached this exchange and has therefore read the earlier notes. They are deleted here, since a
         # long run would otherwise fill the store.
-        if self._turn == 0:
+        if self._round == 0:
             self._of(self._id - 1).clear(0)
         elif self._has_text:
             self._notes.clear("text")
             self._has_text = False
-        self._turn += 1
+        self._round += 1
         return notes

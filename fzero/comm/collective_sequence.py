@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fzero.comm.control_messages import Notes, timed_out
 from fzero.errors import DivergenceError, RankLost
 
-_ENDED = "fzero/turns/ended"
+_ENDED = "fzero/collectives/ended"
 _FIRST_LOOK = 0.02  # seconds; short, because a launcher that sees a rank die soon ends the ranks that could report it
 _LONGEST_NAP = 0.1  # seconds between two queries of the store; shorter at first
 
@@ -93,7 +93,7 @@ class CollectiveSequence:
             DivergenceError: the ranks are in different turns, or a rank timed out.
         """
         assert self.store is not None
-        here = f"fzero/turns/{self._number}/"
+        here = f"fzero/collectives/{self._number}/"
         go = here + "go"
         if self.store.add(here + self._kind, 1) == self._size:
             self.store.set(go, "")
@@ -108,7 +108,7 @@ class CollectiveSequence:
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
                 "rank == 0`: all of them take part"
             )
-            error = DivergenceError(owner, f"not every rank has come: {self._about}", came, fix)
+            error = DivergenceError(owner, f"not every rank has arrived: {self._about}", came, fix)
             self.end(error)
             raise error
 
@@ -139,7 +139,7 @@ class CollectiveSequence:
                 raise
             text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
             raise DivergenceError(
-                owner, text, fix="look at that process's errors; go on from the last checkpoint"
+                owner, text, fix="look at that process's errors; continue from the last checkpoint"
             ) from error
         return []
 
@@ -176,10 +176,11 @@ class CollectiveSequence:
         }
         lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
         fix = (
-            "every rank makes the same calls in the same order, as often, with batches of one shape and under the same "
+            "every rank must make the same calls in the same order and number, "
+            "with batches of one shape and under the same "
             "settings of PyTorch"
         )
-        what = "another rank has left" if gone else "the ranks do different things"
+        what = "another rank has left" if gone else "the ranks make different calls"
         raise (RankLost if gone else DivergenceError)(
             owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix
         )
@@ -308,4 +309,4 @@ def _brief(error: BaseException, rank: int) -> str:
 
 def _notes(store: dist.Store, rank: int) -> Notes:
     """Returns the notes in which each rank publishes its status."""
-    return Notes(store, "fzero/turns", rank)
+    return Notes(store, "fzero/collectives", rank)

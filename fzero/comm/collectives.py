@@ -180,7 +180,7 @@ class ProcessGroups:
         try:
             self._sends[axis] = group_along(self._mesh.axes, axis, self._mesh.timeout)
         except (dist.DistError, RuntimeError) as error:
-            what = f"the ranks cannot make the process groups for what is sent over {axis!r}"
+            what = f"the ranks cannot make the process groups for messages over {axis!r}"
             fix = "look at the other ranks' errors first"
             raise DivergenceError("run", what, [str(error).strip().splitlines()[0]], fix) from error
 
@@ -200,9 +200,9 @@ class ProcessGroups:
         for value, place in zip(values, into, strict=True):
             data, target = (x.detach().reshape(-1).view(torch.uint8) for x in (value, place))
             if data.numel():
-                to, of = [0] * size, [0] * size
-                to[(here + shift) % size] = of[(here - shift) % size] = len(data)
-                works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
+                to, source = [0] * size, [0] * size
+                to[(here + shift) % size] = source[(here - shift) % size] = len(data)
+                works.append(dist.all_to_all_single(target, data, source, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 
     def connect_pairs(self, pairs: Iterable[tuple[str, int, int]]) -> None:
@@ -213,15 +213,15 @@ class ProcessGroups:
         Args:
             pairs: (axis, index of the sender, index of the receiver).
         """
-        for axis, of, to in sorted({*pairs} - {*self._pairs}):
+        for axis, source, to in sorted({*pairs} - {*self._pairs}):
             for rank in range(self._mesh.size):
                 along = ranks_along(self._mesh.axes, rank, axis)
-                if along[of] == rank:
+                if along[source] == rank:
                     ranks = [rank, along[to]]
                     made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._mesh.timeout))
                     if self._mesh.rank in ranks:
-                        self._pairs[axis, of, to] = made
-            self._pairs.setdefault((axis, of, to), None)
+                        self._pairs[axis, source, to] = made
+            self._pairs.setdefault((axis, source, to), None)
 
     def send_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
         """Sends values to the rank at index `to` along an axis."""
@@ -232,8 +232,8 @@ class ProcessGroups:
             flats = [packed]
         return self._in_transit(flats, axis, self._mesh.index(axis), to, ())
 
-    def recv_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
-        """Receives values from the rank at index `of` along an axis.
+    def recv_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, source: int) -> PendingTransfer:
+        """Receives values from the rank at index `source` along an axis.
 
         Args:
             values: the shape and dtype of each value.
@@ -243,18 +243,18 @@ class ProcessGroups:
             packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
             parts = [packed[end - x.nbytes : end] for x, end in zip(comes, ends, strict=True)]
             filled = [part.view(x.dtype).view(x.shape) for part, x in zip(parts, comes, strict=True)]
-            return self._in_transit([packed], axis, of, self._mesh.index(axis), filled)
+            return self._in_transit([packed], axis, source, self._mesh.index(axis), filled)
         filled = [torch.empty_like(x, device=self._mesh.device) for x in comes]
         return self._in_transit(
-            [x.view(-1).view(torch.uint8) for x in filled], axis, of, self._mesh.index(axis), filled
+            [x.view(-1).view(torch.uint8) for x in filled], axis, source, self._mesh.index(axis), filled
         )
 
     def _in_transit(
-        self, flats: Sequence[torch.Tensor], axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
+        self, flats: Sequence[torch.Tensor], axis: str, source: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
-        """Starts a transfer of bytes from index `of` to index `to` along an axis, and keeps them alive until it is
+        """Starts a transfer of bytes from index `source` to index `to` along an axis, and keeps them alive until it is
         done."""
-        group, root = self._pairs[axis, of, to], ranks_along(self._mesh.axes, self._mesh.rank, axis)[of]
+        group, root = self._pairs[axis, source, to], ranks_along(self._mesh.axes, self._mesh.rank, axis)[source]
         works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats if flat.numel()]
         return self._moving(works, filled, kept=flats)
 

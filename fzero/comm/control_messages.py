@@ -21,8 +21,8 @@ import torch.distributed as dist
 from fzero._utils.bounded_json import MOST, Malformed, dumped, parsed
 from fzero.errors import DivergenceError
 
-STRANGERS = "let nobody but this run's hosts reach the port of its store (docs/guides/security.md)"
-_FIX = "look at the other ranks: they run the same version of fzero, and nobody else connects to this run"
+STRANGERS = "let only this run's hosts reach the port of its store (docs/guides/security.md)"
+_FIX = "look at the other ranks: they run the same version of fzero, and no other process connects to this run"
 
 
 def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
@@ -41,7 +41,7 @@ def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
         except Malformed as error:
             problems.append(f"rank {rank}: {error}")
     if problems:
-        raise DivergenceError(owner, "what a rank sent is not what is expected", problems, _FIX)
+        raise DivergenceError(owner, "a rank sent a message that is not of the expected form", problems, _FIX)
     return found
 
 
@@ -100,7 +100,7 @@ class Notes:
         rank: int,
         secret: bytes = b"",
         refused: Callable[[list[str]], Exception] = lambda lines: DivergenceError(
-            "mesh", "notes in the store are not this run's", lines, STRANGERS
+            "mesh", "messages in the store are not from this run", lines, STRANGERS
         ),
     ):
         self.store, self._name, self._rank = store, name, rank

@@ -65,7 +65,9 @@ def die_with_parent() -> None:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _parent:  # torchrun died before prctl took effect
-        raise DivergenceError("make_mesh", "torchrun, which started this process, is gone", fix="start the job again")
+        raise DivergenceError(
+            "make_mesh", "torchrun, which started this process, has exited", fix="start the job again"
+        )
 
 
 def tell_through(store: dist.Store) -> None:
@@ -188,8 +190,8 @@ def _claim(error: FzeroError, mine: str) -> str:
     if _store is None:
         return mine if follows else f"0 {mine.split(' ')[1]}"
     try:
-        if follows and _store.check(["fzero/told/cause"]):
-            return _store.get("fzero/told/cause").decode()
-        return _store.compare_set(f"fzero/told/{'consequence' if follows else 'cause'}", "", mine).decode()
+        if follows and _store.check(["fzero/errors/cause"]):
+            return _store.get("fzero/errors/cause").decode()
+        return _store.compare_set(f"fzero/errors/{'consequence' if follows else 'cause'}", "", mine).decode()
     except (dist.DistError, RuntimeError):
         return mine

@@ -32,7 +32,7 @@ class Processes(NamedTuple):
         given = {n: environment[n] for n in names if n in environment and (environment[n] or n != names[-1])}
         if odd := [f"{n}={text!r}" for n, text in given.items() if not text.strip().lstrip("-").isdecimal()]:
             fix = "start the ranks by torchrun or python -m fzero.run, which set them"
-            raise FzeroValueError("make_mesh", "the environment has no whole numbers in", odd, fix)
+            raise FzeroValueError("make_mesh", "the environment has no integers in", odd, fix)
         world, rank, local = (
             int(environment.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
         )
@@ -69,7 +69,7 @@ class Processes(NamedTuple):
         open_ = [name for name, n in sizes.items() if n == -1]
         if len(open_) > 1:
             self._refuse(
-                f"{' and '.join(open_)} are -1, and one axis takes what the others leave",
+                f"{' and '.join(open_)} are -1, and only one axis can take the remaining processes",
                 given,
                 f"give all but one a size: make_mesh({open_[0]}=-1, {open_[1]}='local') has a host's processes along "
                 f"{open_[1]}",
@@ -77,7 +77,7 @@ class Processes(NamedTuple):
         if open_ and rest > 0:
             if self.world % rest:
                 self._refuse(
-                    f"{self.world} processes do not divide by the product of the given axes, {rest}",
+                    f"{self.world} processes are not divisible by the product of the given axes, {rest}",
                     sizes,
                     f"give axes whose product divides {self.world}, or start a multiple of {rest} processes; or give "
                     "an axis several sizes, the best first: pipe=(2, 1)",
@@ -103,23 +103,25 @@ class Processes(NamedTuple):
         names = list(given)
         behind = [given[other] for other in names[names.index(name) + 1 :]]
         if self.local_world is None:
-            self._refuse("nobody says how many processes a host has", given, "set LOCAL_WORLD_SIZE, or give a number")
+            self._refuse(
+                "the number of processes of a host is not known", given, "set LOCAL_WORLD_SIZE, or give a number"
+            )
         if LOCAL in behind or -1 in behind:
             self._refuse(
-                f"{name}='local' is what the axes behind it leave of a host, so they need sizes",
+                f"{name}='local' is the number of processes of a host divided by the axes after it, so they need sizes",
                 given,
                 f"put the axis of size -1 before it: make_mesh(node=-1, {name}='local')",
             )
         size, left = divmod(self.num_local, math.prod(behind))  # type: ignore[arg-type]
         if left or not size:
             self._refuse(
-                f"the {self.num_local} processes of this host do not divide by the axes behind {name}='local'",
+                f"the {self.num_local} processes of this host are not divisible by the axes after {name}='local'",
                 given,
-                f"give axes behind it whose product divides {self.num_local}",
+                f"give axes after it whose product divides {self.num_local}",
             )
         if self.world % self.num_local or self.rank % self.num_local != self.local:
             self._refuse(
-                f"{name}='local' needs as many processes on every host, their ranks one behind the other",
+                f"{name}='local' needs the same number of processes on every host, with consecutive ranks",
                 given,
                 f"start the same number on every host, e.g. torchrun --nnodes N --nproc-per-node {self.num_local}",
             )

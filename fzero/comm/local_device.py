@@ -30,7 +30,7 @@ def check_default(owner: str, device_type: str) -> None:
         return
     what = f"the default device is {default!r}, and the mesh has {device_type!r}"
     problems = [f"torch.set_default_device({default!r}), or torch.device({default!r}) around this call"]
-    fix = f"torch.set_default_device(None) before; have torch.device({default!r}) around the making of a model alone"
+    fix = f"torch.set_default_device(None) before; have torch.device({default!r}) only around the making of a model"
     raise FzeroValueError(owner, what, problems, fix)
 
 
@@ -52,7 +52,7 @@ def choose_device(
     seen = (
         f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
     )
-    lines = [seen, *(f"{name}: fzero does not run on it" for name in others)]
+    lines = [seen, *(f"{name}: fzero does not support it" for name in others)]
     if asked not in (None, "cpu", "cuda"):
         fix = "device='cpu' or 'cuda', or leave it out"
         raise FzeroValueError(
@@ -71,12 +71,12 @@ def choose_device(
             if num_cuda
             else "device='cpu', or a PyTorch that sees the GPU"
         )
-        raise FzeroValueError("make_mesh", "there is no device 'cuda' for every process", lines, fix)
+        raise FzeroValueError("make_mesh", "there are fewer devices 'cuda' than processes", lines, fix)
     if others and asked is None and not num_cuda:
-        what = f"fzero.make_mesh: takes the CPU: {', '.join(others)} is here, and fzero does not run on it"
-        return torch.device("cpu"), f"{what}; ask for device='cpu' if that is meant"
+        what = f"fzero.make_mesh: uses the CPU: {', '.join(others)} is present, but fzero does not support it"
+        return torch.device("cpu"), f"{what}; pass device='cpu' if that is intended"
     unused = (
-        f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'"
+        f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or pass device='cpu'"
         if num_cuda and asked is None
         else None
     )
@@ -128,7 +128,7 @@ def device_problems(names: Sequence[str]) -> list[str]:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]
     ranks = {name: [r for r, other in enumerate(names) if other == name] for name in names if name != "cpu"}
     return [
-        f"ranks {', '.join(map(str, same))} have one GPU, {name.split(' ', 1)[1]}"
+        f"ranks {', '.join(map(str, same))} share one GPU, {name.split(' ', 1)[1]}"
         for name, same in ranks.items()
         if len(same) > 1
     ]
@@ -143,7 +143,7 @@ def compare(
     if missing := absent(store, notes.keys("made", ranks), timeout):
         again = replaced(store)
         came = [f"rank {r} has left" if again else f"rank {r} {timed_out(timeout)}" for r in (again or missing)]
-        raise DivergenceError("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
+        raise DivergenceError("make_mesh", "not every rank has arrived", came, "look at these ranks' errors first")
     given, names = zip(*notes.read("made", ranks, tuple[str, str]).values(), strict=True)
     if len({*given}) > 1:
         problems = [f"rank {given.index(text)}: {text}" for text in dict.fromkeys(given)]
@@ -151,8 +151,7 @@ def compare(
         raise FzeroValueError("make_mesh", "the ranks have different axes", problems, fix)
     if problems := device_problems(names):
         fix = (
-            "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
-            "to all"
+            "give each process its own GPU (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' to all"
         )
         raise FzeroValueError("make_mesh", "the ranks' devices do not make a mesh", problems, fix)
 

@@ -51,13 +51,13 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
         lines = [f"rank {r} has ended with code 0, before it called fz.run" for r in absent]
         raise DivergenceError(
-            "make_mesh", "not every rank comes", lines, "have every rank call fz.run, or none of them"
+            "make_mesh", "not every rank joins", lines, "have every rank call fz.run, or none of them"
         )
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
         raise DivergenceError(
-            "make_mesh", "not every rank has come", [f"rank {r} {timed_out(timeout)}" for r in missing], fix
+            "make_mesh", "not every rank has arrived", [f"rank {r} {timed_out(timeout)}" for r in missing], fix
         )
     found = dist.PrefixStore(_name(generation), store)
     found.set(_HERE, generation)

@@ -77,8 +77,8 @@ class _Peer:
     connection: socket.socket
     theirs: int
     ours: int
-    heard: int = 0
-    told: int = 0
+    received: int = 0
+    sent: int = 0
 
 
 class SharedMemory:
@@ -128,9 +128,9 @@ class SharedMemory:
             _close([*fds.values()], [p.connection for p in self._peers.values()])
             fix = (
                 "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; "
-                "make_mesh(shared_memory=False) does without"
+                "make_mesh(shared_memory=False) works without it"
             )
-            what = f"the ranks cannot give each other the memory of a program, {units.size(nbytes)}"
+            what = f"the ranks cannot share the memory of a program, {units.size(nbytes)}"
             raise DivergenceError("compile", what, [f"rank {self._mesh.rank}: {error}"], fix) from error
         finally:
             if fd >= 0:
@@ -155,7 +155,7 @@ class SharedMemory:
         self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
         everyone = list(self._peers.values())
         self._tell(everyone)
-        self._hear({p.rank: p.told for p in everyone})
+        self._hear({p.rank: p.sent for p in everyone})
         runs = {p.rank: int.from_bytes(os.pread(self._board.fds[p.rank], _NUMBER, at), "little") for p in everyone}
         runs[self._mesh.rank] = number
         if len({*runs.values()}) > 1:
@@ -212,7 +212,7 @@ class SharedMemory:
         reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
         # Both are notified: `due` is the number of notifications sent to a rank, which equals the number it has sent.
         self._tell([self._peers[rank] for rank in {reader, source}])
-        return SharedTransfer("replicate", axis, "", {source: self._peers[source].told}, through, into)
+        return SharedTransfer("replicate", axis, "", {source: self._peers[source].sent}, through, into)
 
     def wait(
         self, moving: SharedTransfer | PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
@@ -307,9 +307,9 @@ class SharedMemory:
         while done < nbytes:
             num = os.preadv(fd, [target[at + done : at + nbytes]], offset + done)
             if not num:
-                what = f"rank {rank}'s memory ends before what rank {self._mesh.rank} reads there"
-                fix = "run the same code on every rank; the state is lost, go on from the last checkpoint"
-                raise DivergenceError("step", "a transfer failed: another rank runs another program", [what], fix)
+                what = f"rank {rank}'s memory is smaller than the range that rank {self._mesh.rank} reads"
+                fix = "run the same code on every rank; the state is lost, continue from the last checkpoint"
+                raise DivergenceError("step", "a transfer failed: another rank runs a different program", [what], fix)
             done += num
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -324,19 +324,19 @@ class SharedMemory:
         """
         peers = [self._peers[r] for r in self._along[axis] if r != self._mesh.rank]
         self._tell(peers)
-        return {p.rank: p.told for p in peers}
+        return {p.rank: p.sent for p in peers}
 
     def _tell(self, peers: Sequence[_Peer]) -> None:
         for peer in peers:
-            peer.told += 1
+            peer.sent += 1
             os.eventfd_write(peer.ours, 1)
 
     def _hear(self, due: dict[int, int]) -> None:
         for rank, count in due.items():
             peer = self._peers[rank]
-            while peer.heard < count:
+            while peer.received < count:
                 try:
-                    peer.heard += os.eventfd_read(peer.theirs)
+                    peer.received += os.eventfd_read(peer.theirs)
                 except BlockingIOError:
                     self._sleep(peer)
 
@@ -355,10 +355,10 @@ class SharedMemory:
             return
         self._mesh.collective_sequence.look("step")
         what = f"rank {peer.rank} {timed_out(self._mesh.timeout)}" if not ready else f"rank {peer.rank} has left"
-        fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
+        fix = "look at that rank's errors first; the state is lost, continue from the last checkpoint"
         raise (RankLost if ready else DivergenceError)(
             "step",
-            "a transfer failed: another rank has left, or runs another program",
+            "a transfer failed: another rank has left, or runs a different program",
             [f"rank {self._mesh.rank}: {what}"],
             fix,
         )
@@ -403,7 +403,9 @@ def connect(mesh: Mesh) -> SharedMemory | None:
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
             secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
             for rank in range(me):
-                address = bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode())
+                address = bytes.fromhex(
+                    _published(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode()
+                )
                 peers[rank] = _meet(_called(address, secret, me, rank, mesh.timeout), rank, mesh.timeout)
             for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout, hopeless):
                 peers[rank] = _meet(connection, rank, mesh.timeout)
@@ -420,11 +422,11 @@ def connect(mesh: Mesh) -> SharedMemory | None:
     _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
     if me == 0:
         why = "; ".join(f"rank {r}: {text}" for r, text in said.items() if text not in ("", _ANOTHER))
-        logger.warning("fzero.mesh: the ranks of this host do not share memory, and go through gloo: %s", why)
+        logger.warning("fzero.mesh: the ranks of this host do not share memory, and communicate through gloo: %s", why)
     return None
 
 
-def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[], bool]) -> bytes:
+def _published(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[], bool]) -> bytes:
     deadline = time.monotonic() + timeout
     while absent(store, [key], max(1e-3, min(_PAUSE, deadline - time.monotonic()))):
         if hopeless():

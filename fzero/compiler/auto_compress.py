@@ -43,7 +43,7 @@ def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device)
     problems = [f"links {where}: those of {device.name} ({device.source})"]
     fix = "give formats: fz.compress(params='int8')"
     fix = f"measure them with fzero calibrate; or {fix}" if link == "intra" else fix
-    raise FzeroValueError("compress", "'auto' chooses by the rates of links, which are not known here", problems, fix)
+    raise FzeroValueError("compress", "'auto' chooses by the rates of links, which are not known", problems, fix)
 
 
 def choose_formats(pass_cache: PassCache, search: Search, options: Options, recorded: Formats) -> Options:
@@ -65,7 +65,7 @@ def choose_formats(pass_cache: PassCache, search: Search, options: Options, reco
         # Compression costs accuracy, so among formats with nearly the same time, the least compression is taken.
         options = next(x for x, took in zip(tried, seconds, strict=True) if took <= (1 + WORTH) * min(seconds))
         because[axis] = "a step takes " + "; ".join(
-            f"{duration(took)} with {x}" if x != formats[0] else f"{duration(took)} as it is"
+            f"{duration(took)} with {x}" if x != formats[0] else f"{duration(took)} unchanged"
             for x, took in zip(formats, seconds, strict=True)
         )
     return replace(options, wire_because=tuple(because.values()))

@@ -128,29 +128,29 @@ def resolve(
     mirrored = mirrors(traced.opt_state.leaves, inputs)
     built: dict[Shares, Traced] = {}
 
-    def pass_cache_of(rests: Shares) -> PassCache:
-        if rests not in built:
-            built[rests] = _resting(traced, _with_records(left, rests, auto), mesh, params, mirrored)
-        return built[rests].pass_cache
+    def pass_cache_of(shares: Shares) -> PassCache:
+        if shares not in built:
+            built[shares] = _resting(traced, _with_records(left, shares, auto), mesh, params, mirrored)
+        return built[shares].pass_cache
 
     told = ["the first program"]
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = initial_options(left, mesh, budget.nbytes is not None)
         tiers = lambda least: _Tiers(pass_cache_of, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
         try:
-            rests, why = tiers(least).best()
+            shares, why = tiers(least).best()
         except BudgetError:
             narrow = traced.pass_cache.narrowed(least)
             if narrow == least:
                 raise
-            rests, why = tiers(narrow).best()
-    chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
-    return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
+            shares, why = tiers(narrow).best()
+    chosen = PlanDecision("offload", _names(shares) if shares else "nothing", why)
+    return Resolved(_with_records(left, shares, auto), (chosen,), built[shares])
 
 
-def _with_records(step: Step, rests: Shares, auto: Offload) -> Step:
+def _with_records(step: Step, shares: Shares, auto: Offload) -> Step:
     """Returns the step with additional transforms for these shares, in the canonical order."""
-    records = (record for share in rests for record in share.records(auto))
+    records = (record for share in shares for record in share.records(auto))
     return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))
 
 
@@ -179,20 +179,20 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
         limits: the budgets of device, host and disk; without the first one nothing needs to be moved.
         batch: whether an example batch is given: the memory of a step in addition to its state depends on it.
     """
-    problems = [] if limits[0] is not None else ["memory_budget: what may stay on the device is not given"]
+    problems = [] if limits[0] is not None else ["memory_budget: the memory that the device may use is not given"]
     if limits[2] is not None and not auto.path:
-        problems.append(f"disk_budget of {size(limits[2])}, and no path that they are on")
+        problems.append(f"disk_budget of {size(limits[2])}, and no path on that disk")
     if not batch:
         problems.append(
-            "batch: where the state rests is decided before the first batch is seen, and without one it is not known "
-            "what the step takes"
+            "batch: where the state is stored is decided before the first batch is seen, and without an example batch "
+            "the memory of a step is not known"
         )
     if problems:
         fix = (
             'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and '
             'fz.offload("auto", path="/scratch") for a disk'
         )
-        raise FzeroValueError("offload", "'auto' chooses what fits into budgets", problems, fix)
+        raise FzeroValueError("offload", "'auto' needs budgets to choose from", problems, fix)
 
 
 @dataclass
@@ -220,23 +220,23 @@ class _Tiers:
     besides: dict[Options, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.search = Search(lambda c: (self.pass_cache_of(c.rests)(replace(c, rests=())),), (), self.budget)
+        self.search = Search(lambda c: (self.pass_cache_of(c.offloaded)(replace(c, offloaded=())),), (), self.budget)
         self.likes = functools.cache(_likes)  # evaluated for every candidate, after every try
 
     def best(self) -> tuple[Shares, str]:
         """Returns the shares of the fastest step that fits, and the reason."""
         if self._try(self.least):
-            return (), "the step fits as it is"
+            return (), "the step fits unchanged"
         layouts = self._layouts()
-        most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
+        most = max(layouts, key=lambda shares: sum(share.host + share.disk for share in shares), default=())
         program = self.pass_cache_of(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop, there is no computation left to overlap with
-        self.speculates = self.sizes.turns == 1 and speculate_pass.is_possible(program)
-        bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
+        self.speculates = self.sizes.iterations == 1 and speculate_pass.is_possible(program)
+        bounds = {way: self._bound(way) for shares in layouts for way in self._ways(shares)}
         bounds |= self._with_gradients_on_disk(bounds)
         # in the same order on every rank: among equal candidates, the one that moves least comes first
-        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].offloaded))))
         for options, bound in bounds.items():
             ops = sum(len(cost.program.instructions) for cost in {*self.search.tried.values()})
             enough = ops > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
@@ -246,10 +246,10 @@ class _Tiers:
                 self._try(options, bound)
         if not self.found:  # programs differ in the memory that they take in addition to the bound
             self._try_others(bounds)
-        best, *others = sorted(self.found, key=lambda rests: self.found[rests])
+        best, *others = sorted(self.found, key=lambda shares: self.found[shares])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
         if self.sizes.copies and any("params" in share.roles for share in best):
-            why.append("params are the copies that are computed with: the rest of them stays on the device")
+            why.append("params are the compute copies: the others stay on the device")
         return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
 
     def _try_others(self, bounds: Mapping[Options, LowerBound]) -> None:
@@ -286,28 +286,33 @@ class _Tiers:
                         back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
                         found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
         distinct: dict[frozenset[_Share], Shares] = {}
-        for rests in sorted(found, key=len):
-            distinct.setdefault(_meaning(rests), rests)
-        return [rests for rests in found if rests in {*distinct.values()}]
+        for shares in sorted(found, key=len):
+            distinct.setdefault(_meaning(shares), shares)
+        return [shares for shares in found if shares in {*distinct.values()}]
 
     def _with_gradients_on_disk(self, bounds: Mapping[Options, LowerBound]) -> dict[Options, LowerBound]:
         """Returns the candidates whose gradients are held on the host, with gradients on disk instead."""
-        if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
+        if (
+            self.budget.host is None
+            or "gradients" not in self.auto.of
+            or not self.auto.path
+            or self.sizes.iterations > 1
+        ):
             return {}
         stored = _Share(("gradients",), 0, FINEST)
-        asked = {replace(c, rests=(*c.rests, stored)): c for c in bounds if c.grads == self.least.grads}
+        asked = {replace(c, offloaded=(*c.offloaded, stored)): c for c in bounds if c.grads == self.least.grads}
         found = {options: self._bound(options) for options in asked}
         return {options: bound for options, bound in found.items() if bound.host < bounds[asked[options]].host}
 
     # --- the cost of a candidate ---
 
-    def _ways(self, rests: Shares) -> list[Options]:
+    def _ways(self, shares: Shares) -> list[Options]:
         """Returns the open options for updates, held gradients and speculative updates. Either all updates run on the
         host or, if that is open, none; mixtures are tried afterwards."""
-        state = any("opt_state" in share.roles for share in rests)
+        state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
-        grads = GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
+        grads = GRADS if self.sizes.iterations > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
         host, disk = any(s.host for s in held), any(s.disk for s in held)
         # copies in host memory need a host budget
         able = (state and disk, state and host and self.budget.host is not None)
@@ -315,7 +320,7 @@ class _Tiers:
             tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
         )
         return [
-            replace(self.least, host_share=share, grads=waiting, speculative=tiers, rests=rests)
+            replace(self.least, host_share=share, grads=waiting, speculative=tiers, offloaded=shares)
             for tiers in ((), *speculations)
             for share in (ENDS if open_side else ENDS[:1])
             for waiting in (("update",) if self.unified else grads)
@@ -323,12 +328,12 @@ class _Tiers:
 
     def _bound(self, options: Options) -> LowerBound:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
-        for share in options.rests:
+        for share in options.offloaded:
             of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
         on_host = options.host_share > 0 and self.auto.update_on != "device"
-        rests = TierShares(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        early = speculate_pass.shares(options.speculative, rests, bool(self.sizes.copies))
-        return self.sizes.lower_bound(rests, on_host, options.grads, self.budget.device, early)
+        shares = TierShares(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
+        early = speculate_pass.shares(options.speculative, shares, bool(self.sizes.copies))
+        return self.sizes.lower_bound(shares, on_host, options.grads, self.budget.device, early)
 
     def _expected(self, options: Options, bound: LowerBound) -> float:
         """Returns by how many bytes a candidate exceeds the budgets, if it exceeds its lower bound as the last similar
@@ -343,7 +348,9 @@ class _Tiers:
             kind, _, way, _ = self.likes(options)
             self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
         if fits := self.search.fits(options):
-            self.found[options.rests] = min(self.found.get(options.rests, math.inf), self.search.seconds(options))
+            self.found[options.offloaded] = min(
+                self.found.get(options.offloaded, math.inf), self.search.seconds(options)
+            )
         best = min(self.found, key=self.found.__getitem__, default=None)
         told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
         self.progress(f"{len(self.search.tried)} tried, {told}")
@@ -352,7 +359,7 @@ class _Tiers:
     def _unmet(self, bounds: Mapping[Options, LowerBound]) -> BudgetError:
         """Returns the error if nothing fits. It lists, for each combination of tiers, the candidate that exceeds the
         budgets the least."""
-        tiers = lambda options: frozenset(share.disk > 0 for share in options.rests)  # noqa: E731
+        tiers = lambda options: frozenset(share.disk > 0 for share in options.offloaded)  # noqa: E731
         known = {*map(tiers, self.search.tried)}
         for options in sorted(bounds, key=lambda c: bounds[c].peaks):
             # the least device memory, on tiers not tried yet
@@ -370,7 +377,7 @@ class _Tiers:
                 for use in self.budget.uses(peaks[options])
                 if use.peak
             ]
-            problems.append(f"{_names(options.rests)}: {', '.join(needs)}")
+            problems.append(f"{_names(options.offloaded)}: {', '.join(needs)}")
         program = self.search.cost(next(iter(least.values()))).program  # the closest
         found = plan(program, self.budget.device, backend=self.budget.backend)
         device, host = self._lacking(found)
@@ -378,7 +385,7 @@ class _Tiers:
         problems[1:1] = [f"  {line}" for line in filled]
         fixes = [*([] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)']), "raise a budget"]
         advice = self._advice(program, found)
-        fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
+        fixes += [f"apply changes that may lower it: {'; '.join(advice)}"] if advice else []
         what = "nothing that 'auto' can move makes the step fit"
         return BudgetError("offload", what, problems, ", or ".join(fixes))
 
@@ -394,7 +401,7 @@ class _Tiers:
             "a smaller batch": on_device(*WITH_BATCH),
             'gradients among what "auto" may move': grads and "gradients" not in self.auto.of,
             "fz.accumulate(n, schedule='layerwise'), so that gradients can wait on disk": grads
-            and self.sizes.turns > 1,
+            and self.sizes.iterations > 1,
             'fz.mixed_precision("bf16", reduce="bf16"), for gradients of half the bytes': grads
             and precision is not None
             and (precision.compute, precision.reduce) == ("bf16", "fp32"),
@@ -410,17 +417,19 @@ class _Tiers:
 def _likes(options: Options) -> tuple[Options, Options, Options, Options]:
     """Returns keys that are shared by options which take similar amounts in addition to their bounds, the most specific
     first."""
-    kind = replace(options, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in options.rests))
-    way = replace(options, rests=())
+    kind = replace(
+        options, offloaded=tuple((share.roles, share.host > 0, share.disk > 0) for share in options.offloaded)
+    )
+    way = replace(options, offloaded=())
     return kind, replace(kind, host_share=ENDS[0]), way, replace(way, speculative=())
 
 
-def _meaning(rests: Shares) -> frozenset[_Share]:
+def _meaning(shares: Shares) -> frozenset[_Share]:
     """Returns the shares as a set; those that are completely on one tier are split into one per role."""
-    whole = {share: FINEST in (share.host, share.disk) for share in rests}
-    alone = (share._replace(roles=(role,)) for share in rests if whole[share] for role in share.roles)
-    return frozenset((*alone, *(share for share in rests if not whole[share])))
+    whole = {share: FINEST in (share.host, share.disk) for share in shares}
+    alone = (share._replace(roles=(role,)) for share in shares if whole[share] for role in share.roles)
+    return frozenset((*alone, *(share for share in shares if not whole[share])))
 
 
-def _names(rests: Shares) -> str:
-    return ", ".join(map(str, rests)) or "nothing moved"
+def _names(shares: Shares) -> str:
+    return ", ".join(map(str, shares)) or "nothing moved"

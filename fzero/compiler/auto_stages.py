@@ -91,7 +91,9 @@ def _check(step: Step, params: Any) -> None:
         named = zip(tree.with_paths(params, "params"), step.mutates(params), strict=True)
         written = [f"{path}: {tree.describe(x)}" for (path, x), mutable in named if mutable]
         problems = written if len(written) <= 6 else [*written[:5], f"... {len(written) - 5} more"]
-        what = f"the step writes {len(written)} leaves besides its update, whose new values other stages do not know"
+        what = (
+            f"the step writes {len(written)} tensors outside of its update, whose new values other stages do not know"
+        )
         fix = (
             "leave pipeline out (fz.shard_params divides them); or take norms without running statistics "
             "(torch.nn.GroupNorm), or freeze them: norm.eval() before fz.functionalize(module)"

@@ -65,8 +65,8 @@ def open_rules(step: Step, mesh: AbstractMesh) -> TensorParallel | None:
 def check_batch_given(given: bool) -> None:
     """Raises if there is no batch for which to choose rules."""
     if not given:
-        problems = ["batch: the first state is laid out before the first batch is seen"]
-        fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do; or give rules"
+        problems = ["batch: the layout of the state is decided before the first batch is seen"]
+        fix = "fz.compile(step, mesh, batch=batch), for which meta tensors are enough; or give rules"
         raise FzeroValueError("tensor_parallel", "rules are chosen for a batch", problems, fix)
 
 
@@ -104,7 +104,7 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     chosen = replace(spec, rules=rules)
     why = (
         f"of {len(prices.found)} assignments the one with the fewest bytes sent, or computed by every rank alike: "
-        f"{size(int(prices.best))} a step, with {size(int(prices.each))} more for each collective; without cuts "
+        f"{size(int(prices.best))} a step, with {size(int(prices.each))} more for each collective; unsharded "
         f"{size(int(prices.none))}"
     )
     transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))

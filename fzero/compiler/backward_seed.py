@@ -143,7 +143,8 @@ def _check_range(t: Training, blocks: Sequence[fx.Node]) -> None:
     made = ", ".join(dict.fromkeys(repr(n.args[0].name) for n in blocks))  # type: ignore[union-attr]
     problem = f"count: made by {made}, and the batch is cut in {t.num_parts} parts, of which each has its own"
     fix = (
-        "make the count of the batch or of the step's key; or return total / count, a mean of the parts' means; or "
+        "make the count of the batch or of the step's key; or return total "
+        "/ count, a mean of the micro-batches' means; or "
         "compute in bf16"
     )
     what = "in fp16 the count of a weighted loss must be known before the backward"

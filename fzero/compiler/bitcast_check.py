@@ -48,10 +48,10 @@ def check_bits(owner: str, graph: Recorded, leaves: Sequence[Leaf], changed: Cha
     if params:
         names = " and ".join(dict.fromkeys(f"fz.{name}" for i in params for name in found[i]))
         where = f"where=lambda path, leaf: path not in {[leaves[i].path for i in params]!r}"
-        fixes.append(f"give {names} {where}, which leaves them as they are")
+        fixes.append(f"give {names} {where}, which leaves them unchanged")
     if len(params) < len(wrong):
-        fixes.append("give a leaf of the batch in the integer dtype: x.view(torch.int16)")
-    raise TraceError(owner, "reads the bits of leaves that are converted as numbers", problems, "; ".join(fixes))
+        fixes.append("give a tensor of the batch in the integer dtype: x.view(torch.int16)")
+    raise TraceError(owner, "reads the bits of tensors that are converted by value", problems, "; ".join(fixes))
 
 
 def _where(place: Place | None) -> str:

@@ -100,7 +100,7 @@ def _gathered_once(program: Program, options: Options, limited: bool) -> Iterato
     if (once := keeps_gathers(program.transforms)) is not None:
         why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
         why = why if once.least < once.most else "the step says so"
-        why = f"the share of blocks whose parts stay gathered over {once.axis}: {why}"
+        why = f"the share of blocks whose shards stay gathered over {once.axis}: {why}"
         yield PlanDecision("gathered once a step", f"{options.secondary_shard:.3g}", why)
 
 
@@ -109,7 +109,7 @@ def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecisi
         within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
         reduces = (x for x in program.instructions if x.op in _REDUCES or _deals(x))
         later = {a: None for x in reduces for a in x.axes if a not in within}
-        why = options.because if within or options.full_grads else "the stage adds them up whole"
+        why = options.because if within or options.full_grads else "the stage accumulates them unsharded"
         how = "reduced after every micro-batch" if within else "reduced once a step"
         if within and later:
             how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
@@ -128,7 +128,7 @@ def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
     why = "blocks that a gather starts before it is needed"
     yield PlanDecision("ahead", str(order.ahead), f"{why}: {'the fastest' if order.ahead else 'no other fits'}")
     if order.leafwise:
-        yield PlanDecision("reductions", "leaf by leaf", "a block's gradients do not fit at once in their dtype")
+        yield PlanDecision("reductions", "tensor by tensor", "a block's gradients do not fit at once in their dtype")
     if order.late_sums:
         why = "a micro-batch's gradients are reduced while the next block computes: faster"
         yield PlanDecision("sums", "a block later", why)
@@ -154,7 +154,7 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], 
                 problems += [f"of a pipeline: {program.notes[-1]}"] if found.stages else []
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
-    fixes = ["apply what lowers it most"] if advice else []
+    fixes = ["apply the transform that lowers it most"] if advice else []
     host = budget.host is not None and found.host_peak_bytes > budget.host
     if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
         layerwise = (
@@ -208,12 +208,13 @@ _ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transf
 def waiting(program: Program) -> str | None:
     """Returns the reason why gradients are held until the backward is over, if they are."""
     if any(op.op == "loop" for op in program.instructions):
-        return "those of all blocks add up over the micro-batches of a loop"
+        return "gradients of all blocks are accumulated over the micro-batches of a loop"
     backward = [i for i, op in enumerate(program.instructions) if op.is_backward]
     updates = [i for i, op in enumerate(program.instructions) if op.by == "optimizer" and op.writes and op.fn]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
     return (
-        "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is "
+        "all updates wait for a value computed from all gradients, such as "
+        "the norm of clip_by_global_norm; without it each is "
         "used as it is made"
     )

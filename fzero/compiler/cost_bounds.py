@@ -77,7 +77,7 @@ class Sizes:
         grads: gradients that are held until all gradients, or those of other micro-batches, are known.
         activations: activations that are held for their backward.
         inside: the largest memory inside a call.
-        turns: the iterations of a loop over micro-batches, each of which reads parameters again.
+        iterations: the iterations of a loop over micro-batches, each of which reads parameters again.
         waits: whether updates depend on all gradients.
         forward_seconds, backward_seconds: the seconds of their subgraphs.
     """
@@ -89,37 +89,37 @@ class Sizes:
     grads: int
     activations: int
     inside: int
-    turns: int
+    iterations: int
     waits: bool
     forward_seconds: float
     backward_seconds: float
 
     def lower_bound(
-        self, rests: TierShares, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)
+        self, tier_shares: TierShares, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)
     ) -> LowerBound:
         """Returns the lower bounds for a placement.
 
         Args:
-            rests: the tiers of everything.
+            tier_shares: the tiers of everything.
             on_host: whether the host updates offloaded state.
             grads: which of the gradients that are not held on disk are held on the host, as in `waiting_on_host`.
             device: the device whose rates are used.
             early: the shares of the state in host memory and on disk that are updated during the backward although
                 their updates depend on all gradients (speculatively). Their old values are kept.
         """
-        (state_h, state_d), (params_h, params_d) = rests.state, rests.params
-        master_h, master_d = rests.masters(bool(self.copies))
+        (state_h, state_d), (params_h, params_d) = tier_shares.state, tier_shares.params
+        master_h, master_d = tier_shares.masters(bool(self.copies))
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
         # copies that the update sends to the device
         streams = self.copies * (master_h + master_d - params_h - params_d)
         # read by the forward and by the backward
         read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))
         updated = min(1.0, state_h + state_d) if on_host else 0.0
-        stored = self.grads * rests.gradients
+        stored = self.grads * tier_shares.gradients
         waiting = (self.grads - stored) * (
-            1.0 if grads == "host" else 0.0 if grads == "device" and self.turns > 1 else updated
+            1.0 if grads == "host" else 0.0 if grads == "device" and self.iterations > 1 else updated
         )
-        saved = self.activations * rests.activations
+        saved = self.activations * tier_shares.activations
         written = off_d + self.copies * params_d
         copied = off_h * early[0]  # before it is overwritten
         streamed = 0.0 if on_host else off_h + off_d
@@ -145,11 +145,11 @@ class Sizes:
             )
 
         # the shares that are updated during the backward
-        host, disk = early if self.waits else (float(self.turns == 1),) * 2
+        host, disk = early if self.waits else (float(self.iterations == 1),) * 2
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
-        summed = 3 * waiting * self.turns if self.turns > 1 else 0
-        leaving = waiting * (self.turns if on_host else 1) + stored
-        from_disk, from_host = self.turns * read_d, self.turns * (read_h + read_d)
+        summed = 3 * waiting * self.iterations if self.iterations > 1 else 0
+        leaving = waiting * (self.iterations if on_host else 1) + stored
+        from_disk, from_host = self.iterations * read_d, self.iterations * (read_h + read_d)
         forward = queues(self.forward_seconds, from_disk, 0.0, from_host, saved, 0.0)
         backward = _sum(
             queues(self.backward_seconds, from_disk, stored, from_host + saved, leaving, summed), update(disk, memory)
@@ -162,7 +162,7 @@ class Sizes:
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
             disk=written * (1 + early[1]) + stored,
             phases=(
-                *((forward, backward) if self.turns == 1 else (_sum(forward, backward),)),
+                *((forward, backward) if self.iterations == 1 else (_sum(forward, backward),)),
                 update(1 - disk, 1 - memory, 1 - memory),
             ),
         )
@@ -204,7 +204,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         grads=sum(local_bytes(values[g], program.mesh) for g in waiting_on_host(program, frozenset(), "host")),
         activations=sum(values[a].nbytes for a in saved_activations(program)),
         inside=max(inside, default=0),
-        turns=max((op.count for op in program.instructions if op.op == "loop"), default=1),
+        iterations=max((op.count for op in program.instructions if op.op == "loop"), default=1),
         waits=waits_for_all(program),
         forward_seconds=time[False],
         backward_seconds=time[True],

@@ -55,7 +55,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     check_dims(leaves, mesh)
     zero.check_once(leaves)
     coded = _coded(step, params, leaves, zero, known)
-    leaves = [zero.rests(leaf, of_codes) for leaf, of_codes in zip(leaves, coded, strict=True)]
+    leaves = [zero.stored(leaf, of_codes) for leaf, of_codes in zip(leaves, coded, strict=True)]
     if (pipeline := find(step.transforms, Pipeline)) is not None and mesh.axes[pipeline.axis] > 1:
         leaves = [leaf.with_layout(only=pipeline.only(leaf)) for leaf in leaves]
     _check_where(step, leaves, tied)
@@ -76,7 +76,7 @@ def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
         cuts = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
         if twice := [*dims.keys() & cuts.keys()]:
             what = f"{leaf} is cut along a dim over axis {twice[0]!r} already"
-            raise TransformError(transform.name, what, fix="cut it over another axis, or by one transform")
+            raise TransformError(transform.name, what, fix="shard it over another axis, or by one transform")
         dims |= cuts
     return leaf.with_layout(axes=tuple(dims), dims=tuple(dims.values()))
 
@@ -124,12 +124,15 @@ def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[i
         accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
         if not any(accepted) and (missed := accepts_none("where", transform.where, [leaf.path for leaf in leaves])):
             raise TransformError(
-                transform.name, "does nothing", missed, "give a part of a path as it stands here, or leave `where` out"
+                transform.name,
+                "does nothing",
+                missed,
+                "give part of a path as it is printed here, or leave `where` out",
             )
         if torn := torn_ties([leaf.path for leaf in leaves], tied, accepted, "where"):
             raise TransformError(
                 transform.name,
-                "`where` accepts some paths of tied leaves alone",
+                "`where` matches only some paths of tied tensors",
                 torn,
-                "accept all the paths of a leaf, or none",
+                "match all the paths of a tensor, or none",
             )

@@ -96,7 +96,9 @@ class Lowered:
         stages = self.stages()
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))
-            what = f"the pass {name!r} does not run here: it has nothing to do" if there else f"no pass {name!r}"
+            what = (
+                f"the pass {name!r} does not run for this step: it has nothing to do" if there else f"no pass {name!r}"
+            )
             raise FzeroValueError("lower", what, fix=f"one of {', '.join(stages)}")
         programs, at = [*stages.values()], [*stages].index(name)
         return programs[max(at - 1, 0)], programs[at]

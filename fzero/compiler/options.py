@@ -28,7 +28,7 @@ class Options:
         host_share: the share of the offloaded state, by bytes, that the host updates; `share_because` is the reason.
         grads: which gradients are held in host memory (`waiting_on_host` of transforms/offload_analysis.py).
         speculative: the tiers whose state has speculative updates (transforms/speculate_pass.py).
-        rests: what `offload("auto")` moves off the device, and where (compiler/auto_offload.py).
+        offloaded: what `offload("auto")` moves off the device, and where (compiler/auto_offload.py).
         stage: the stage of a pipeline whose program it is.
         wire: the formats on each axis for which `compress("auto")` may choose; `wire_because` is the reason.
     """
@@ -41,7 +41,7 @@ class Options:
     host_share: float = 1.0
     grads: str = "update"
     speculative: tuple[str, ...] = ()
-    rests: tuple[Any, ...] = field(default=(), repr=False)
+    offloaded: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     wire: Formats = ()
     because: str = field(default="", compare=False)

@@ -143,7 +143,7 @@ class PassCache:
                     return self.verified(options)
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(options))
-            problems = [f"{name}: has nothing to do here" for name in sorted(self._idle)]
+            problems = [f"{name}: has nothing to do for this step" for name in sorted(self._idle)]
             raise FzeroValueError("lower", "passes cannot be skipped", problems, f"these run: {ran}")
         return program
 

@@ -12,7 +12,7 @@ from fzero.ir.verifier import refuse, shown
 
 def is_cut(program: Program) -> None:
     """Checks that the update has been partitioned."""
-    _check(program, lambda op: "the update is still whole" if op.op == "update" else "")
+    _check(program, lambda op: "the update is not yet partitioned" if op.op == "update" else "")
 
 
 def on_device(program: Program) -> None:
@@ -35,7 +35,7 @@ def placed(program: Program) -> None:
         moves = pool in ("gather", "scatter", "reduce") or (
             pool == "fetch" and not op.writes and not stays(op, program.mesh)
         )
-        return "it moves without a place in the pool" if moves and (not op.into or None in op.into) else ""
+        return "it is communicated without a buffer in the arena" if moves and (not op.into or None in op.into) else ""
 
     _check(program, wrong)
 

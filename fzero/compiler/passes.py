@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+# This module imports every pass, because the list of passes below is the only place where they are named: a pass is a
+# plain function in a file of its own, and does not register itself.
 from fzero.compiler import batched_ops as batch
 from fzero.compiler import buffer_allocation, fuse_last_block, pass_invariants
 from fzero.compiler.device_waits import mark
@@ -218,19 +220,19 @@ PASSES = (
         "cut",
         lambda program, context, _: dim_sharding_pass.rewrite(program, context.zero),
         wanted=lambda program, context, _: context.zero.cutting,
-        needed="functions would read whole parameters, of which a rank has parts",
+        needed="subgraphs would read unsharded parameters, of which a rank has shards",
     ),
     Pass(
         "split_backward",
         lambda program, *_: split_backward_pass.rewrite(program),
         wanted=lambda program, *_: split_backward_pass.wanted(program),
-        needed="the schedule has units that make gradients of parameters alone",
+        needed="the schedule has actions that compute only gradients of parameters",
     ),
     Pass(
         "accumulate",
         lambda program, context, _: accumulate_pass.rewrite(program, context.num_micro, context.batch),
         wanted=lambda program, context, _: context.num_micro > 1,
-        needed="the loss was traced with one of the micro-batches that the batch is cut into",
+        needed="the loss was traced with one of the micro-batches that the batch is split into",
     ),
     Pass(
         "shard",
@@ -239,7 +241,7 @@ PASSES = (
         option=lambda made, context, options: (options.full_grads, options.secondary_shard, _cast_once(made, options)),
         tried=lambda options, program, _: [replace(options, full_grads=True)] if _loops(program) else (),
         grows=lambda options, program, _: options.shares("secondary_shard") if _stays_open(program) else (),
-        needed="without it every rank would train by itself",
+        needed="without it every rank would train independently",
     ),
     Pass(
         "compress",
@@ -261,7 +263,7 @@ PASSES = (
         "gradients",
         lambda program, context, _: offload_pass.with_leaves(program, context.gradients.values()),
         wanted=lambda program, context, _: context.gradients,
-        needed="gradients that wait on disk need leaves there",
+        needed="gradients that wait on disk need tensors there",
     ),
     Pass(
         "speculate",
@@ -277,7 +279,7 @@ PASSES = (
         lambda program, context, stage: pipeline_pass.project(program, stage, context.known),
         wanted=lambda program, *_: pipeline_pass.spec_of(program) is not None,
         option=lambda made, context, options: options.stage,
-        needed="a stage has leaves of its own alone",
+        needed="a stage has only its own tensors",
     ),
     Pass(
         "tiers",
@@ -303,19 +305,19 @@ PASSES = (
         "redundant",
         lambda program, *_: redundant_pass.rewrite(program),
         wanted=lambda program, *_: program.assigns and redundant_pass.spec_of(program),
-        needed="no rank would hold the part of another's state that is to outlive it",
+        needed="no rank would hold a replica of another rank's shard of the state",
     ),
     Pass(
         "rename",
         lambda program, *_: rename_functions(program),
         wanted=lambda program, *_: not program.values_by_name.keys().isdisjoint(program.functions),
-        needed="a leaf would hide the function that is called like it",
+        needed="a tensor would hide the subgraph of the same name",
     ),
     Pass(
         "pool",
         lambda program, context, _: buffer_allocation.place(program, context.temporaries),
         behind=lambda program: (pass_invariants.placed(program), check(program)),
-        needed="nothing that moves would have a buffer",
+        needed="communicated values would have no buffers",
     ),
     Pass("batch", lambda program, *_: batch.batched(program), wanted=lambda program, *_: batch.launches(program)),
     Pass("device_waits", lambda program, *_: mark(program), wanted=lambda program, *_: not program.mesh.unified_memory),
@@ -344,7 +346,7 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
         names = [FIRST, *(x.name for x in passes)]
         guest = next((x for x in left if x.after in names), None)
         if guest is None:
-            problems = [f"{x.name}: after {x.after!r}, which is no pass of this step" for x in left]
+            problems = [f"{x.name}: after {x.after!r}, which is not a pass of this step" for x in left]
             raise TransformError("lower", "unknown passes", problems, f"name one of {', '.join(names)}")
         at, behind = names.index(guest.after), {guest.after}
         while at < len(passes) and passes[at].after in behind:  # keeps the order of the step's transforms
@@ -375,7 +377,7 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
         name = passes[at].name if at >= 0 else FIRST
         text = f"{error}\nIt was found after the pass {name!r}."
         if at >= 0 and not passes[at].own:
-            text = text.replace(BUG, f"the rewrite of {name!r} made it: make that keep the rules")
+            text = text.replace(BUG, f"the rewrite of {name!r} caused it: make the rewrite keep the rules")
         raise VerifyError(text) from None
 
 
@@ -408,7 +410,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
     made = _assigning(transform, program, made, own)
     if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
-        fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
+        fix = "leave it out on this mesh; or return from its idle_in(program) the reason why it may change nothing"
         raise TransformError(transform.name, "does nothing to this program", [problem], fix)
     return made
 

@@ -85,7 +85,7 @@ def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -
         return fitting
     none, *more = rungs(found.pass_cache, least) or [()]
     if plain is not None:
-        why = "in codes the step does not fit the budget"
+        why = "encoded, the step does not fit the budget"
         return replace(plain, wire=none, wire_because=(why,) * len(none))
     why = "with less compression the step does not fit the budget"
     return next(filter(None, (best(wire=wire, wire_because=(why,) * len(wire)) for wire in more)), None)

@@ -145,10 +145,10 @@ class Search:
         best, because = self._fastest(found), ""
         if others := [c for c in found if c.full_grads != best.full_grads]:
             faster = min(map(self.seconds, others)) - self.seconds(best)
-            because = f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'whole'}"
+            because = f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'unsharded gradients'}"
         elif whole := [c for c in bases if c.full_grads]:
             over = self.budget.over(self.cost(*whole).peaks)
-            because = f"added up whole they would take {size(over)} more than the budget"
+            because = f"accumulated unsharded they would take {size(over)} more than the budget"
         return replace(best, because=because)
 
     def _most(self, options: Options, grows: OpenValues) -> Options:

@@ -115,7 +115,7 @@ def shortage(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -> tup
     has = f"the {size(limit)} it may have"
     if auto is not None:
         has += f" on all tiers ({', '.join(f'{tier} {size(n or 0)}' for tier, n in limits.items())})"
-    problems = [f"at rest a rank has {size(found.total)}, {exact_size(found.total - limit)} more than {has}"]
+    problems = [f"between steps a rank stores {size(found.total)}, {exact_size(found.total - limit)} more than {has}"]
     problems += [f"there: {found}", *would_hold(step, mesh, params, found, limit)]
     if auto is None:
         return [*problems, *off_device(mesh, found)], "use more ranks, or move state off the device"

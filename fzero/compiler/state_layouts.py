@@ -48,7 +48,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     if wrong:
         raise FzeroTypeError(
             "optimizer",
-            "init returned leaves that are not tensors",
+            "init returned a state with leaves that are not tensors",
             wrong,
             "keep numbers in the closure, tensors in the state",
         )
@@ -76,10 +76,12 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
             layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
             leaves[i] = leaves[i].with_layout(**layout)
             if param.layout.dims and leaves[i].shape != param.shape:
-                blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")
+                blocks.append(
+                    f"{leaves[i]}, of {param}, sharded over {over_axes(param.layout.axes, param.layout.dims)}"
+                )
     if blocks:
-        what = "blocks of 256 elements do not stay together in leaves that are cut along a dim"
-        raise FzeroValueError(owner, what, blocks, "keep their state in 32 bits, or the leaves uncut")
+        what = "blocks of 256 elements do not stay together in tensors that are sharded along a dim"
+        raise FzeroValueError(owner, what, blocks, "keep their state in 32 bits, or the tensors unsharded")
     return leaves
 
 
@@ -110,7 +112,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
         return {}
     micro = find(step.transforms, Accumulate)
     if micro is not None and micro.num_micro_batches > 1 and not micro.layerwise:
-        problems = [f"{micro}: each micro-batch would read and write all that were added up before"]
+        problems = [f"{micro}: each micro-batch would read and write all gradients that were added up before"]
         fix = f"add them up block by block, and write the sum once: {replace(micro, schedule='layerwise')}"
         raise TransformError("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix)
     zero, precision = zero_of(step, mesh), precision_of(step)

@@ -139,13 +139,13 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
                     problems.append(f"{name!r} of {transform}: {owners[name]} has a slot of this name")
                 made[name], owners[name] = values, transform
     if problems:
-        fix = "give each slot a name of its own: a field of the transform"
-        raise TransformError(declaring[-1].name, "slots need names of their own", problems, fix)
+        fix = "give each slot its own name, for example from a field of the transform"
+        raise TransformError(declaring[-1].name, "slots need distinct names", problems, fix)
     flat, structure = tree.flatten(made)
     paths = tree.paths(made, "extras")
     if wrong := [f"{p}: {tree.describe(x)}" for p, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
         fix = "keep numbers in fields of the transform, tensors in slots"
-        raise FzeroTypeError(declaring[-1].name, "slots has leaves that are not tensors", wrong, fix)
+        raise FzeroTypeError(declaring[-1].name, "slots returned leaves that are not tensors", wrong, fix)
     local = {p: x for p, x in zip(paths, flat, strict=True) if isinstance(x, Local)}
     leaves = []
     for path, value in zip(paths, flat, strict=True):
@@ -195,7 +195,7 @@ def _alike(transform: Transform, method: str, before: Any, after: Any, what: str
     one that the method got."""
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
     old, new = (dict(tree.with_paths(x, what)) for x in (before, after))
-    problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]
+    problems = [f"{p}: not among the tensors given to it" for p in new.keys() - old.keys()]
     problems += [f"{p}: missing" for p in old.keys() - new.keys()]
     problems += [
         f"{p}: {tree.describe(old[p])} before, {tree.describe(new[p])} after"
@@ -204,5 +204,5 @@ def _alike(transform: Transform, method: str, before: Any, after: Any, what: str
     ]
     if problems or tree.structure(before) != tree.structure(after):
         fix = "return the tree that it got, with tensors of the same shapes and dtypes; declare further slots in slots"
-        raise FzeroTypeError(transform.name, f"{method} returned other {what}", sorted(problems), fix)
+        raise FzeroTypeError(transform.name, f"{method} returned different {what}", sorted(problems), fix)
     return after

@@ -66,7 +66,7 @@ class ArrayDataset(Steps):
         problems += [] if collate is None else function("collate", collate, "samples")
         if problems:
             fix = "e.g. transform=lambda batch, key: batch"
-            raise FzeroTypeError(_WHERE, "takes functions of other arguments", problems, fix)
+            raise FzeroTypeError(_WHERE, "takes functions with different arguments", problems, fix)
         self.shuffle, self.transform = shuffle, transform
         given = arrays[0] if len(arrays) == 1 else arrays
         self.arrays = None if _is_dataset(given) else _rows_of(given)
@@ -106,11 +106,14 @@ class ArrayDataset(Steps):
         ranks = python_numbers(ranks)
         problems = count("ranks", ranks)
         if not isinstance(loader, torch.utils.data.DataLoader):
-            problems.append(f"{describe(loader)} is no torch.utils.data.DataLoader")
+            problems.append(f"{describe(loader)} is not a torch.utils.data.DataLoader")
         else:
             problems += _not_by_step(loader)
         if problems:
-            fix = "give ArrayDataset(dataset, batch=...) the data set itself, or what has batch_at(step, rank, size)"
+            fix = (
+                "give ArrayDataset(dataset, batch=...) the data set itself, "
+                "or an object with batch_at(step, rank, size)"
+            )
             raise FzeroTypeError("data.from_loader", "the batch of a step is not known", problems, fix)
         # it also exists if none was passed; a loader that was given one has no batch_size
         batches: Any = loader.batch_sampler
@@ -134,7 +137,7 @@ class ArrayDataset(Steps):
             with _Drawn() as found:  # only draws of this thread: draws of other threads do not belong to the batch
                 self._made(samples, step, rank)
             if found.calls:
-                what = "a batch is made with draws from torch's global generator: it does not follow from its step"
+                what = "a batch uses random numbers from torch's global generator: it is not a function of its step"
                 fix = "draw in transform=fn(batch, key), with fz.random (normal, uniform, bernoulli, dropout)"
                 raise FzeroValueError("data.batch_at", what, list(dict.fromkeys(found.calls))[:8], fix)
         if _generators() != others:
@@ -155,10 +158,10 @@ class ArrayDataset(Steps):
             if not _equal(made, again):
                 break
         where = type(self.dataset).__name__ if self.dataset is not None else "transform"
-        what = "a batch is made with draws from a global generator: it does not follow from its step"
-        fix = "give each sample a generator of its own, numpy.random.default_rng((seed, index)) or random.Random(index)"
+        what = "a batch uses random numbers from a global generator: it is not a function of its step"
+        fix = "give each sample its own generator, numpy.random.default_rng((seed, index)) or random.Random(index)"
         fix += "; or draw in transform=fn(batch, key), with fz.random"
-        raise FzeroValueError("data.batch_at", what, [f"{name}: drawn from in {where}" for name in drawn], fix)
+        raise FzeroValueError("data.batch_at", what, [f"{name}: used in {where}" for name in drawn], fix)
 
     def _made(self, samples: list[int], step: int, rank: int) -> Any:
         if self.arrays is not None:
@@ -186,7 +189,7 @@ class ArrayDataset(Steps):
             problems = [f"sample {number}: {kind}" for kind, number in list(kinds.items())[:8]]
             kind = FzeroTypeError if isinstance(error, TypeError) else FzeroValueError
             fix = "make them alike, or give collate=fn(samples), which makes a batch of a list of them (padding)"
-            raise kind("data.batch_at", "samples make no batch of tensors", problems, fix) from error
+            raise kind("data.batch_at", "samples cannot be collated into a batch of tensors", problems, fix) from error
 
     def _identity(self) -> dict[str, Any]:
         leaves = tree.leaves(self.arrays) if self.arrays is not None else []
@@ -215,23 +218,24 @@ def _not_by_step(loader: torch.utils.data.DataLoader[Any]) -> list[str]:
     random order per epoch.
     """
     data, batches = loader.dataset, loader.batch_sampler
-    problems = (
-        [] if _is_dataset(data) else [f"{type(data).__name__} gives its samples one after the other, not by number"]
-    )
+    problems = [] if _is_dataset(data) else [f"{type(data).__name__} is iterable, and cannot be indexed"]
     if batches is None:
-        return [*problems, "batch_size=None: samples are not put together to batches"]
+        return [*problems, "batch_size=None: samples are not collated into batches"]
     if type(batches) is not torch.utils.data.BatchSampler:
         return [*problems, f"batches are made by {type(batches).__name__}"]
     sampler: Any = batches.sampler
     name = type(sampler).__name__
     if type(sampler) not in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler):
-        return problems if problems else [f"samples are chosen by {name} of its own"]
+        return problems if problems else [f"samples are chosen by a custom {name}"]
     if sampler.data_source is not data:
         problems.append(f"{name} is of {type(sampler.data_source).__name__}, not of the loader's own data set")
     if getattr(sampler, "replacement", False):
         problems.append(f"samples are chosen by {name} with replacement")
     elif len(sampler) != len(sampler.data_source):
-        problems.append(f"{name}(num_samples={len(sampler)}) takes other than all {len(sampler.data_source)} samples")
+        problems.append(
+            f"{name}(num_samples={len(sampler)}) takes a number of samples "
+            f"other than all {len(sampler.data_source)} samples"
+        )
     return problems
 
 

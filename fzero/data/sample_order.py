@@ -49,9 +49,9 @@ class Steps:
         Raises:
             FzeroValueError: listing everything that is wrong.
         """
-        problems = [] if counts(seed, 0) and seed < 1 << 64 else [f"seed={seed!r} is not a whole number below 2**64"]
+        problems = [] if counts(seed, 0) and seed < 1 << 64 else [f"seed={seed!r} is not an integer below 2**64"]
         problems += [
-            f"{name}={value!r} is not a whole number of at least 1"
+            f"{name}={value!r} is not an integer of at least 1"
             for name, value in {**sizes, "batch": batch}.items()
             if not counts(value)
         ]
@@ -85,20 +85,20 @@ class Steps:
         Raises:
             FzeroValueError: for a size that does not divide the batch, a rank outside the size, or a negative step.
         """
-        problems = [f"step={step!r} is not a whole number of at least 0"] if not counts(step, 0) else []
+        problems = [f"step={step!r} is not an integer of at least 0"] if not counts(step, 0) else []
         if not counts(size):
-            problems.append(f"size={size!r} is not a whole number of at least 1")
+            problems.append(f"size={size!r} is not an integer of at least 1")
         elif not (counts(rank, 0) and rank < size):
             problems.append(f"rank={rank!r} is not one of 0 to {size - 1}")
         if problems:
             fix = "count steps and ranks from 0"
-            raise FzeroValueError("data.batch_at", "there is no such batch", problems, fix)
+            raise FzeroValueError("data.batch_at", "the batch does not exist", problems, fix)
         if self.batch % size:
             fix = (
                 f"make batch a multiple of {size}, e.g. {-(-self.batch // size) * size}, or use a number of ranks that "
                 f"divides {self.batch}"
             )
-            what = f"a batch of {self.batch} rows cannot be shared by {size} ranks alike"
+            what = f"a batch of {self.batch} samples is not divisible by {size} ranks"
             raise FzeroValueError("data.batch_at", what, fix=fix)
         rows = self.batch // size
         return self._rows(self.order(self.data_step(step) * self.batch + rank * rows, rows), step, rank)
@@ -145,7 +145,7 @@ class Steps:
             3
         """
         if not counts(step, 0):
-            what = f"step={step!r} is not a whole number of at least 0"
+            what = f"step={step!r} is not an integer of at least 0"
             raise FzeroValueError("data.cursor", what, fix="give the number of the state's step")
         return {"next": self.data_step(step), **self._identity()}
 
@@ -178,7 +178,7 @@ class Steps:
                 "version of Python)"
             )
             raise FzeroValueError(
-                "data.resume", "the run was saved with other data than this, or in another order", problems, fix
+                "data.resume", "the run was saved with different data, or data in a different order", problems, fix
             )
         step = position = cursor["next"]
         for first, stop in self.skip:

@@ -89,12 +89,12 @@ class TokenDataset(Steps):
     def windows(self, first: int, count: int) -> list[int]:
         """Returns the windows that samples `first` to `first + count - 1` of the run read."""
         wrong = [
-            f"{name}={n!r} is not a whole number of at least 0"
+            f"{name}={n!r} is not an integer of at least 0"
             for name, n in (("first", first), ("count", count))
             if not counts(n, 0)
         ]
         if wrong:
-            raise FzeroValueError("data.windows", "there are no such samples", wrong, "count samples from 0")
+            raise FzeroValueError("data.windows", "these samples do not exist", wrong, "count samples from 0")
         return self.order(first, count)
 
     def _rows(self, samples: list[int], step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +191,7 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None:
         raise FzeroTypeError(
             "data.TokenDataset",
-            f"{path} does not say what it holds",
+            f"{path} does not contain the dtype of its tokens",
             fix="pass the dtype of its tokens, e.g. dtype=torch.uint16",
         )
     _check_dtype("data.TokenDataset", dtype)
@@ -201,9 +201,7 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
         )
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
-        problem = [
-            f"{size} bytes are not a positive whole number of {dtype_name(dtype)} tokens of {dtype.itemsize} bytes"
-        ]
+        problem = [f"{size} bytes are not a positive multiple of {dtype_name(dtype)} tokens of {dtype.itemsize} bytes"]
         raise FzeroValueError(
             "data.TokenDataset",
             f"{path} is not a file of such tokens",

@@ -84,10 +84,10 @@ class BatchSize(Transform):
         axes = {a for t in program.transforms if isinstance(t, Parallel) for a in t.axes if a in program.mesh.axes}
         parts = program.mesh.axis_size(tuple(axes))
         if program.assigns and found and self.rows not in {n * parts for n in found.values()}:
-            problems = [f"{name}: {n} rows of each of {parts} parts of the batch" for name, n in found.items()]
+            problems = [f"{name}: {n} samples of each of {parts} shards of the batch" for name, n in found.items()]
             rows = self.rows / parts
             fix = f"give each rank {rows:g} rows, those of all its micro-batches; or say another train_batch_size"
-            what = f"a step is of {self.rows} rows (train_batch_size), this batch is of others"
+            what = f"a step has {self.rows} samples (train_batch_size), this batch has a different number"
             raise FzeroValueError("deepspeed", what, problems, fix)
         return program
 
@@ -146,7 +146,7 @@ class Config:
         )
         value = min(value, 24)
         room, lines = max(24, width - key - value - answer - 6), []
-        for path, found, kind, says in [("key", "value", "answer", "what becomes of it"), *rows]:
+        for path, found, kind, says in [("key", "value", "answer", "what it becomes"), *rows]:
             cells = [textwrap.wrap(found, value) or [""], textwrap.wrap(says, room)]
             for i in range(max(map(len, cells))):
                 left, right = (cell[i] if i < len(cell) else "" for cell in cells)
@@ -297,7 +297,7 @@ def _precision(found: ConfigSettings) -> list[Transform]:
     compute = computes[0] if computes else "fp32"
     params = DTYPE_NAMES.get(found.get("data_types.param_dtype", compute))
     if params != compute and not found.get("torch_autocast.enabled", False):
-        found.refuse("data_types.param_dtype", f"{compute} is computed in; DeepSpeed refuses it too")
+        found.refuse("data_types.param_dtype", f"{compute} is computed in; DeepSpeed rejects it too")
     wires = {
         p: DTYPE_NAMES[x] for p in ("communication_data_type", "data_types.grad_accum_dtype") if (x := found.get(p))
     }
@@ -309,7 +309,7 @@ def _precision(found: ConfigSettings) -> list[Transform]:
     elif wires:
         options["reduce"] = next(iter(wires.values()))
     elif compute != "fp32" and not options:
-        says = f"fp32: sums of gradients are exacter than in {compute}, DeepSpeed's default, and twice the bytes"
+        says = f"fp32: sums of gradients are more accurate than in {compute}, DeepSpeed's default, and twice the bytes"
         found.omitted("communication_data_type", says)
     kept = found.get("data_types.keep_in_fp32_modules", [])
     if kept:
@@ -354,7 +354,7 @@ def _stage(found: ConfigSettings) -> list[Transform]:
     if stage == 3 and numel is None:
         says = "every parameter is sharded, but those with fewer elements than there are ranks"
         if small in found.values:
-            found.instead(small, f"{says}; a number keeps smaller ones whole")
+            found.instead(small, f"{says}; a number keeps smaller ones unsharded")
         else:
             found.omitted(small, f"0: {says}")
     return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]
@@ -369,7 +369,7 @@ def _offload(found: ConfigSettings) -> list[Transform]:
         tier = found.get(f"{section}.device", "cpu" if found.get(old[section], False) else "none")
         path, share = found.get(f"{section}.nvme_path"), found.get(f"{section}.ratio", 1.0)
         if f"{section}.device" in found.values and found.get(old[section], False):
-            found.refuse(old[section], f"{section} says it already")
+            found.refuse(old[section], f"{section} sets it already")
         if tier == "none" or share == 0:
             continue
         if stage < least:
@@ -379,13 +379,15 @@ def _offload(found: ConfigSettings) -> list[Transform]:
             found.problems.append(f"{section}.nvme_path: missing: device 'nvme' needs a directory")
             continue
         if tier == "nvme" and stage in (1, 2):
-            found.note(at, f"state rests on the disk, also at stage {stage}, where DeepSpeed leaves it in host memory")
+            found.note(
+                at, f"state is stored on the disk, also at stage {stage}, where DeepSpeed leaves it in host memory"
+            )
         if tier == "cpu" and path is not None:
             found.note(f"{section}.nvme_path", "not used: the device is 'cpu'")
         wanted.setdefault((tier, path if tier == "nvme" else None, float(share)), []).append(role)
     if len({path for tier, path, _ in wanted if tier == "nvme"}) > 1:
         paths = " and ".join(f"{section}.nvme_path" for section in _OFFLOADS)
-        found.problems.append(f"{paths}: the files of a state lie in one place: give both the same directory")
+        found.problems.append(f"{paths}: the files of a state lie in one directory: give both the same directory")
     return [
         t
         for (tier, path, share), roles in wanted.items()

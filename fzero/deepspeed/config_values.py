@@ -89,7 +89,7 @@ class ConfigSettings:
         if self.problems:
             problems = list(dict.fromkeys(self.problems))
             what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
-            raise FzeroValueError("deepspeed", what, problems, "correct these keys; every other is understood")
+            raise FzeroValueError("deepspeed", what, problems, "correct these keys; all others are supported")
 
 
 def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -118,8 +118,8 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
         if not text.lstrip().startswith(b"{"):
             raise ValueError
     except (binascii.Error, ValueError):
-        fix = "give the path of a file that is there, or the dict itself"
-        raise FzeroValueError("deepspeed", f"{shown(name)} is not there", fix=fix) from None
+        fix = "give the path of an existing file, or the dict itself"
+        raise FzeroValueError("deepspeed", f"{shown(name)} does not exist", fix=fix) from None
     return read_text(text, "base64"), "base64"
 
 
@@ -128,7 +128,7 @@ def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     try:
         return parsed(json.dumps(dict(config)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise FzeroTypeError("deepspeed", f"{name} has values that JSON has not", [str(error)]) from None
+        raise FzeroTypeError("deepspeed", f"{name} has values that JSON does not have", [str(error)]) from None
 
 
 def read_text(text: str | bytes, name: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def initialize(
 
     Raises:
         FzeroValueError: as for `load_config` and `fz.compile`.
-        FzeroTypeError: the model is neither of these, or there is neither a model nor a loss.
+        FzeroTypeError: the model is neither of these, or neither a model nor a loss is given.
 
     Example:
         >>> import torch, fzero as fz
@@ -65,7 +65,7 @@ def initialize(
     where = "deepspeed.initialize"
     if model is None and not callable(loss):
         fix = "give model=module, or a loss function of parameters and batch"
-        raise FzeroTypeError(where, "there is neither a model nor a loss", fix=fix)
+        raise FzeroTypeError(where, "neither a model nor a loss is given", fix=fix)
     if not (model is None or isinstance(model, nn.Module) or hasattr(model, "train_step")):
         what = f"a model is a module, or fz.functionalize(module), not {type(model).__name__}"
         raise FzeroTypeError(where, what, fix="without a module: initialize(loss=loss_fn, config=...)")

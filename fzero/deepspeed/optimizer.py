@@ -34,8 +34,8 @@ PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # arguments of DeepSp
 
 REFUSED = {
     "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
-    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not there"),
-    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and refuses it too"),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not supported"),
+    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and rejects it too"),
 }
 """Optimizers that DeepSpeed has and fzero does not support, and why."""
 
@@ -126,7 +126,7 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
     supported."""
     kind: str = settings.get("optimizer.type", "")
     if not kind:
-        settings.problems.append(f"optimizer: none is said; add the section, or {_CLIENT}")
+        settings.problems.append(f"optimizer: none is given; add the section, or {_CLIENT}")
         return None
     names = {name.lower(): name for name in (*PARAMS, *REFUSED)}
     name = names.get(kind.lower(), kind)
@@ -144,7 +144,7 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
     cycled = _cycled_momentum(settings, name)
     if cycled is not None and name not in ("Adam", "AdamW"):
-        settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
+        settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: set it to false")
     if name in TORCH:
         return _of_torch(settings, name, lr, shown)
     if name == "Muon":
@@ -264,7 +264,7 @@ def _adam(
         settings.note("optimizer.params.adam_w_mode", "without effect, as in DeepSpeed: AdamW is decoupled")
     flags = {flag: get(flag, False) for flag in ("amsgrad", "maximize")}
     if not get("torch_adam", False):
-        own = "DeepSpeed's own Adam refuses it too: say torch_adam"
+        own = "DeepSpeed's own Adam rejects it too: use torch_adam"
         settings.problems += [f"optimizer.params.{flag}=True: {own}" for flag, x in flags.items() if x]
     numbers = f"{shown}, b1={'OneCycle' if callable(b1) else f'{b1:g}'}, b2={b2:g}, eps={eps:g}"
     options = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "decoupled_weight_decay": decoupled, **flags}
@@ -300,7 +300,7 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
     if kind in ("OneCycle", "LRRangeTest"):
         return _one_cycle_or_range_test(settings, kind)
     if "warmup_type" not in params:
-        settings.omitted("scheduler.params.warmup_type", "log; where a straight line is meant, say linear")
+        settings.omitted("scheduler.params.warmup_type", "log; if a straight line is intended, use linear")
     get = lambda key, default: default if params.get(key) is None else params[key]  # noqa: E731
     low, steps = float(get("warmup_min_lr", 0.0)), int(get("warmup_num_steps", 1000))
     high, shape = float(get("warmup_max_lr", lr if kind == "WarmupLR" else 1e-3)), get("warmup_type", "log")

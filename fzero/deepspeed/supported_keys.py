@@ -178,7 +178,7 @@ SUPPORTED: dict[str, Supported] = {
         _one_of(0, 1, 2, 3), "0: fz.data_parallel; 1: fz.shard_opt_state; 2: fz.shard_grads; 3: fz.shard_params"
     ),
     "zero_optimization.stage3_param_persistence_threshold": Supported(
-        _COUNT_OR_AUTO, "fz.shard_params(where=): smaller parameters stay whole, their state is sharded"
+        _COUNT_OR_AUTO, "fz.shard_params(where=): smaller parameters are replicated, their state is sharded"
     ),
     "zero_optimization.offload_optimizer.device": Supported(_TIER, "fz.offload(..., 'opt_state')"),
     "zero_optimization.offload_optimizer.nvme_path": Supported(_TEXT_OR_NULL, "fz.offload(path=)"),
@@ -210,7 +210,7 @@ REJECTED: dict[str, Rejected] = {
     **_each("optimizer.params", "max_coeff min_coeff", Rejected("fz.optim.lamb does not clip its ratios")),
     "optimizer.params.max_grad_norm": Rejected("DeepSpeed rejects it too: say gradient_clipping", (0,)),
     "optimizer.params.fp32_optimizer_states": Rejected(_FP32_STATE, (True,)),
-    "scheduler.params.last_batch_iteration": Rejected("a schedule goes by the updates that a state counts", (-1,)),
+    "scheduler.params.last_batch_iteration": Rejected("a schedule depends on the number of updates", (-1,)),
     "fp16.fp16_master_weights_and_grads": Rejected("master weights in fp16 are not supported", (False,)),
     "bf16.bf16_optimizer_states": Rejected(_FP32_STATE, (False,)),
     "torch_autocast.lower_precision_safe_modules": Rejected("say fz.mixed_precision(where=)"),
@@ -221,7 +221,7 @@ REJECTED: dict[str, Rejected] = {
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
         Rejected("say fz.compress for transfers in 8 bits", (False,)),
     ),
-    "zero_optimization.zenflow": Rejected("it updates by stale gradients", (None,)),
+    "zero_optimization.zenflow": Rejected("it updates with stale gradients", (None,)),
     **_each(
         "zero_optimization",
         "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",

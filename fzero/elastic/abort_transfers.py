@@ -32,7 +32,9 @@ def freed(mesh: Mesh) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(_EVERY):
             if gone := mesh.collective_sequence.gone():
-                logger.warning("fzero.run: rank %s is gone: its transfers end", ", ".join(map(str, sorted(gone))))
+                logger.warning(
+                    "fzero.run: rank %s has exited: its transfers are aborted", ", ".join(map(str, sorted(gone)))
+                )
                 compat.abort_groups()
                 return
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from fzero._utils.path_permissions import exposed
 
-MEMORY, KEEPER = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER"
+MEMORY, SUPERVISOR = "FZERO_RUN_MEMORY", "FZERO_RUN_SUPERVISOR"
 """Environment variables that the supervisor sets for its rank: the directory of the in-memory checkpoints, and the mark
 that the process has a supervisor."""
 
@@ -158,7 +158,7 @@ def forget(memory: Path, ended: int) -> None:
 def not_a_directory(given: str) -> list[str]:
     """Returns a message if a text cannot name a directory for in-memory checkpoints."""
     if not given:
-        return ["memory='': names no directory"]
+        return ["memory='': is not a directory"]
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", given):
         return [f"memory={given!r}: must be a directory of this host, not a URL"]
     return []
@@ -202,7 +202,7 @@ def elastic() -> bool:
 def elsewhere() -> str:
     """Returns how to keep the in-memory checkpoints in another directory: a rank with a supervisor cannot choose it
     itself."""
-    return "python -m fzero.run --memory DIR" if KEEPER in os.environ else "fz.run(memory=DIR)"
+    return "python -m fzero.run --memory DIR" if SUPERVISOR in os.environ else "fz.run(memory=DIR)"
 
 
 def own_group() -> int | None:

@@ -80,7 +80,7 @@ def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any
                 or (collective_sequence.watcher is not None and collective_sequence.watcher.absent())
             ):
                 raise
-            logger.warning("fzero.run: a rank was lost while all came together (%s)", cause(error))
+            logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
         leave()
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.say(host_directory.COMING)
@@ -107,8 +107,8 @@ def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
     if len(set(runs)) == 1:
         return None
     problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(runs)]
-    fix = "start the script again; with a script for each fz.run, a rank that was lost comes back to it"
-    return FzeroValueError("run", "a rank that was lost cannot come back to this run", problems, fix)
+    fix = "start the script again; with a script for each fz.run, a rank that was lost rejoins it"
+    return FzeroValueError("run", "a rank that was lost cannot rejoin this run", problems, fix)
 
 
 def lost(mesh: Mesh, error: Exception) -> bool:

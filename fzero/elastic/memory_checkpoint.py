@@ -3,7 +3,7 @@ them.
 
     of-00002/rank-00000.json             what rank 0 of 2 stores, and where it lies in the rank's files
     of-00002/rank-00000.0.safetensors    one of two slots: the newest state and the one before it
-    of-00002/ward-00001.*                what rank 1, of another host, has sent (fzero/elastic/peer_replicas.py)
+    of-00002/replica-00001.*             what rank 1, of another host, has sent (fzero/elastic/peer_replicas.py)
 
 The header and the pages of a slot are allocated once, and the slot is then overwritten in place, so storing a state
 costs one copy of it. The tensor `sealed` of a slot is 0 while the slot is being written, and otherwise the number of
@@ -132,7 +132,7 @@ class MemoryCheckpoint:
         """
         if (form := _form(state)) != self._form:
             odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
-            odd += [f"{b[0]}: {tree.form(*b[1:])} is not there" for b in self._form if b not in form]
+            odd += [f"{b[0]}: {tree.form(*b[1:])} is missing" for b in self._form if b not in form]
             fix = "keep the state that run.state returned, as its steps return it"
             raise FzeroValueError("run.commit", "this is not the run's state", odd[:8], fix)
         flat = tree.leaves(lasting(state))
@@ -191,7 +191,7 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
     found: dict[tuple[int, int], Index] = {}
     for directory in memory.glob("of-*"):
         size = int(directory.name.removeprefix("of-"))
-        for note in (*sorted(directory.glob("rank-*.json")), *sorted(directory.glob("ward-*.json"))):
+        for note in (*sorted(directory.glob("rank-*.json")), *sorted(directory.glob("replica-*.json"))):
             with contextlib.suppress(FileNotFoundError):  # another rank may be removing it
                 content = read(note, dict[str, Any])
                 for slot in range(content["slots"]):
@@ -216,19 +216,19 @@ class Damage(NamedTuple):
     sent: bool = False
 
 
-def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]:
+def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage]:
     """Compares the slots in this host's memory with the checksums stored with them, and invalidates those that differ.
 
     No rank restores a slot that is invalidated. To be called while no rank writes a slot.
 
     Args:
-        turn, num: this process checks every `num`-th file, starting with file `turn`.
+        first, num: this process checks every `num`-th file, starting with file `first`.
 
     Time: 10 GB/s per core.
     """
     found: list[Damage] = []
-    notes = sorted(n for kind in ("rank", "ward") for n in memory.glob(f"of-*/{kind}-*.json"))
-    for note in notes[turn::num]:
+    notes = sorted(n for kind in ("rank", "replica") for n in memory.glob(f"of-*/{kind}-*.json"))
+    for note in notes[first::num]:
         content = read(note, dict[str, Any])
         if "sums" not in content:
             continue

@@ -1,8 +1,8 @@
 """Receives the shards of the state that other ranks send (`fz.redundant`) into files next to those of this rank's own
 state.
 
-    of-00002/ward-00001.json             what is stored here of rank 1's state, and where in these files it lies
-    of-00002/ward-00001.0.safetensors    one of two slots: the newest complete state, and the one being received
+    of-00002/replica-00001.json          what is stored here of rank 1's state, and where in these files it lies
+    of-00002/replica-00001.0.safetensors one of two slots: the newest complete state, and the one being received
 
 A step fills one slot while the other stays valid (sealed). fzero/elastic/memory_checkpoint.py describes the format.
 Tensors that are replicated along the axis are not sent: each rank stores its own copy.
@@ -81,7 +81,7 @@ class PeerReplicas:
         owner = replica.owner(mesh)
         boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
         self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # those with checksums
-        stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
+        stem = f"replica-{_index(mesh, tuple(mesh.axes), owner):05d}"
         entries = [safetensors_format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
         entries += [
             safetensors_format.Entry(SEALED, torch.int64, (1,)),
@@ -106,8 +106,10 @@ class PeerReplicas:
         if self._coming is not None and self._speaks:
             self._speaks = False
             fix = "call run.commit(state) after every step; fz.run(every=k) with fz.redundant(every=k) does less"
-            what = f"what ranks have sent of the state after {self._seen} batches (fz.redundant) is of no use"
-            logger.warning("fzero.run: %s: it was not kept, or the state after it; %s", what, fix)
+            what = (
+                f"the shards that ranks have sent of the state after {self._seen} batches (fz.redundant) cannot be used"
+            )
+            logger.warning("fzero.run: %s: neither this state nor the one after it was committed; %s", what, fix)
         self._seen, self._coming, self._come = seen, None, set()
 
     def places(self, leaves: Sequence[str], every: int = 1, once: bool = False) -> list[torch.Tensor] | None:
@@ -156,7 +158,7 @@ def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFil
     """Writes a JSON file that says what the slots hold of a state of this plan: the elements `boxes` of each tensor."""
     offsets = slots[0].offsets
     parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
-    content = to_json(0, plan.leaves, parts, plan.aliases, plan.skeleton, {}, {})
+    content = to_json(0, plan.leaves, parts, plan.aliases, plan.treespec, {}, {})
     content |= {"chunk": safetensors_format.CHUNK, "sha256": "", "bytes": slots[0].bytes}
     content |= {"sealed": offsets[SEALED], "slots": len(slots)}
     if SUMS in offsets:

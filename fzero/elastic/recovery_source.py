@@ -22,7 +22,7 @@ import torch
 from fzero._utils.bounded_json import formed, parsed
 from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, StoredPart, parse, to_json
-from fzero.checkpoint.peer_reads import Spread
+from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.storage import storage_of
 from fzero.comm import collective_sequence
 from fzero.comm.all_ranks import Ranks, together
@@ -83,7 +83,7 @@ def _lost(key: tuple[int, int, str], states: Mapping[tuple[int, int, str], Seque
     files = {file for _, index in states[key] for parts in index.parts.values() for file in (p.file for p in parts)}
     gone = [r for r in range(key[1]) if not any(f"-{r:05d}." in file for file in files)]
     who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "some ranks"
-    return f"of the state after {key[0]} batches no host's memory has what {who} had" if key[0] else ""
+    return f"of the state after {key[0]} batches no host's memory has the shards of {who}" if key[0] else ""
 
 
 def _states(memories: Sequence[Held], mine: int) -> dict[tuple[int, int, str], list[tuple[int, Index]]]:
@@ -143,13 +143,13 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
     try:
         return [heard(those) for those in readers]
     except _WRONG as error:  # the same error on every rank: all have received the same data
-        raise CheckpointError("run", what, [f"its note is damaged: {type(error).__name__}: {error}"]) from None
+        raise CheckpointError("run", what, [f"its metadata is damaged: {type(error).__name__}: {error}"]) from None
 
 
 def _told(index: Index) -> dict[str, Any]:
     """Serializes an index in the form that another rank parses."""
     content = to_json(
-        index.step, index.leaves, index.parts, index.aliases, index.skeleton, dict(index.meta), index.files
+        index.step, index.leaves, index.parts, index.aliases, index.treespec, dict(index.meta), index.files
     )
     return {**content, "chunk": safetensors_format.CHUNK, "sha256": index.sha256}
 
@@ -186,7 +186,7 @@ def check(index: Index) -> None:
 
 def _form(index: Index) -> str:
     """Returns a digest of the tensors and the tree of a state, so that shards of different models are not combined."""
-    facts = list(index.leaves.items()), list(index.aliases.items()), index.skeleton
+    facts = list(index.leaves.items()), list(index.aliases.items()), index.treespec
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -212,18 +212,18 @@ def _read_by(
     by_number = dict(states)
     own = by_number.get(mine)
     index = states[0][1] if own is None else own
-    what = f"what the hosts' memory has of step {index.step}"
+    what = f"the state in the hosts' memory of step {index.step}"
     directory = memory if own is None else Path(own.directory)
     return replace(
         index,
         directory=directory,
         files={} if own is None else own.files,
         parts=_joined(states, lambda number, file: file if number == mine else f"{number}:{file}"),
-        spread=None if len(memories) == 1 else _spread(mesh, directory, memories, what),
+        peer_reads=None if len(memories) == 1 else _peer_reads(mesh, directory, memories, what),
     )
 
 
-def _spread(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) -> Spread:
+def _peer_reads(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) -> PeerReads:
     """Returns the reader of the files of all memories.
 
     A file is named by the number of its memory and its name. `directory` holds the files of this host.
@@ -242,4 +242,4 @@ def _spread(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) ->
             return f"{path.name}: {error}"
         return None if got == out.numel() else f"{path.name}: ends inside {offset} to {offset + out.numel()}"
 
-    return Spread(mesh, "run", what, holder, take)
+    return PeerReads(mesh, "run", what, holder, take)

@@ -12,7 +12,7 @@ import torch
 from fzero import tree
 from fzero.checkpoint import tensor_digests
 from fzero.checkpoint.index import Index, StoredPart
-from fzero.checkpoint.peer_reads import Spread
+from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import as_bytes
 from fzero.checkpoint.saving import SavePlan, make_plan
 from fzero.comm import agreement
@@ -25,7 +25,7 @@ from fzero.step import State
 from fzero.step.checks import check_state
 from fzero.tree import describe
 
-_FIX = "reshard what train.init, train.restore or a step returned"
+_FIX = "reshard a state that train.init, train.restore or a step returned"
 
 
 def reshard(state: State, train: CompiledStep) -> State:
@@ -46,7 +46,7 @@ def reshard(state: State, train: CompiledStep) -> State:
 
     Raises:
         FzeroTypeError: an argument is not a state, or not a compiled step.
-        FzeroValueError: tensors that no compiled step made, that are stored on disk, or that belong to other
+        FzeroValueError: tensors that was not made by a compiled step, that are stored on disk, or that belong to other
             processes; states that differ between the ranks. Raised before anything is moved, so the state is unchanged.
         CheckpointError: the state is of another model or optimizer; every difference is listed. The state is
             unchanged.
@@ -81,14 +81,14 @@ def reshard(state: State, train: CompiledStep) -> State:
         plan.step,
         plan.leaves,
         plan.aliases,
-        plan.skeleton,
+        plan.treespec,
         {},
         {},
         {
             name: tuple(StoredPart(f"{r}:{name}", name, b, 0) for r, b in _parts(plan, name, mesh))
             for name in plan.parts
         },
-        spread=Spread(
+        peer_reads=PeerReads(
             mesh, "reshard", f"the state of step {plan.step}", lambda file: int(file.split(":")[0]), take, let_go
         ),
     )
@@ -136,11 +136,13 @@ def _check(state: Any, mesh: Mesh) -> None:
     here, problems = (mesh.rank, mesh.size), []
     for path, x in tree.with_paths(state, "state"):
         if not isinstance(x, torch.Tensor) or (known := leaf_of(x)) is None:
-            problems.append(f"{path}: {describe(x)} that no compiled step made")
+            problems.append(f"{path}: {describe(x)} that was not made by a compiled step")
         elif (there := (known[1].rank, known[1].size)) != here:
-            problems.append(f"{path}: of rank {there[0]} of {there[1]}, and here is rank {here[0]} of {here[1]}")
+            problems.append(
+                f"{path}: belongs to rank {there[0]} of {there[1]}, and this is rank {here[0]} of {here[1]}"
+            )
         elif extent_of(x) is not None:
-            problems.append(f"{path}: rests on disk")
+            problems.append(f"{path}: is stored on disk")
     if problems:
         fix = f"{_FIX} on these processes, in memory (fz.move(state, 'cpu')); or save and restore it"
         raise FzeroValueError("reshard", "cannot reshard this state", problems, fix)

@@ -92,32 +92,36 @@ def run(
     health = health if health is not None else Health()
     if problems := _problems(main, memory, every, stop_on, timeout, health, on_resize):
         main_is_wrong = any(p.startswith("main=") for p in problems)
-        fix = "define main(run), a function that trains and returns" if main_is_wrong else "follow each line"
+        fix = (
+            "define main(run), a function that trains and returns"
+            if main_is_wrong
+            else "correct each of these arguments"
+        )
         left_out = "; an argument that is left out has a valid default"
         raise FzeroValueError("run", "invalid arguments", problems, fix + left_out)
-    here, keeper, torchrun = Processes.of(), host_directory.KEEPER in os.environ, launcher.under_torchrun()
+    here, supervised, torchrun = Processes.of(), host_directory.SUPERVISOR in os.environ, launcher.under_torchrun()
     try:
-        kept_in = host_directory.memory(memory) if keeper or torchrun or memory is not None else None
+        kept_in = host_directory.memory(memory) if supervised or torchrun or memory is not None else None
         if kept_in is not None:
             host_directory.make_directory(host_directory.of_run(kept_in, _ended[kept_in]))
-            if not keeper and here.local == 0 and host_directory.logout_removes(kept_in):
+            if not supervised and here.local == 0 and host_directory.logout_removes(kept_in):
                 logger.warning("fzero.run: %s", host_directory.LOGOUT)
             collective_sequence.watcher = host_directory.RankProgress(kept_in, here.rank)
             if (
-                not keeper or collective_sequence.watcher.read().phase == host_directory.FINISHED
+                not supervised or collective_sequence.watcher.read().phase == host_directory.FINISHED
             ):  # the recorded steps belong to an earlier run
                 collective_sequence.watcher.say(host_directory.COMING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
         raise FzeroValueError(
-            "run", what, [str(error)], f"{host_directory.elsewhere()} takes another directory"
+            "run", what, [str(error)], f"{host_directory.elsewhere()} uses another directory"
         ) from error
     try:
         with Signals(stop_on) as signals:
-            if keeper:
+            if supervised:
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
             result, stopped = _until_it_returns(
-                main, kept_in, every, signals, keeper and here.world > 1, timeout, health, on_resize, mesh
+                main, kept_in, every, signals, supervised and here.world > 1, timeout, health, on_resize, mesh
             )
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.FINISHED)
@@ -130,7 +134,7 @@ def run(
     finally:
         collective_sequence.watcher = None
     close_mesh()
-    if kept_in is not None and keeper:
+    if kept_in is not None and supervised:
         _ended[kept_in] += 1
     elif kept_in is not None and here.local == 0:
         host_directory.remove(kept_in)
@@ -156,10 +160,12 @@ def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, he
     if any(
         kind(main) for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     ):
-        problems.append(f"main={shown(main)}: a generator, or an async function: calling it runs nothing of it")
-    here, keeper, torchrun = Processes.of(), host_directory.KEEPER in os.environ, launcher.under_torchrun()
-    if memory is not None and keeper:
-        problems.append("memory: its keeper says where a rank keeps states: python -m fzero.run --memory DIR")
+        problems.append(f"main={shown(main)}: a generator, or an async function: calling it does not run its body")
+    here, supervised, torchrun = Processes.of(), host_directory.SUPERVISOR in os.environ, launcher.under_torchrun()
+    if memory is not None and supervised:
+        problems.append(
+            "memory: the supervisor of a rank decides where its states are kept: python -m fzero.run --memory DIR"
+        )
     elif memory is not None and here.world > 1 and not torchrun:
         problems.append("memory: no process owns these ranks' memory: start them by torchrun, or python -m fzero.run")
     return problems
@@ -211,7 +217,8 @@ def _until_it_returns(
                 logger.warning("fzero.run: %s, which ends the run", why)
             elif signals.came:
                 text = (
-                    "fzero.run: told to stop, and a rank was lost (%s): steps since the last checkpoint are not saved"
+                    "fzero.run: a stop was requested, and a rank was lost (%s): "
+                    "steps since the last checkpoint are not saved"
                 )
                 logger.warning(text, cause(error))
             else:

@@ -79,7 +79,7 @@ class RunCheckpoints:
         if meta is not None and not isinstance(meta, Mapping):
             problems.append(f"meta={shown(meta)}: must be a dict")
         elif meta is not None and _NOTE in meta:
-            problems.append(f"meta[{_NOTE!r}]: the name is the run's own")
+            problems.append(f"meta[{_NOTE!r}]: the name is reserved for the run")
         if problems:
             raise FzeroValueError("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
 
@@ -117,7 +117,7 @@ class RunCheckpoints:
             saved = self.save(state, known, keep, meta)
         except CheckpointError as error:
             text, _, fix = str(error).partition("\nFix: ")
-            what = f"the run is told to stop, and its state after {known.seen} batches is not saved"
+            what = f"a stop of the run is requested, and its state after {known.seen} batches is not saved"
             problems = [line.strip() for line in text.splitlines()] + [self._next_start(in_memory)]
             raise type(error)("run", what, problems, fix or None) from error
         if self._mesh.rank == 0:
@@ -127,15 +127,15 @@ class RunCheckpoints:
         """Returns a message that says from which state the next start continues if the last state is not on disk. To be
         called on all ranks."""
         if in_memory and launcher.starts_again():
-            return "the hosts' memory has it: torchrun starts the ranks again, and they go on from there"
+            return "the hosts' memory has it: torchrun restarts the ranks, and they continue from it"
         try:
             assert self.path is not None
             found = checkpoint.find(self.path)
         except CheckpointError as error:
             return f"the next start ends with {str(error).splitlines()[0]}"
         if found is None:
-            return f"the next start begins anew: there is no checkpoint under {self.path}"
-        return f"the next start goes on from {found}"
+            return f"the next start begins from scratch: there is no checkpoint under {self.path}"
+        return f"the next start continues from {found}"
 
     def settle(self) -> None:
         """Waits for the asynchronous save, if one is running."""
@@ -150,4 +150,4 @@ class RunCheckpoints:
     def without(self, error: StorageError) -> None:
         """Logs that the run continues although a checkpoint could not be written."""
         if self._mesh.rank == 0:
-            logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)
+            logger.warning("fzero.run: the run continues without this checkpoint: %s", error)

@@ -119,7 +119,7 @@ class Run:
         if batch % size:
             able = [n for n in range(1, batch + 1) if batch % n == 0]
             near = [n for n in able if n < size][-4:] + [n for n in able if n > size][:2]
-            what = f"a batch of {batch} rows cannot be shared by {size} ranks alike"
+            what = f"a batch of {batch} samples is not divisible by {size} ranks"
             fix = f"start the run on a number of ranks that divides it ({', '.join(map(str, near))})"
             raise FzeroValueError("run.num_micro_batches", what, fix=fix)
         share = batch // size
@@ -162,9 +162,9 @@ class Run:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError("run.state", "invalid arguments", problems, fix)
         if train.awaits_batch:  # a restarted rank would have another layout than the others
-            problems = ["batch: a run lays out its state before it sees the first batch"]
-            fix = "fz.compile(step, run.mesh, batch=batch), where meta tensors will do"
-            raise FzeroValueError("run.state", "stages are made of the blocks that a batch goes through", problems, fix)
+            problems = ["batch: a run decides the layout of its state before it sees the first batch"]
+            fix = "fz.compile(step, run.mesh, batch=batch), for which meta tensors are enough"
+            raise FzeroValueError("run.state", "stages are made of the blocks that process a batch", problems, fix)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
@@ -216,7 +216,7 @@ class Run:
             if self._stop_request.stops(batch):
                 self.stopping = True
                 if self.mesh.rank == 0:
-                    logger.warning("fzero.run: told to stop: batch %d is the next", batch)
+                    logger.warning("fzero.run: a stop was requested: batch %d is the next", batch)
                 break
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.STEPPING, batch)
@@ -226,10 +226,10 @@ class Run:
             yield batch
             idle = 0 if self._batches() > batch or self._train is None else idle + 1
             if idle == _IDLE:
-                asked = f"batches {batch + 1 - idle} to {batch} were asked for, and no step was taken"
+                asked = f"batches {batch + 1 - idle} to {batch} were requested, and no step was taken"
                 fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
-                fix += "no list and no sampler made of it; to leave batches out, fz.data's skip=[(first, last + 1)]"
-                raise FzeroValueError("run.steps", "it is read ahead", [asked], fix)
+                fix += "without a list or a sampler around it; to leave batches out, fz.data's skip=[(first, last + 1)]"
+                raise FzeroValueError("run.steps", "the iterator is read in advance", [asked], fix)
             self._seen, self._calls, self._signals.free = batch + 1, None, False
         if not self.stopping and state is self._newest:
             self._known = RunProgress(self._seen, int(state.step))
@@ -258,8 +258,8 @@ class Run:
             self._count(state, "commit")
         self._newest = state
         if self._memory_checkpoint is not None and self._on_disk:
-            what = f"{len(self._on_disk)} leaves rest on disk, and are not kept in memory"
-            fix = "leave run.commit out and call run.save(state), or let them rest elsewhere"
+            what = f"{len(self._on_disk)} tensors are stored on disk, and are not kept in memory"
+            fix = "leave run.commit out and call run.save(state), or store them elsewhere"
             raise FzeroValueError("run.commit", what, self._on_disk[:5], fix)
         seen = self._batches()
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
@@ -330,7 +330,8 @@ class Run:
         if seen == self._known[0] and step != self._known[1]:
             what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
             fix = (
-                "loop over run.steps(state, stop), with one step and one run.commit a turn; several: train on batches "
+                "loop over run.steps(state, stop), with one step and one "
+                "run.commit per iteration; several: train on batches "
             )
             fix += "index * 2 and index * 2 + 1, and commit after the second"
             raise FzeroValueError(f"run.{owner}", what, fix=fix)

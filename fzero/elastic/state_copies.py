@@ -74,10 +74,13 @@ def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplic
         return None
     if not spec.has_receivers(mesh):
         if mesh.size > 1 and mesh.rank == 0:
-            logger.warning("fzero.run: one rank along %r: nothing is sent, a lost host goes to disk", spec.axis)
+            logger.warning(
+                "fzero.run: one rank along %r: nothing is sent; after the loss of a host the run continues from disk",
+                spec.axis,
+            )
         return None
     if spec.every % every:
-        what = f"{spec} sends states that fz.run(every={every}) does not keep"
+        what = f"{spec} sends states that fz.run(every={every}) does not commit"
         fix = f"send every {every} steps, or a multiple: fz.redundant(every={every})"
         raise FzeroValueError("run", what, fix=fix)
     return PeerReplica(spec, spec.shift(mesh))
@@ -87,4 +90,4 @@ def _no_room(memory: Path, error: OSError) -> FzeroValueError:
     space = os.statvfs(memory)
     free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
     fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host_directory.elsewhere()}"
-    return FzeroValueError("run", "the host's memory does not take the copies of the state", [free], fix)
+    return FzeroValueError("run", "the host's memory has no room for the copies of the state", [free], fix)

@@ -70,8 +70,8 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
     kept, lost = recovery_source.newest(memory, mesh, world())
     if kept is None and not lost and reached:
         ranks = ", ".join(map(str, range(mesh.size)))
-        lost = f"of the state after {reached} batches no host's memory has what rank{'s' * (mesh.size > 1)} "
-        lost += f"{ranks} had (its files may have been removed: {_REMOVERS})"
+        lost = f"of the state after {reached} batches no host's memory has the shards of rank{'s' * (mesh.size > 1)} "
+        lost += f"{ranks} (its files may have been removed: {_REMOVERS})"
     return InMemory(kept, lost, reached)
 
 
@@ -107,13 +107,16 @@ def recovered(
         except CheckpointError as error:  # on every rank: the step has been changed since
             if on_disk is None:
                 raise
-            logger.warning("fzero.run: what the hosts' memory has is not taken: %s", error)
+            logger.warning("fzero.run: the states in the hosts' memory are not used: %s", error)
     if state is None and on_disk is not None:
         source, state = "disk", train.restore(on_disk, params)
     elif state is None:
         source, state = "init", train.init(params, key)
         if not found.lost and mesh.rank == 0 and (lives := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-            text = "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: it begins anew"
+            text = (
+                "fzero.run: torchrun has started the ranks again (%s), and no "
+                "state is in memory%s: the run begins from scratch"
+            )
             logger.warning(text, lives, "" if path is None else f" or under {path}")
     logger.info("fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), source, mesh.size)
     return Recovered(state, source, {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[source])
@@ -124,7 +127,7 @@ def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
     if found is None or (before := recovery_source.ranks_of(found)) == (now := mesh.size):
         return
     if refuse:
-        what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"
+        what = f"the state of step {found.step} was trained by {before} ranks, and there are now {now}"
         fix = f"start the run on {before} ranks, or allow another number: fz.run(main, on_resize='keep_batch')"
         raise FzeroValueError("run", what, fix=fix)
     logger.info("fzero.run: from %d ranks to %d", before, now)
@@ -143,7 +146,7 @@ def _say_lost(
         fix += "fz.redundant does not"
         raise FzeroValueError("run.state", "the state of this run is lost", [found.lost], fix)
     if mesh.rank == 0:
-        anew = f"there is no checkpoint under {path}, and the run begins anew"
+        anew = f"there is no checkpoint under {path}, and the run begins from scratch"
         where = anew if on_disk is None else f"the run goes back to {on_disk.directory}"
         more = found.reached - seen
         again = f", and does {more} batch{'es' * (more > 1)} again" if more > 0 else ""

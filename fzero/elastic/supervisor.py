@@ -37,7 +37,7 @@ _AGAIN = 1  # the exit code that asks torchrun to restart the ranks
 _FRESH = 5.0  # seconds for which a rank that waited for other ranks is assumed to be still waiting
 
 
-class Keeper:
+class Supervisor:
     """The supervisor of one rank: its process, and what is known of it.
 
     Args:
@@ -64,7 +64,7 @@ class Keeper:
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host_directory.RankProgress(memory, self._rank)
         self._progress.say(host_directory.STARTING, 0)
-        self._parent, self._told = os.getppid(), False
+        self._parent, self._stop_requested = os.getppid(), False
         self._process: subprocess.Popen[bytes] | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         self._here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -109,9 +109,12 @@ class Keeper:
             if code == 0 and phase == host_directory.STARTING:
                 return self._does_not_come()
             if code == 0 and not finished:
-                self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
+                self._say(
+                    f"ended in step {step}, before the end of the run: the "
+                    "other ranks wait for it, and the run ends here"
+                )
                 return 1
-            if code >= 0 or self._told or finished:
+            if code >= 0 or self._stop_requested or finished:
                 return code if code >= 0 else 128 - code
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
@@ -119,19 +122,19 @@ class Keeper:
             if losses >= self._max_failures:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} {where}: the run ends here")
                 return 128 - code
-            self._say(f"died of {name} {where}; it is started again")
+            self._say(f"died of {name} {where}; it is restarted")
 
     def _watch(self) -> int:
         """Starts the process of the rank, watches it, and returns its exit code, which is negative for a signal."""
         self._progress.begin()
-        own = {host_directory.MEMORY: str(self._memory), host_directory.KEEPER: str(os.getpid())}
+        own = {host_directory.MEMORY: str(self._memory), host_directory.SUPERVISOR: str(os.getpid())}
         self._process = subprocess.Popen(
             self._command,
             env={**os.environ, **own, **node_heartbeat.environment()},
             preexec_fn=host_directory.die_with_parent,
             process_group=host_directory.own_group(),
         )
-        if self._told:  # the stop was requested after the process before had ended
+        if self._stop_requested:  # the stop was requested after the process before had ended
             self._process.send_signal(signal.SIGTERM)
         beats, since = -1, time.monotonic()
         while self._process.poll() is None:
@@ -140,7 +143,7 @@ class Keeper:
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             if seen.phase != host_directory.FINISHED and (why := self._alone(time.monotonic() - since)):
-                again = "torchrun starts the ranks on the hosts that are left"
+                again = "torchrun restarts the ranks on the remaining hosts"
                 self._say(f"ends: {why}; {again if restarts_left() else 'there is no restart left: --max-restarts'}")
                 self._process.kill()
                 self._process.wait()
@@ -156,7 +159,7 @@ class Keeper:
     def _end(self, step: int) -> None:
         """Kills a process that hangs, after asking it to print its stacks."""
         assert self._process is not None
-        self._say(f"has done nothing for {self._hang_timeout:g} s in step {step}; its stacks:")
+        self._say(f"has made no progress for {self._hang_timeout:g} s in step {step}; its stacks:")
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_STACKS)
         self._process.kill()
@@ -169,14 +172,14 @@ class Keeper:
         ranks when one of its own ends, so nobody else could restart the ranks for a host that is lost.
         """
         if not self._hosts.look():
-            return "the process that kept the store of the ranks is gone"
+            return "the process that hosted the store of the ranks has exited"
         found = node_heartbeat.silent(self._memory) if idle > _FRESH else None
         if found is None or (silence := time.monotonic() - found.since) < self._heartbeat_timeout:
             return ""
         who = (
             "the store of the ranks has not answered"
             if found.host == node_heartbeat.STORE
-            else f"host {found.host} (GROUP_RANK) has given no sign of life"
+            else f"host {found.host} (GROUP_RANK) has sent no heartbeat"
         )
         return f"{who} for {silence:.0f} s (--heartbeat-timeout)"
 
@@ -191,7 +194,7 @@ class Keeper:
             self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")
         host_directory.is_absent(self._memory, self._rank)
         # The first supervisor that has seen the records of all ranks removes the directory, with these records.
-        while self._memory.is_dir() and len(host_directory.absent(self._memory)) < known and not self._told:
+        while self._memory.is_dir() and len(host_directory.absent(self._memory)) < known and not self._stop_requested:
             time.sleep(_STACKS)  # what the others report may first be of an earlier start
             self._hosts.look()
             found = node_heartbeat.silent(self._memory)
@@ -208,7 +211,7 @@ class Keeper:
                 self._process.kill()
             host_directory.remove(self._memory)
             os._exit(128 + number)
-        self._told = True
+        self._stop_requested = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -251,17 +254,17 @@ def main(args: list[str] | None = None) -> int:
         )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
-            parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
+            parser.error(f"{name}={os.environ[name]!r} in the environment must be an integer, as torchrun sets it")
     if given.memory is not None and (problems := host_directory.not_a_directory(given.memory)):
         parser.error(f"--{problems[0]}")
     if not given.module and not os.path.isfile(given.script):
-        parser.error(f"there is no file {given.script}")
+        parser.error(f"the file {given.script} does not exist")
     try:
         memory = host_directory.memory(given.memory and os.path.abspath(given.memory))
     except OSError as error:
         parser.error(f"--memory: {error}")
     command = [*_python(), *(["-m"] if given.module else []), given.script, *given.args]
-    return Keeper(command, given.hang_timeout, given.heartbeat_timeout, given.max_failures, memory).run()
+    return Supervisor(command, given.hang_timeout, given.heartbeat_timeout, given.max_failures, memory).run()
 
 
 def _normalized(args: list[str]) -> list[str]:

@@ -43,7 +43,7 @@ def put_on(module: Any, config: Any) -> Any:
         raise FzeroTypeError(owner, f"adapter is a configuration of peft, not {type(config).__name__}", fix=fix)
     begins = getattr(config, "init_lora_weights", None)
     if begins not in (True, "gaussian") or getattr(config, "use_dora", False):
-        what = f"{type(config).__name__}'s adapters may begin with what is computed from the weights, which come later"
+        what = f"{type(config).__name__}'s adapters may be initialized from the weights, which are loaded later"
         problems = [f"init_lora_weights={begins!r}, use_dora={getattr(config, 'use_dora', None)!r}"]
         fix = "put them on a model with weights: fz.functionalize(peft.get_peft_model(model, config))"
         raise FzeroValueError(owner, what, problems, fix)
@@ -106,7 +106,7 @@ def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, tor
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         problems += [f"{name}: of an adapter of {kind}" for name, x in found.items() if id(x) not in names]
     if problems:
-        what = "the library saves what it computes of the adapter's tensors"
+        what = "the library saves tensors that it computes from the adapter's"
         fix = "model.write_back(train.gather(state).params), then peft_model.save_pretrained(path)"
         raise CheckpointError("hf.save_pretrained", what, problems, fix)
     return state, wanted

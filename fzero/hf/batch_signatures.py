@@ -121,7 +121,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     problems = [f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str))]
     if problems:
         fix = "have the collator return tensors, or leave them out"
-        raise FzeroTypeError("hf.Trainer", "a batch has more than tensors and constants", problems, fix)
+        raise FzeroTypeError("hf.Trainer", "a batch has entries that are neither tensors nor constants", problems, fix)
     return entries, rest
 
 
@@ -140,6 +140,6 @@ def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
         if of(known).get(n) != of(part).get(n)
     ]
     if problems:
-        fix = "have the collator return what varies as a tensor, a number for each row"
-        what = "a batch has other constants than the first of this training"
+        fix = "have the collator return values that vary as a tensor with one number per sample"
+        what = "a batch has different constants than the first batch of this training"
         raise FzeroTypeError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)

@@ -51,13 +51,13 @@ def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[st
     name, size, spec = tensor_axis(num, mesh, transforms)
     found = list[str]()
     if (parts := find(tuple(transforms or ()), SequenceParallel)) is not None:  # a rank reads part of a sample
-        found.append(f"transforms: {parts.name} has no place in a Trainer: fz.compile a step")
+        found.append(f"transforms: {parts.name} is not supported in a Trainer: fz.compile a step")
     if mesh is not None and num is not None and mesh.axes.get(name, 1) != num:
         found.append(f"tensor_parallel={num}: the mesh has {mesh}; fz.make_mesh(data=-1, {name}={num}) has the axis")
     elif mesh is None and args.world_size % size:
         found.append(f"tensor_parallel={num}: does not divide {args.world_size} processes")
     if spec is not None and num is None and (mesh is None or name not in mesh.axes):
-        found.append(f"transforms: {spec.name} wants tensor_parallel=N, or mesh=fz.make_mesh(data=-1, {name}=N)")
+        found.append(f"transforms: {spec.name} needs tensor_parallel=N, or mesh=fz.make_mesh(data=-1, {name}=N)")
     if size > 1 and args.accelerator_config.dispatch_batches:
         found.append("accelerator_config.dispatch_batches: with tensor_parallel every rank reads its own batches")
     return found

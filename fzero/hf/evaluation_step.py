@@ -194,6 +194,6 @@ def _difference(one: Sequence[Named], two: Sequence[Named], *, exact: bool) -> t
         size += 1e-4 * largest if x.numel() > 1 else 0.0
         limit = (5e-6 if x.numel() == 1 else 5e-5) if exact else 5e-2
         if not away <= limit * size and not differs:
-            how = f"{x.item():g} as it is, {y.item():g} padded" if x.numel() == 1 else f"differs by {away / size:.2g}"
+            how = f"{x.item():g} unpadded, {y.item():g} padded" if x.numel() == 1 else f"differs by {away / size:.2g}"
             differs = f"{name}: {how}"
     return finite, differs

@@ -38,7 +38,7 @@ _READ = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_
 """The attributes that transformers' own loss reads."""
 _NOTHING = object()
 _KEPT = (
-    "make what stays as it is before train() (in __init__); count and write down in a callback (on_step_end, on_log), "
+    "set constants before train() (in __init__); count and record in a callback (on_step_end, on_log), "
     "or by compute_metrics"
 )
 
@@ -88,12 +88,12 @@ class LossInputs:
         """
         if _fingerprint_of_all(self._captured) != self._fingerprint:
             changed = [self._named(x) for x, known in self._captured.values() if _fingerprint(x) != known]
-            what = "a tensor that the loss reads is not what it was when the step was traced"
-            fix = "pass what changes in the batch, or put it into the model, as a buffer that its forward overwrites"
+            what = "a tensor that the loss reads has changed since the step was traced"
+            fix = "pass changing values in the batch, or put it into the model, as a buffer that its forward overwrites"
             raise FzeroValueError("hf.Trainer", what, changed, fix)
         if changed := [n for n, x in self._of_library().items() if x != self._fixed[n]]:
             fix = "set them before train()"
-            raise FzeroValueError("hf.Trainer", "what a step is made of was changed in training", changed, fix)
+            raise FzeroValueError("hf.Trainer", "the functions of a step were changed during training", changed, fix)
 
     def _of_library(self) -> dict[str, Any]:
         """Returns the values that transformers itself reads in each step."""
@@ -138,7 +138,7 @@ class LossInputs:
             raise TraceError("hf.Trainer", what, kept, _KEPT)
         now = self._values()
         if wrote := [f"self.{n}" for n in {**values, **now} if values.get(n) != now.get(n)]:
-            what = "compute_loss changes attributes: traced once, it would not in each step"
+            what = "compute_loss changes attributes: it is traced once, and would not do so in each step"
             raise TraceError("hf.Trainer", what, wrote, _KEPT)
         self._captured.update({id(x): (x, _fingerprint(x)) for x in forward.outside.read.values()})
         self._fingerprint = _fingerprint_of_all(self._captured)

@@ -81,7 +81,7 @@ class Pretrained(Functional):
             else:
                 problems.append(f"{name} ({tree.describe(first)})")
         if problems:
-            what = f"{type(self.module).__name__} gives no first values to leaves that no file has"
+            what = f"{type(self.module).__name__} does not initialize tensors that no file contains"
             raise CheckpointError("load", what, problems, "give values: train.load(path, params)")
         return out
 
@@ -146,13 +146,13 @@ def from_pretrained(
     library("hf.from_pretrained")
     from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
-    path = local(path, "hf.from_pretrained", "models are made of a local directory")
+    path = local(path, "hf.from_pretrained", "models are made from a local directory")
     found = _config_of(path)
     if not found:
         what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a directory"
         fix = "give a local directory that save_pretrained wrote"
         if not path.exists() and not path.is_absolute():
-            fix += f"; of a name on the hub: huggingface_hub.snapshot_download({path.as_posix()!r}) returns one"
+            fix += f"; for a name on the hub: huggingface_hub.snapshot_download({path.as_posix()!r}) returns one"
         raise CheckpointError("hf.from_pretrained", what, fix=fix)
     _check_unquantized(path, found)
     own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
@@ -168,7 +168,7 @@ def from_pretrained(
     except (ValueError, OSError, KeyError) as error:
         text = str(error).splitlines()[0]
         fix = f"give a class that takes {found.get('model_type')!r}: {', '.join(found.get('architectures') or ['?'])}"
-        what = f"{getattr(cls, '__name__', cls)} cannot be made of {path}"
+        what = f"{getattr(cls, '__name__', cls)} cannot be made from {path}"
         raise CheckpointError("hf.from_pretrained", what, [text], fix) from error
     if module.can_generate() and (path / "generation_config.json").exists():
         from transformers import GenerationConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -229,4 +229,4 @@ def _check_unquantized(path: Place, config: Mapping[str, Any]) -> None:
     if quantized := config.get("quantization_config"):
         how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
         fix = "write it dequantised by the library first"
-        raise CheckpointError("load", f"{path} is quantised ({how}): its numbers have scales", fix=fix)
+        raise CheckpointError("load", f"{path} is quantised ({how}): its values have scales", fix=fix)

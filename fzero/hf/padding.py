@@ -83,9 +83,9 @@ class Padding:
         if name and self.lengths is not None:
             return ""
         if not self.losses.ignores and (not name or self._labelled):
-            return f"the loss is not known to leave out labels of {self.losses.ignored}"
+            return f"the loss is not known to ignore labels of {self.losses.ignored}"
         if not name:
-            return "a loss of your own may read all rows" if self.own_loss else self._found.get("rows", "")
+            return "a custom loss may read all samples" if self.own_loss else self._found.get("rows", "")
         if not self._masked:
             return "the batch has no attention_mask"
         return self.unknown or self._found.get("lengths", "")
@@ -151,10 +151,10 @@ class Padding:
             for name, x in part.items():
                 row = ("any length", *x.shape[2:]) if name in names else tuple(x.shape[1:])
                 if not x.dim() or x.shape[0] != rows:
-                    problems.append(f"{name}: {tree.describe(x)} has no rows of the batch, which has {rows}")
+                    problems.append(f"{name}: {tree.describe(x)} does not have the batch size, {rows}")
                 elif row != self._fixed.setdefault(name, row):
                     before = ", ".join(map(str, self._fixed[name]))
-                    problems.append(f"{name}: {tree.describe(x)}, before it was [{before}] a row")
+                    problems.append(f"{name}: {tree.describe(x)}, before it was [{before}] per sample")
         if problems:
             fix = "have the collator pad them to one shape, or leave them out; token ids, masks and labels are padded"
             what = "these entries of a batch cannot be padded"
@@ -214,7 +214,7 @@ class Padding:
         if beside and (why := self.kept("") or self._difference([batch], [""], {"": _rows(batch)}, compare)):
             what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
             fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
-            raise FzeroValueError("hf.Trainer", what, [f"none can be added: {why}"], fix)
+            raise FzeroValueError("hf.Trainer", what, [f"no samples can be added: {why}"], fix)
 
     # --- shapes ---
 
@@ -266,7 +266,7 @@ class Padding:
 
 
 _WAYS = (
-    "Trainer(..., lengths=[128, 512]) pads to these lengths all the same, as a collator would",
+    "Trainer(..., lengths=[128, 512]) pads to these lengths nevertheless, as a collator would",
     "or have the collator pad: padding='max_length', or pad_to_multiple_of=N for a few lengths",
 )
 

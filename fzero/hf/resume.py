@@ -41,7 +41,7 @@ def newest_finished(given: str | bool, output_dir: str) -> str | bool | None:
         given: `resume_from_checkpoint`: a directory, or True for the newest one in `output_dir`.
 
     Returns: `given`, unless its save did not finish. In that case, with a warning, the newest finished checkpoint
-    with a lower number in the same directory, or None if there is none and training begins anew.
+    with a lower number in the same directory, or None if there is none and training begins from scratch.
 
     Communication: one exchange of a small object.
     """
@@ -58,7 +58,9 @@ def newest_finished(given: str | bool, output_dir: str) -> str | bool | None:
         older = there[there.index(first) + 1 :]
         found = next((p for p in older if not is_unfinished(p)), None)
         text = "fzero.hf.Trainer: the save of %s did not finish: %s"
-        logger.warning(text, first, f"resuming from {found}" if found else "no older checkpoint, training begins anew")
+        logger.warning(
+            text, first, f"resuming from {found}" if found else "no older checkpoint, training begins from scratch"
+        )
         return [str(found) if found else None]
 
     what = "cannot tell which checkpoint to resume from"

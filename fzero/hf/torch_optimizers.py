@@ -30,7 +30,7 @@ def problems(optimizer: Any, where: str) -> list[str]:
         return [f"{where}: {not_translated(type(optimizer))}"]
     groups = enumerate(optimizer.param_groups)
     odd = [(i, n, x) for i, g in groups for n, x in unsupported(g).items()]
-    return [f"{where}: {type(optimizer).__name__}({n}={x!r}) in group {i} is not there" for i, n, x in odd]
+    return [f"{where}: {type(optimizer).__name__}({n}={x!r}) in group {i} is not supported" for i, n, x in odd]
 
 
 def not_translated(cls: Any) -> str:
@@ -58,18 +58,18 @@ def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Pa
     """
     wrong = problems(optimizer, "optimizer")
     if not isinstance(optimizer.state, Elsewhere) and any(map(_has_stepped, optimizer.state.values())):
-        wrong.append("it has a state already, of steps that it has made")
+        wrong.append("it already has a state from earlier steps")
     own = {id(p) for p in names.values()}
     for i, g in enumerate(optimizer.param_groups):
         others = sum(p.requires_grad and id(p) not in own for p in g["params"])
-        wrong += [f"group {i}: {others} of its parameters are none of the model's"] if others else []
+        wrong += [f"group {i}: {others} of its parameters do not belong to the model"] if others else []
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     labels: dict[str, int] = {}
     for path, name in zip(tree.paths(model.params, "params"), tree.names(model.params), strict=True):
         p = names.get(name)
         if p is not None and p.requires_grad:
             if id(p) not in group_of:
-                wrong.append(f"{name}: is trained, and in no group of the optimizer")
+                wrong.append(f"{name}: is trainable, but in no group of the optimizer")
             labels[path] = group_of.get(id(p), 0)
     if wrong:
         fix = (
@@ -161,7 +161,7 @@ def check(made_with: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer)
     if len(made_with) != len(now):
         wrong.append(f"{len(now)} groups, the step was made with {len(made_with)}")
     if wrong:
-        what = "the optimizer's groups were changed in training, where only their learning rates are read"
+        what = "the optimizer's groups were changed during training, when only their learning rates are read"
         fix = (
             "set them before train(), OneCycleLR and CyclicLR: cycle_momentum=False; or train() once more, which makes "
             "its step anew"

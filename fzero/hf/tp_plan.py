@@ -57,7 +57,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or config is None:
         fix = "fz.hf.tensor_rules(fz.hf.from_pretrained(transformers.AutoModelForCausalLM, directory))"
-        raise FzeroTypeError("tensor_rules", f"{type(model).__name__} is no model of transformers", fix=fix)
+        raise FzeroTypeError("tensor_rules", f"{type(model).__name__} is not a model of transformers", fix=fix)
     kind = config.model_type
     plan = {**(getattr(module, "tp_plan", None) or {}), **_OWN.get(kind, {})}
     if not any(style in _OUTPUTS | _INPUTS for style in plan.values()):

@@ -255,7 +255,7 @@ class Trainer(Base):
             self._given_mesh = make_mesh(device=self.args.device.type, **axes)
         if self._given_mesh.size != self.args.world_size:
             what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._given_mesh.size}"
-            fix = "without GPUs say TrainingArguments(use_cpu=True); start all with torchrun"
+            fix = "without GPUs pass TrainingArguments(use_cpu=True); start all with torchrun"
             raise FzeroValueError("hf.Trainer", what, fix=fix)
         return self._given_mesh
 
@@ -335,7 +335,7 @@ class Trainer(Base):
         self._held.check()
         self._held.look()
         if self.optimizer is not self._optimizer_was:
-            what, fix = "self.optimizer is another than the step was made with", "give another before train()"
+            what, fix = "self.optimizer is not the optimizer that the step was made with", "give another before train()"
             raise FzeroValueError("hf.Trainer", what, fix=fix)
         torch_optimizers.check(self._values, self.optimizer)
         torch_optimizers.write(*self._rates, self.optimizer)
@@ -415,7 +415,7 @@ class Trainer(Base):
         what, problems = "micro-batches of one step have different entries", differences(kinds, entries)
         fix = "have the collator give every batch the same entries, such as a mask of ones"
         if self.functional.mutable is not None:
-            why = "the model's forward overwrites buffers, and would for each kind of entries"
+            why = "the model's forward overwrites buffers, and would do so for each kind of entries"
             raise FzeroValueError("hf.Trainer", f"{what}: {why}", problems, fix)
         if len(reads) > 1:
             why = "only some of their losses are divided by num_items_in_batch"
@@ -429,7 +429,7 @@ class Trainer(Base):
 
     def log(self, *args: Any, **settings: Any) -> None:
         if self._tracing:
-            what = "compute_loss logs: traced once, it would not in each step"
+            what = "compute_loss logs: it is traced once, and would not log in each step"
             fix = "log in a callback; what is logged of a loss goes through compute_metrics"
             raise TraceError("hf.Trainer", what, fix=fix)
         super().log(*args, **settings)
@@ -580,7 +580,7 @@ class Trainer(Base):
         path = os.path.join(resume_from_checkpoint, STATE)
         if checkpoint.find(path) is None:
             why = "is not complete" if os.path.isdir(path) else "is not there"
-            what = f"{resume_from_checkpoint} has no state of fzero's: {STATE}/ {why}"
+            what = f"{resume_from_checkpoint} has no state of fzero: {STATE}/ {why}"
             fix = "begin with its weights instead: from_pretrained(dir)"
             raise CheckpointError("hf.Trainer", what, fix=fix)
 

@@ -54,27 +54,31 @@ NOTES = {
         "there is no DDP: transfers are planned",
     ),
     "torch_empty_cache_steps": "a step's memory is planned",
-    "fsdp_config": "only with fsdp, which is refused",
-    "liger_kernel_config": "only with use_liger_kernel, which is refused",
-    "optim_target_modules": "of optimizers that are refused",
+    "fsdp_config": "only with fsdp, which is not supported",
+    "liger_kernel_config": "only with use_liger_kernel, which is not supported",
+    "optim_target_modules": "of optimizers that are not supported",
 }
 """Options that are accepted but have no effect, and why."""
 
 REFUSED = {
     "fsdp": "write it as transforms: Trainer(transforms=[fz.shard_params()]) (docs/migrate/fsdp.md)",
     "parallelism_config": "one axis of data parallelism: Trainer(mesh=fz.make_mesh(...), transforms=[...])",
-    "use_liger_kernel": "its kernels are no operations that a step can be recorded of",
+    "use_liger_kernel": "its kernels are not operations that a step can record",
     "neftune_noise_alpha": "its noise is drawn in a hook, from torch's generator",
     "auto_find_batch_size": "`fzero plan`, and Trainer(memory_budget=), say what fits before anything runs",
     "bf16_full_eval": "it would cast the module in place; bf16=True evaluates in bf16, too",
     "fp16_full_eval": "it would cast the module in place; fp16=True evaluates in fp16, too",
-    "save_on_each_node": "a state is in parts of all ranks: its directory is on a filesystem that they share",
+    "save_on_each_node": (
+        "a state consists of the shards of all ranks: its directory must be on a filesystem that they share"
+    ),
     "debug": "mixed_precision(watch=True) and fz.testing.check find what overflows",
     "enable_jit_checkpoint": "it saves in the midst of a step",
 }
 """Options that are rejected if they are set, and what to do instead."""
 
-OF_OTHERS = {"predict_with_generate": "of Seq2SeqTrainer, which is not there: generate with fz.hf.module(model, state)"}
+OF_OTHERS = {
+    "predict_with_generate": "for Seq2SeqTrainer, which is not supported: generate with fz.hf.module(model, state)"
+}
 """Options of other argument classes of transformers, and what to do instead."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
@@ -157,11 +161,12 @@ def check(
             found.append(f"{type(trainer).__name__}.{name} is overridden: {why}")
     if isinstance(model, Pretrained) and args.load_best_model_at_end and args.save_only_model:
         text = (
-            "with save_only_model no state of a model that is only in shards is kept: save_total_limit=1 keeps the best"
+            "with save_only_model no state of a model that exists only as "
+            "shards is saved: save_total_limit=1 keeps the best"
         )
         found.append(f"load_best_model_at_end: {text}")
     if args.train_sampling_strategy == "batch_rebalance":
-        found.append("train_sampling_strategy='batch_rebalance': its batches have other numbers of rows each")
+        found.append("train_sampling_strategy='batch_rebalance': its batches have different numbers of samples")
     config = None
     if getattr(args, "deepspeed_plugin", None) is not None:
         found.append("deepspeed: these arguments initialise DeepSpeed: from fzero.hf import TrainingArguments")
@@ -173,7 +178,7 @@ def check(
         except FzeroValueError as error:
             found += [f"deepspeed: {line.strip()}" for line in str(error).splitlines() if line.startswith("  ")]
         if transforms is not None:
-            found.append("transforms: args.deepspeed says them already")
+            found.append("transforms: args.deepspeed sets them already")
     own = config is not None and "optimizer" in config
     if optimizer is not None:
         found += torch_optimizers.problems(optimizer, "optimizers")
@@ -181,23 +186,23 @@ def check(
         found.append(f"optimizer_cls_and_kwargs: {torch_optimizers.not_translated(pair[0])}")
     elif pair is None and not own and type(trainer).create_optimizer is base.create_optimizer:  # pyright: ignore[reportAttributeAccessIssue]
         name = str(getattr(args.optim, "value", args.optim))
-        found += [] if name in OPTIMIZERS else [f"optim={name!r}: is not there; one of {', '.join(OPTIMIZERS)}"]
+        found += [] if name in OPTIMIZERS else [f"optim={name!r}: is not supported; use one of {', '.join(OPTIMIZERS)}"]
     if own and (optimizer is not None or pair is not None):
-        found.append("optimizers: the section `optimizer` of args.deepspeed says one already")
+        found.append("optimizers: the section `optimizer` of args.deepspeed sets one already")
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if own and "scheduler" not in (config or {}) and scheduler in ("reduce_lr_on_plateau", "greedy"):
-        found.append(f"lr_scheduler_type={scheduler!r}: with the optimizer of args.deepspeed, rates go by the step")
+        found.append(f"lr_scheduler_type={scheduler!r}: with the optimizer of args.deepspeed, rates depend on the step")
     kwargs = args.activation_checkpointing_kwargs or {}
     if args.activation_checkpointing and (kwargs.get("every_n_layers", 1) != 1 or kwargs.get("offload")):
         found.append("activation_checkpointing_kwargs: every_n_layers, offload: write fz.remat and fz.offload")
     for given in transforms or ():
         if not isinstance(given, Transform):
-            found.append(f"transforms: {shown(given)} is none, such as fz.shard_params()")
+            found.append(f"transforms: {shown(given)} is not a transform, such as fz.shard_params()")
         elif given.name in ("accumulate", "train_batch_size"):
-            found.append(f"transforms: {given}: TrainingArguments(gradient_accumulation_steps=) says it")
+            found.append(f"transforms: {given}: it is set by TrainingArguments(gradient_accumulation_steps=)")
     if found:
-        fix = "leave these out, or use transformers.Trainer; everything else is as there"
-        raise FzeroValueError("hf.Trainer", "cannot keep what was asked for", found, fix)
+        fix = "leave these out, or use transformers.Trainer; all other arguments work as there"
+        raise FzeroValueError("hf.Trainer", "these arguments are not supported", found, fix)
 
 
 def _set(args: Any) -> list[str]:

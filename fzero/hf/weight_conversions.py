@@ -63,7 +63,7 @@ def sources(module: Any, weights: Weights) -> Sources:
         out |= _converted(lambda c=converter, n=name: c.convert(n, module, module.config), numbered, shapes, problems)
     if problems:
         fix = "write it in the form of the model: from_pretrained(dir).save_pretrained(out, save_original_format=False)"
-        what = f"{weights.path} stores leaves in a form that is not read in ranges"
+        what = f"{weights.path} stores tensors in a form that cannot be read in ranges"
         raise CheckpointError("load", what, problems, fix)
     return (
         out
@@ -90,14 +90,14 @@ def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]
     for name, rows in reverted.items():
         found = numbered.runs(rows)
         if found is None:
-            problems.append(f"{name}: is made of other than whole rows of the model's tensors")
+            problems.append(f"{name}: is not made of complete rows of the model's tensors")
             continue
         runs, width = found
         scalar = not rows.dim() or (rows.dim() == 1 and width == 1)
         out[name] = (tuple(rows.shape) if scalar else (*rows.shape[:-1], width), runs)
     if problems:
         fix = "fz.checkpoint.save and fz.checkpoint.export, which write the names and forms in memory"
-        what = f"{type(module).__name__} is stored in a form that is not written in ranges"
+        what = f"{type(module).__name__} is stored in a form that cannot be written in ranges"
         raise CheckpointError("hf.save_pretrained", what, problems, fix)
     return out
 
@@ -117,9 +117,9 @@ def _converted(convert: Any, numbered: _Rows, shapes: Mapping[str, Any], problem
         found = numbered.runs(rows)
         shape = shapes.get(name)
         if shape is None:
-            problems.append(f"{text}: become {name}, which the model has not")
+            problems.append(f"{text}: become {name}, which the model does not have")
         elif found is None or (tuple(rows.shape) if len(shape) < 2 else (*rows.shape[:-1], found[1])) != shape:
-            problems.append(f"{name} {list(shape)}: is made of {text} otherwise than by moving whole rows")
+            problems.append(f"{name} {list(shape)}: is made of {text} by an operation other than moving complete rows")
         else:
             made[name] = found[0]
     return made

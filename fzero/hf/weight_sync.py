@@ -55,7 +55,7 @@ def problems(declared: Any) -> list[str]:
         return [f"sync={shown(declared)}: write a list, sync=[MyCallback]"]
     kinds = (Callback, transformers.Trainer)
     ok = lambda x: issubclass(x, kinds) if isinstance(x, type) else isinstance(x, Callback) or callable(x)  # noqa: E731
-    text = "is no callback, no class of one or of a Trainer, and no function of metrics"
+    text = "is not a callback, a class of callbacks or of a Trainer, or a function of metrics"
     return [f"sync: {shown(x)} {text}" for x in declared if not ok(x)]
 
 
@@ -110,7 +110,8 @@ class Sync:
                 trainer.is_in_train = False
                 return
         text = (
-            "fzero.hf.Trainer: training was broken off, weights of the model are old: save_model() writes the new ones"
+            "fzero.hf.Trainer: training was interrupted, and the weights of the "
+            "model are stale: save_model() writes the current ones"
         )
         logger.warning(text)
 
@@ -136,7 +137,10 @@ class Sync:
         ]
         if frozen:
             what = "parameters were frozen or unfrozen since training began"
-            fix = "say before train() what is trained; trainer.optimizer = None and train() begin anew with others"
+            fix = (
+                "choose trainable parameters before train(); with trainer.optimizer "
+                "= None, train() starts again with others"
+            )
             raise FzeroValueError("hf.Trainer", what, frozen, fix)
 
     def refresh(self) -> None:
@@ -245,7 +249,7 @@ class Sync:
             return
         if not self._agreed.get(event) and trainer.args.world_size > 1:
             fix = "add it before train(), on every rank"
-            raise FzeroValueError("hf.Trainer", f"{names[0]} is in sync=, and came later", fix=fix)
+            raise FzeroValueError("hf.Trainer", f"{names[0]} is in sync=, but was added later", fix=fix)
         if not self._said and trainer.is_world_process_zero() and not self._fresh:
             self._said = True
             text = "fzero.hf.Trainer: %s is in sync=: in %s all weights are gathered for it, each time"
@@ -293,9 +297,10 @@ class Sync:
                     "(grad_norm), optimizers of fzero transform them"
                 )
             elif pretrained:
-                what = "reads or writes weights of a model of fz.hf.from_pretrained, which is only in shards"
+                what = "reads or writes weights of a model of fz.hf.from_pretrained, which exists only as shards"
                 fix = (
-                    "give the module itself; or trainer.compiled.gather(trainer.train_state), on every rank, for a look"
+                    "give the module itself; or trainer.compiled.gather(trainer.train_state), "
+                    "on every rank, to inspect them"
                 )
             elif "on_pre_optimizer_step" in who:
                 what = "looks at the model before its update"
@@ -303,7 +308,7 @@ class Sync:
             elif declared or free:
                 return
             else:
-                what = "reads or writes weights, which are in the sharded state: the module's are old"
+                what = "reads or writes weights, which are in the sharded state: the module's are stale"
                 fix = "read them in on_epoch_begin of a callback: Trainer(..., sync=[MyCallback])"
                 if way:
                     fix = f"Trainer(..., {way}): it has the weights whenever it runs, and its changes go into the state"
@@ -347,11 +352,11 @@ class Sync:
         trainer, module = self._trainer, self._trainer.model
         who = f"{' or '.join(names)}, in {event},"
         if odd := trainer.functional.changes():
-            fix = "set it before train(): the step is made of the module as it is then"
+            fix = "set it before train(): the step is made from the module at that time"
             raise FzeroValueError("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix)
         if made := self._replaced():
-            fix = "write to those that there are, in place: p.copy_(...)"
-            raise FzeroValueError("hf.Trainer", f"{who} puts other parameters into the model", made, fix)
+            fix = "write to the existing ones, in place: p.copy_(...)"
+            raise FzeroValueError("hf.Trainer", f"{who} replaces parameters of the model", made, fix)
         now = digests(module)
         changed = _differing(self._digests, now)
         self._versions = [p._version for _, p in self._parameters]
@@ -359,13 +364,13 @@ class Sync:
             return
         held = {name: (x, ()) for name, x in now.items()}
         tensor_digests.same(
-            trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights alike on every rank"
+            trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights in the same way on every rank"
         )
         if not changed:
             return
         if event == "on_substep_end":
             what = f"{who} changes weights"
-            fix = "change them in on_step_end: a step is all of its micro-batches at once"
+            fix = "change them in on_step_end: a step processes all of its micro-batches at once"
             raise FzeroValueError("hf.Trainer", what, changed, fix)
         slots = trainer.functional.slots(module)
         moved = {slots[n].name: slots[n].get().detach() for n in changed}
@@ -373,7 +378,7 @@ class Sync:
         self._note()
 
     def _refuse_unseen(self, changed: list[str]) -> None:
-        what = "weights of the module were changed in training, where its state was ahead of it"
+        what = "weights of the module were changed in training, when its state was newer than the module"
         fix = "change them in a callback, in place: Trainer(..., sync=[MyCallback])"
         raise FzeroValueError("hf.Trainer", what, changed, fix)
 

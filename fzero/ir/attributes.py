@@ -192,7 +192,7 @@ class UpdateAttrs(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsAttrs(Counted):
+class LoopAttrs(Counted):
     """`count`: how often the op's body runs. If that is decided only at run time, the number that plans assume."""
 
     count: int = field()

@@ -97,7 +97,7 @@ def scheduled(ops: Sequence[Instruction], before: Sequence[set[int]], priority: 
             left[i] -= 1
             if not left[i]:
                 heapq.heappush(ready, (priority[i], i))
-    assert len(out) == len(ops), "dependences go in a circle"
+    assert len(out) == len(ops), "dependencies form a cycle"
     return out
 
 

@@ -114,5 +114,5 @@ def _numbered(
         at += 1
         if op.body:
             size = sum(1 for _ in op.with_body()) - 1
-            yield from _numbered(op.body, (at, at + size - 1) if OPS[op.op].turns(op) > 1 else span, at)
+            yield from _numbered(op.body, (at, at + size - 1) if OPS[op.op].iterations(op) > 1 else span, at)
             at += size

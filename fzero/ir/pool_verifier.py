@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from fzero.ir.attributes import WaitAttrs
-from fzero.ir.ops import OPS, STARTS, Start, stays, turns
+from fzero.ir.ops import OPS, STARTS, Start, iterations, stays
 from fzero.ir.program import Instruction, Place, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -102,7 +102,7 @@ class _PoolChecker:
                     if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
                         self._add(op, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
                     self._write(op, value.name, self._span(place))
-            for _ in range(turns(op)):
+            for _ in range(iterations(op)):
                 self.run(op.body)
 
     def _start(self, op: Instruction, row: Start) -> None:
@@ -131,7 +131,7 @@ class _PoolChecker:
         name = op.args[0]
         guard = self.guards.get(name)
         if guard is None or guard.waited:
-            self._add(op, f"{name} is not under way")
+            self._add(op, f"{name} has not been started")
             return
         guard.waited = True
         released = [n for n, g in self.guards.items() if name in g.after]
@@ -165,20 +165,20 @@ class _PoolChecker:
             return
         for _, owner in self.owners[self._on(span)]:
             if owner != name:
-                self._add(op, f"{name} is read, but {owner} lies on it")
+                self._add(op, f"{name} is read, but {owner} has overwritten its buffer")
 
     def _write(self, op: Instruction, name: str, span: Span, by: _Guard | None = None) -> None:
         bound = self.program.pool_bytes + (self.program.host_pool_bytes if span[0] >= self.program.pool_bytes else 0)
         if span[1] > bound and span[0] < _APART:
-            self._add(op, f"{name} ends at byte {span[1]} of a pool of {bound}")
+            self._add(op, f"{name} ends at byte {span[1]} of an arena of {bound}")
         for moving, guard in self.guards.items():
             if guard is not by and _meets_any(span, guard.spans):
-                what = "other ranks may still be reading it" if guard.waited else "it is under way"
+                what = "other ranks may still be reading it" if guard.waited else "it has not been waited for"
                 self._add(op, f"{name} is written over the buffers of {moving}: {what}")
         if not OPS[op.op].settles:
             for moving, spans in self.sent.items():
                 if _meets_any(span, spans):
-                    self._add(op, f"{name} is written over what {moving} may still read or fill on the host")
+                    self._add(op, f"{name} is written over memory that {moving} may still read or fill on the host")
         self.places[name] = span
         self._own(span, name)
 

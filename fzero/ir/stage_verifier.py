@@ -85,7 +85,7 @@ class _Meeting:
                 return [f"stage {of} to {to}: {shown(send.op)}, {send[1:]}; {shown(recv.op)}, {recv[1:]}"]
         if len(sends) != len(recvs):
             rest = max(sends, recvs, key=len)[min(len(sends), len(recvs))].op
-            return [f"stage {of} to {to}: {shown(rest)} has no other side"]
+            return [f"stage {of} to {to}: {shown(rest)} has no counterpart"]
         return []
 
     def _stuck(self) -> list[str]:

@@ -69,7 +69,7 @@ class _Checker:
         self.carried: set[str] = set()  # copies of values that were written
         self.overwritten: set[str] = set()  # tensors of the state that were written, completely or in one shard
         self.device_only: set[str] = set()  # values in host memory that only the device has waited for
-        self.turns = 1  # number of iterations of the enclosing loop
+        self.iterations = 1  # number of iterations of the enclosing loop
         batch = (v for v in program.inputs if v.name not in program.leaves)
         # the axes along which the batch is sharded
         self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)
@@ -89,9 +89,9 @@ class _Checker:
                     self.bad(op, f"{name} {wrong}")
             self._check(op)
             if op.body:
-                outside, turns, self.turns = dict(self.known), self.turns, op.count
+                outside, iterations, self.iterations = dict(self.known), self.iterations, op.count
                 self.check_ops(op.body, self.known)
-                self.turns = turns
+                self.iterations = iterations
                 # Values of the body are not known after the loop, except accumulations.
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in op.body if _row(x).outlives for v in x.out)
@@ -112,7 +112,7 @@ class _Checker:
                 elif name in self.written:
                     self.bad(op, f"{name} is written twice")
                 elif name in self.device_only:
-                    self.bad(op, f"{name} is written, and the device alone has waited for it")
+                    self.bad(op, f"{name} is written, and only the device has waited for it")
                 for handle in self._read_by(op, name):
                     self.bad(op, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
@@ -129,7 +129,7 @@ class _Checker:
         if name in self.started and not _row(op).waits:
             return "is still moving"
         if name in self.device_only and not _device_only(op):
-            return "is read on the host, and the device alone has waited for it"
+            return "is read on the host, and only the device has waited for it"
         if name not in op.writes and self._gradient_waits(name) and not self._has_arrived(name):
             return "is read before it is written"
         if self.root(name) in self.overwritten and not _row(op).reads_new(op, name, self.aliases):
@@ -148,7 +148,7 @@ class _Checker:
             elif at_rest.partial or at_rest.is_cut or at_rest.cuts or at_rest.kind == "moving":
                 self.problems.append(f"output {name} is {value.placement}")
             elif name in self.device_only:
-                self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
+                self.problems.append(f"output {name} is returned, and only the device has waited for it")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
         self.problems += [
@@ -159,7 +159,7 @@ class _Checker:
         state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
-                self.problems.append(f"{name} is written, but is not a leaf of the state")
+                self.problems.append(f"{name} is written, but is not a tensor of the state")
             elif name not in self.program.assigns and self.program.leaves[name].role not in ("compute", "gradients"):
                 self.problems.append(f"{name} is written, but the step does not assign it")
         self.problems += [
@@ -170,7 +170,7 @@ class _Checker:
         for name in sorted(self.written & set(self.aliases)):
             if self.aliases[name] not in self.written:
                 self.problems.append(
-                    f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not"
+                    f"{name} is written, but {self.aliases[name]}, of which it is a shard or a copy, is not"
                 )
 
     def _gradient_waits(self, name: str) -> bool:
@@ -210,7 +210,7 @@ class _Checker:
         """
         problems = misformed(op)
         if (owner := OWNERS.get(op.op)) and owner not in {t.name for t in self.program.transforms}:
-            problems.append(f"{op.op} is an op of {owner}, which is no transform of this step")
+            problems.append(f"{op.op} is an op of {owner}, which is not a transform of this step")
         for text in problems:
             self.bad(op, text)
         args = [self.known[a] for a in op.args if a in self.known]
@@ -238,7 +238,7 @@ class _Checker:
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
         cuts = [axis for axis, _ in at.cuts]
         if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
-            return f"{value.name} is {at}: an axis cuts a value once"
+            return f"{value.name} is {at}: an axis shards a value only once"
         along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
         if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
             return f"{value.name} is {at}: {why}"
@@ -250,8 +250,8 @@ class _Checker:
         micro-batch of each iteration of the enclosing loop.
         """
         micro, count = op.micro or (-1, op.count)
-        if count != self.turns if micro < 0 else micro >= count:
-            self.bad(op, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
+        if count != self.iterations if micro < 0 else micro >= count:
+            self.bad(op, f"is for micro-batch {micro} of {count}, in a loop of {self.iterations} iterations")
         return micro, count
 
     def pairs(self, op: Instruction, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None:
@@ -276,7 +276,7 @@ class _Checker:
                 self.bad(op, f"{v.name} is on the {v.tier}, not on the {tier}")
         for v in op.out if not isinstance(row, Copy) else ():
             if v.tier != writes:
-                self.bad(op, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
+                self.bad(op, f"{v.name} is made on the {writes}, but declared on the {v.tier}")
 
     def bad(self, op: Instruction, text: str) -> None:
         self.problems.append(f"{shown(op)}: {text}")

@@ -97,10 +97,11 @@ def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
     """
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         problem = (
-            f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which rests as {tensor.dtype}{list(tensor.shape)}"
+            f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which "
+            f"is stored as {tensor.dtype}{list(tensor.shape)}"
         )
         raise FzeroValueError(
-            "offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype"
+            "offload", "this value does not match the tensor", [problem], "give a value of the tensor's shape and dtype"
         )
     with write_pieces(tensor) as write:
         write(value)
@@ -187,7 +188,7 @@ class _Writer:
     def finish(self) -> None:
         if self._at != self._extent.nbytes:
             self.settle()
-            self._refuse(f"{self._at} bytes in all")
+            self._refuse(f"{self._at} bytes in total")
         if rest := self._at % self._size:
             self._write(self._at // self._size % 2, rest)
         for which in range(2):
@@ -212,14 +213,17 @@ class _Writer:
     def _refuse(self, given: str) -> None:
         problem = f"{given} for {_name(self._tensor)}, which is {self._extent.nbytes} bytes of {self._tensor.dtype}"
         raise FzeroValueError(
-            "offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"
+            "offload",
+            "these parts do not match the tensor",
+            [problem],
+            "give every element once, in the tensor's dtype",
         )
 
 
 def _extent(tensor: torch.Tensor) -> Any:
     if (extent := extent_of(tensor)) is None:
         raise FzeroValueError(
-            "offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory"
+            "offload", f"{_name(tensor)} is not stored on disk", fix="use it directly: it is in memory"
         )
     return extent
 

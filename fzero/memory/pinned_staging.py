@@ -53,7 +53,7 @@ class Staged:
         try:
             return host_bytes(_DEPTH * nbytes, self._device, "step")
         except TierError as error:
-            logger.warning("fzero.step: batches are copied from pageable memory, which may hold the host up: %s", error)
+            logger.warning("fzero.step: batches are copied from pageable memory, which may block the host: %s", error)
             return torch.empty(_DEPTH * nbytes, dtype=torch.uint8, device="cpu")
 
     def _wait(self, number: int) -> None:

@@ -134,7 +134,7 @@ def check(
         >>> check("/nowhere", 1 << 30)
         Traceback (most recent call last):
         fzero.errors.FzeroValueError: fzero.offload: cannot keep 1.00 GiB a rank on disk
-          /nowhere: there is no such directory
+          /nowhere: the directory does not exist
         Fix: free space, or give other paths
     """
     places = paths(directories)
@@ -208,7 +208,7 @@ def _impossible(nbytes: int, problems: Sequence[str]) -> FzeroValueError:
 
 def _unusable(path: Path) -> str | None:
     if not path.is_dir():
-        return "it is not a directory" if path.exists() else "there is no such directory"
+        return "it is not a directory" if path.exists() else "the directory does not exist"
     return None if os.access(path, os.W_OK | os.X_OK) else "it is not writable"
 
 

@@ -24,7 +24,7 @@ from fzero.memory import scratch_directories
 from fzero.memory.scratch_directories import ALIGNMENT, PIECE, ScratchFile
 
 Runs = Iterable[tuple[int, torch.Tensor]]
-_FIX = "the state is lost; go on from the last checkpoint; free space or use another path"
+_FIX = "the state is lost; continue from the last checkpoint; free space or use another path"
 
 
 class ScratchFiles:
@@ -139,7 +139,7 @@ class ScratchFiles:
             raise FzeroValueError(
                 "offload",
                 f"these files are process {self._open.pid}'s",
-                fix="make files of its own in a process that was forked",
+                fix="create separate files in a process that was forked",
             )
         transfer = Transfer(self, operation)
         transfer.start(
@@ -370,5 +370,8 @@ def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
             problems.append(f"offset {offset}: {flat.numel()} bytes are not within the {nbytes} of these files")
     if problems:
         raise FzeroValueError(
-            "offload", f"{len(problems)} runs cannot be read or written", problems, "cut them from disk.aligned memory"
+            "offload",
+            f"{len(problems)} runs cannot be read or written",
+            problems,
+            "slice them from memory of disk.aligned",
         )

@@ -80,7 +80,7 @@ class LateCopies:
             done.result(self._timeout)
         except Exception as error:
             what = f"it was not done in {self._timeout:g} s" if not done.done() else f"{type(error).__name__}: {error}"
-            fix = "go on from the last checkpoint: the state is lost"
+            fix = "continue from the last checkpoint: the state is lost"
             raise TierError("step", "a copy between host and device failed", [what], fix) from error
 
 

@@ -138,7 +138,7 @@ class TierTransport:
                 failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if not failures:
             return None
-        fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
+        fix = "continue from the last checkpoint, with more space or on another path: the state is lost"
         error = TierError("step", "a disk failed while the step ran", failures, fix)
         error.__cause__ = failed
         return error
@@ -156,7 +156,7 @@ def _shaped(into: Sequence[torch.Tensor] | None, like: Sequence[torch.Tensor]) -
 
 def _extent(tensor: torch.Tensor) -> Extent:
     found = extent_of(tensor)
-    assert found is not None, "a leaf that rests on disk"
+    assert found is not None, "a tensor that is stored on disk"
     return found
 
 

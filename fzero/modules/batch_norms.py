@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def without_counts_read(skeleton: nn.Module) -> nn.Module:
+def without_counts_read(meta_module: nn.Module) -> nn.Module:
     """Gives the batch norms of a meta module that have no momentum a forward that computes with their count as a
     tensor.
     """
-    for m in skeleton.modules():
+    for m in meta_module.modules():
         if type(m).forward is nn.BatchNorm1d.forward and m.momentum is None and m.track_running_stats:
             m.forward = types.MethodType(_averaging, m)  # type: ignore[method-assign]
-    return skeleton
+    return meta_module
 
 
 def _averaging(norm: Any, x: torch.Tensor) -> torch.Tensor:

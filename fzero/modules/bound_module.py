@@ -57,5 +57,5 @@ class Forward:
         """
         if len(self._new) > 1 and any(tree.leaves(new) for new in self._new):
             what = f"{type(self._module).__name__} overwrites buffers, and is called {len(self._new)} times in a loss"
-            raise TraceError("functionalize", what, fix="call it once, on all rows")
+            raise TraceError("functionalize", what, fix="call it once, on all samples")
         return self._new[0] if self._new else None

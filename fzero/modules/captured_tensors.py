@@ -104,7 +104,7 @@ class Outside(OwnTensors):
         """
         for x in (*self.read.values(), *self._literals.values()):
             if version_of(x) != self._versions[id(x)]:
-                self._refuse(f"writes to a tensor that it has not made, {tree.describe(x)}", WRITTEN)
+                self._refuse(f"writes to a tensor that it has not created, {tree.describe(x)}", WRITTEN)
 
     def _refuse(self, what: str, fix: str) -> None:
         raise TraceError("functionalize", f"a function that calls {self._name} {what}", own_line(), fix)
@@ -121,13 +121,14 @@ class _Drawing(compat.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-DRAWN = "traced once, it would not draw in each step: draw in the collator, or in the module's forward"
+DRAWN = "it is traced once, and would not draw in each step: draw in the collator, or in the module's forward"
 OWN = (
-    "call the module that is given, with all that it computes: its parts, and its tensors, are those of the host, "
+    "call only the module that is passed in: its parts, and its tensors, are those of the host, "
     "which the step does not train; what needs them goes into the module's forward"
 )
 WRITTEN = (
-    "traced once, it would not write in each step: return what it computes, or write where the step is called (a "
+    "it is traced once, and would not write in each step: return the "
+    "computed values, or write where the step is called (a "
     "callback)"
 )
 

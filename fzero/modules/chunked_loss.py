@@ -97,7 +97,7 @@ class Chunked(TorchFunctionMode):
         if (known := self._known.get(id(x))) is None:
             return None
         if x.is_inference():
-            return "torch.inference_mode, which does not tell whether they are written to: use torch.no_grad"
+            return "torch.inference_mode, which hides whether they are written to: use torch.no_grad"
         return known[2] if known[1] == version_of(x) else "an operation in place on a view of them"
 
     def _note(self, tensors: Iterable[torch.Tensor], how: _Logits | str | None) -> None:
@@ -125,7 +125,7 @@ class Chunked(TorchFunctionMode):
         elif isinstance(found, str):
             problems.append(f"between the linear layer and the loss, the logits go through {found}")
         elif found.capped and found.outer <= 0:
-            problems.append(f"the logits are capped by tanh, and multiplied by {found.outer:g}")
+            problems.append(f"the logits are capped by tanh and then multiplied by {found.outer:g}")
         elif found.versions != tuple(map(version_of, found.linear)):
             problems.append("the input, weight or bias of the linear layer is changed in place after the layer")
         elif torch.is_grad_enabled() and logits.requires_grad != any(x.requires_grad for x in found.linear):

@@ -85,7 +85,7 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
     """
     if not isinstance(module, nn.Module):
         what = f"takes a module, not {type(module).__name__}"
-        raise FzeroTypeError("functionalize", what, fix="a function needs none: fz.train_step(loss_fn, ...)")
+        raise FzeroTypeError("functionalize", what, fix="a function can be used directly: fz.train_step(loss_fn, ...)")
     return Functional(module, blocks, mutable)
 
 
@@ -193,7 +193,7 @@ class Functional(SelfChecked):
         if new is not None:
             fix = "model.apply_mutable(...) returns (outputs, new values); or give the module in its evaluation mode"
             found = tree.names(new)
-            raise TraceError("functionalize", "apply has no place for the buffers that are written", found, fix)
+            raise TraceError("functionalize", "apply cannot return the buffers that the forward writes", found, fix)
         return out
 
     def apply_mutable(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> tuple[Any, Any]:
@@ -367,7 +367,7 @@ class Functional(SelfChecked):
         ]
         if wrong:
             fix = "gather them first: model.write_back(train.gather(state).params)"
-            raise FzeroValueError("write_back", "these are not whole leaves", wrong, fix)
+            raise FzeroValueError("write_back", "these are not full tensors", wrong, fix)
         made: dict[str, Any] = {}
         with torch.no_grad():
             for s in slots:
@@ -459,7 +459,7 @@ class Functional(SelfChecked):
         flat = dict(zip(names, tree.leaves(params), strict=True))
         odd = [n for n, x in flat.items() if whole and x.shape != self._shapes[n]]
         if other := [f"{n}: {tree.describe(flat[n])}, not {list(self._shapes[n])}" for n in odd]:
-            fix = "give a tree like model.params, such as state.params, of whole leaves"
+            fix = "give a tree like model.params, such as state.params, of full tensors"
             raise FzeroTypeError("functionalize", f"these are not the tensors of {self._name}", other, fix)
         if cast := [f"{n}: {tree.describe(flat[n])}, not {d}" for n, d in self._dtypes.items() if flat[n].dtype != d]:
             fix = "mixed_precision(where=lambda path, leaf: ...) without them; the step of model.train_step does so"

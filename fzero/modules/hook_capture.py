@@ -55,7 +55,7 @@ def aside(names: tuple[str, ...] | None) -> Iterator[dict[str, list[Any]]]:
     finally:
         active.reset(token)
     if collected.get("hidden_states"):
-        fix = "name the modules whose outputs they are in fz.functionalize(module, blocks=[...]), or turn them off"
+        fix = "name the modules that return them in fz.functionalize(module, blocks=[...]), or turn them off"
         raise TraceError("functionalize", "hidden states are collected inside of a block", fix=fix)
 
 

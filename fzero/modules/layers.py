@@ -78,7 +78,7 @@ def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
         found |= dict.fromkeys(hits)
     if missed:
         fix = f"name submodules ({', '.join(map(repr, names[:4]))}, ...; 'layers.*' for all of a list) or their classes"
-        raise FzeroValueError("functionalize", "no submodule is one of `blocks`", missed, fix)
+        raise FzeroValueError("functionalize", "no submodule matches `blocks`", missed, fix)
     return [name for name in names if name in found and not any(name.startswith(f"{o}.") for o in found)]
 
 
@@ -252,7 +252,7 @@ def check_bound(
     if bound:
         fix = "overwrite buffers by name: fz.functionalize(module, mutable=['*.ema']); parameters are the optimizer's"
         found = [f"{type(s.owner).__name__}.{s.attribute} ({s.name})" for s in bound]
-        raise TraceError("functionalize", f"the forward of {owner} binds tensors anew", found, fix)
+        raise TraceError("functionalize", f"the forward of {owner} assigns new tensors to attributes", found, fix)
 
 
 # --- results of blocks ---
@@ -299,12 +299,12 @@ tree.register(Returned, lambda x: ((x.tensors, x.new), x.rest), lambda rest, par
 
 
 def layers_of(
-    skeleton: nn.Module, names: Sequence[str], mutable: frozenset[str], kept: re.Pattern[str] | None
+    meta_module: nn.Module, names: Sequence[str], mutable: frozenset[str], kept: re.Pattern[str] | None
 ) -> list[Layer]:
     """Returns the layers with these names. Layers of one class in one list share symbolic layer numbers, unless their
     code distinguishes types: the symbolic number has a class of its own.
     """
-    layers = [Layer(name, skeleton.get_submodule(name), mutable, kept) for name in names]
+    layers = [Layer(name, meta_module.get_submodule(name), mutable, kept) for name in names]
     kinds: dict[tuple[type, str], list[Layer]] = {}
     for layer in layers:
         kinds.setdefault((type(layer.module), layer.name.rpartition(".")[0]), []).append(layer)

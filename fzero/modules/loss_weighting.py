@@ -78,8 +78,11 @@ def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
         raise FzeroTypeError("functionalize", what, fix=fix)
     counts = counting.counts if counting is not None else []
     if len(counts) > 1 or (counting is not None and counting.in_blocks):
-        several = f"{len(counts)} cross entropies, each with a count of its own"
+        several = f"{len(counts)} cross entropies, each with a different count"
         what = f"the loss of {owner} is made of {several if len(counts) > 1 else 'a cross entropy inside of a block'}"
-        fix = "give the loss: model.loss(lambda out, batch: out.loss), a mean of the parts' means, or fz.weighted(...)"
+        fix = (
+            "give the loss: model.loss(lambda out, batch: out.loss), a mean "
+            "of the micro-batches' means, or fz.weighted(...)"
+        )
         raise FzeroTypeError("functionalize", what, fix=fix)
     return weighted(loss * counts[0], counts[0]) if counts else loss

@@ -117,7 +117,7 @@ def check_hooks(module: nn.Module) -> None:
         fix = (
             "torch.nn.utils.parametrizations has weight_norm and spectral_norm that compute it, and parametrize others"
         )
-        raise FzeroTypeError("functionalize", "hooks set parameters anew in each forward", found, fix)
+        raise FzeroTypeError("functionalize", "hooks recompute parameters in each forward", found, fix)
 
 
 def _set_by(hook: Any) -> str:
@@ -152,7 +152,7 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
             for begin, end, other, y in group[i + 1 :]:
                 changes = [n for n, t in ((name, x), (other, y)) if t.requires_grad or n in written]
                 if changes and max(first, begin) < min(last, end):
-                    problems.append(f"{name}, {other}: lie in the same memory, and {changes[0]} changes")
+                    problems.append(f"{name}, {other}: share memory, and {changes[0]} changes")
     if problems:
         fix = (
             "change gradients in the optimizer: fz.optim.chain(fz.optim.GradientTransformation(init, update), "
@@ -160,7 +160,7 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
             "tensors it uses); tie parameters by binding "
             "one to both names (b.weight = a.weight), and take views of them in the forward"
         )
-        raise FzeroTypeError("functionalize", "tensors of the module are more than values", problems, fix)
+        raise FzeroTypeError("functionalize", "tensors of the module have hooks or share memory", problems, fix)
 
 
 def renumber_hooks(module: nn.Module) -> None:
@@ -275,7 +275,7 @@ def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
             _refuse(changes)
         if kept := [place for place, facts in hooks.items() if settings(facts[0], strict=False) != facts[1]]:
             fix = "return it from the forward, or have transformers collect it: output_hidden_states=True"
-            raise TraceError("functionalize", "hooks keep what passes through modules", kept, fix)
+            raise TraceError("functionalize", "hooks store inputs or outputs of modules", kept, fix)
         if not changes:
             break
     return out
@@ -442,6 +442,6 @@ def check_kinds(module: nn.Module) -> None:
         fix = "run one forward before: module(inputs) gives them their shapes"
         raise FzeroTypeError("functionalize", "lazy modules have no shapes yet", lazy, fix)
     if scripted:
-        fix = "give the module as it was before torch.jit.script or torch.jit.trace; a step is compiled by fz.compile"
+        fix = "give the module before torch.jit.script or torch.jit.trace; a step is compiled by fz.compile"
         what = "TorchScript runs these modules, and keeps its own tensors"
         raise FzeroTypeError("functionalize", what, scripted, fix)

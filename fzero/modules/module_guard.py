@@ -117,7 +117,7 @@ class Original:
             FzeroValueError: listing everything that has changed.
         """
         if changed := self.changes():
-            what = f"{type(self._module).__name__} is not what it was when it was given to functionalize"
+            what = f"{type(self._module).__name__} has changed since it was given to functionalize"
             fix = (
                 "undo it; or functionalize and compile it again as it is now: a state goes on there if its leaves are "
                 "the same and the same are trained, else model.write_back(train.gather(state).params) before the "

@@ -22,28 +22,28 @@ MOST = 1 << 20
 """Largest number of elements of a tensor that becomes a literal of a program."""
 
 
-def initialized(skeleton: nn.Module, own: Mapping[str, torch.Tensor], key: torch.Tensor) -> dict[str, torch.Tensor]:
+def initialized(meta_module: nn.Module, own: Mapping[str, torch.Tensor], key: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the initial values of a meta module's tensors by name. Small tensors that nothing initializes, such as
     buffers, keep their value in `own`.
 
     Raises:
         TraceError: listing tensors that nothing initializes and that have no value, or too large a value.
     """
-    slots = slots_of(skeleton)
-    for m in skeleton.modules():
+    slots = slots_of(meta_module)
+    for m in meta_module.modules():
         vars(m).pop("_is_hf_initialized", None)  # the mark that transformers puts on modules that it has initialized
     given = {s.name: torch.empty(s.get().shape, dtype=s.get().dtype, device=key.device) for s in slots}
     with holding(slots, given), torch.no_grad(), Draws(key, None), compat.truncated_normal(_truncated_normal):
-        if hasattr(skeleton, "initialize_weights"):
-            skeleton.initialize_weights()  # type: ignore[operator]
+        if hasattr(meta_module, "initialize_weights"):
+            meta_module.initialize_weights()  # type: ignore[operator]
         else:
-            _reset(skeleton)
+            _reset(meta_module)
         made = {s.name: s.get() for s in slots}
     left = [name for name, x in made.items() if x is given[name] and x._version == 0]
     wrong = [f"{n}: {tree.describe(own[n])}" for n in left if own[n].is_meta or own[n].numel() > MOST]
     if wrong:
-        what = f"nothing in {type(skeleton).__name__} initialises these tensors"
-        fix = "give their modules a reset_parameters(self) that fills them; or begin with values: model.params"
+        what = f"nothing in {type(meta_module).__name__} initialises these tensors"
+        fix = "give their modules a reset_parameters(self) that fills them; or start from its values: model.params"
         raise TraceError("functionalize", what, wrong, fix)
     return made | {n: torch.tensor(own[n].tolist(), dtype=own[n].dtype, device=key.device) for n in left}
 

@@ -40,11 +40,11 @@ class Given(NamedTuple):
 class Mode:
     """A meta module in training or evaluation mode, with its layers as blocks."""
 
-    def __init__(self, skeleton: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
-        self._skeleton, self._slots = skeleton, slots_of(skeleton)
-        self.overwritten = overwritten(skeleton, self._slots, mutable)
-        self._layers = layers_of(skeleton, blocks, self.overwritten, kept_in_fp32(skeleton).get("fp16"))
-        self._draws = may_draw(skeleton)
+    def __init__(self, meta_module: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
+        self._meta_module, self._slots = meta_module, slots_of(meta_module)
+        self.overwritten = overwritten(meta_module, self._slots, mutable)
+        self._layers = layers_of(meta_module, blocks, self.overwritten, kept_in_fp32(meta_module).get("fp16"))
+        self._draws = may_draw(meta_module)
         # by the shapes of the arguments, and the number of samples
         self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}
 
@@ -55,7 +55,7 @@ class Mode:
             return self._settled(given, dims, counting)
         except NeedsKey:
             if self._draws or given.key is None:
-                text = f"{type(self._skeleton).__name__} draws random numbers, and is given no key"
+                text = f"{type(self._meta_module).__name__} draws random numbers, but no key is given"
                 fix = "model.apply(params, ..., key=fz.random.key(0)); an evaluation has none: dropout is off there"
                 raise TraceError("functionalize", text, fix=fix) from None
         self._draws = True
@@ -65,7 +65,7 @@ class Mode:
         """Returns the forward's outputs for fake tensors. Random numbers have no values."""
         with raise_conditions.collected("functionalize"):
             run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
-            return settled(self._skeleton, "", run)[0]
+            return settled(self._meta_module, "", run)[0]
 
     def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
         def run() -> Any:
@@ -74,7 +74,7 @@ class Mode:
             with counting or nullcontext():
                 return self._run(given, LayerCall(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
 
-        return settled(self._skeleton, "", run)
+        return settled(self._meta_module, "", run)
 
     def _run(self, given: Given, call: LayerCall) -> tuple[Any, dict[str, torch.Tensor]]:
         changes = self.overwritten
@@ -86,8 +86,8 @@ class Mode:
             stack.enter_context(as_blocks(self._layers, call))
             stack.enter_context(compat.without_checkpoints())
             with holding(self._slots, tensors):
-                out = self._skeleton(*given.args, **given.kwargs)
-                check_bound(self._slots, tensors, changes, type(self._skeleton).__name__)
+                out = self._meta_module(*given.args, **given.kwargs)
+                check_bound(self._slots, tensors, changes, type(self._meta_module).__name__)
                 new = {s.name: s.get() for s in self._slots if s.name in changes}
         return out, new
 
@@ -123,7 +123,7 @@ class Mode:
 
                 try:
                     with raise_conditions.collected("functionalize"):
-                        self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
+                        self._rehearsed[key] = settled(self._meta_module, "", rehearsed)
                 except TraceError:
                     raise
                 except Exception as error:
@@ -136,11 +136,11 @@ class Mode:
                     # the error.
                     except Exception:
                         return known
-                    name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
-                    text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
+                    name, said = type(self._meta_module).__name__, next(iter(str(error).splitlines()), "")
+                    text = f"the batch dimension of a random tensor is not known: {name} does not run on {ROWS} rows"
                     fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
                     if asks:
-                        text = f"{name} asks for a value while it is traced"
+                        text = f"{name} reads a value while it is traced"
                         said = f"needs the value of a tensor ({said})"
                         fix = "torch.where in place of Python's if; distributions: validate_args=False"
                     raise TraceError("functionalize", text, [*lines_through(error), said], fix) from error

@@ -19,23 +19,23 @@ from fzero.modules.meta_module import renumber_hooks
 _log = logging.getLogger("fzero")
 
 
-def prepared(skeleton: nn.Module) -> nn.Module:
+def prepared(meta_module: nn.Module) -> nn.Module:
     """Prepares a meta module: turns off caches and gradient checkpointing, which a step does itself or cannot do, and
     installs the hooks that a library would install in a later forward.
     """
-    for config in {id(c): c for m in skeleton.modules() for c in _configs(getattr(m, "config", None))}.values():
+    for config in {id(c): c for m in meta_module.modules() for c in _configs(getattr(m, "config", None))}.values():
         if getattr(config, "use_cache", None):
             config.use_cache = False
-    for m in skeleton.modules():
+    for m in meta_module.modules():
         if getattr(m, "gradient_checkpointing", False) is True:
             m.gradient_checkpointing = False  # type: ignore[assignment]
-    dtypes = {p.dtype for p in skeleton.parameters()}
-    if torch.bfloat16 not in dtypes and _has_experts(skeleton):
-        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
-        skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
-    hook_capture.install(skeleton)
-    renumber_hooks(skeleton)
-    return without_counts_read(skeleton)
+    dtypes = {p.dtype for p in meta_module.parameters()}
+    if torch.bfloat16 not in dtypes and _has_experts(meta_module):
+        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(meta_module).__name__)
+        meta_module.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    hook_capture.install(meta_module)
+    renumber_hooks(meta_module)
+    return without_counts_read(meta_module)
 
 
 def kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:

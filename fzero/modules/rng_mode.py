@@ -139,8 +139,13 @@ class Rehearsal(_Seeded):
         if outer is None:
             place = user_place(None)
             where = [line(place)] if place else []
-            what = f"nothing says which of what is drawn, {shape[at] // ROWS} times the rows, belongs to which row"
-            fix = "draw with a dim for the rows, torch.rand(len(x), 2, 8), and reshape it; or torch.rand_like(y)"
+            what = (
+                f"a random tensor has {shape[at] // ROWS} times the batch size, and "
+                "it is not known which elements belong to which sample"
+            )
+            fix = (
+                "draw with a dimension for the samples, torch.rand(len(x), 2, 8), and reshape it; or torch.rand_like(y)"
+            )
             raise TraceError("functionalize", what, where, fix)
         inner = shape[at] // (ROWS * outer)
         split = at_hand(outer, self._rows), self._rows, at_hand(inner, self._rows)
@@ -169,13 +174,13 @@ class Draws(_Seeded):
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule, given = _RULES.get(func.overloadpacket), arguments(func, args, kwargs)
         if torch.default_generator.initial_seed() != _NOBODYS:
-            fix = "draw what is to be the same in every step once, and register it as a buffer"
-            what = f"{func} draws from a seed of its own (torch.manual_seed, fork_rng), which no key is"
+            fix = "draw numbers that are the same in every step once, and register it as a buffer"
+            what = f"{func} draws from its own seed (torch.manual_seed, fork_rng), which is not a key"
             raise TraceError("functionalize", what, fix=fix)
         if rule is None or given.get("generator") is not None:
             place = user_place(None)
             where, fix = [line(place)] if place else [], _fix(func, given)
-            raise TraceError("functionalize", f"draws where no key reaches ({func})", where, fix)
+            raise TraceError("functionalize", f"draws random numbers without access to a key ({func})", where, fix)
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
@@ -200,8 +205,8 @@ class Draws(_Seeded):
             where = [f"a draw of {list(shape)}"] + ([line(place)] if place else [])
             if drawn is not None:
                 where.insert(1, f"on other rows {list(drawn.shape)}, if its sizes were the batch's or a multiple of it")
-            what = "what is drawn depends on the number of rows otherwise than as a dim of it"
-            fix = "draw for the rows, torch.rand(len(x), 8), whatever their number, and cut or repeat what is drawn"
+            what = "the shape of a random tensor depends on the batch size in another way than as a dimension"
+            fix = "draw one row per sample, torch.rand(len(x), 8), for any batch size, and slice or repeat the result"
             raise TraceError("functionalize", what, where, fix)
         return drawn
 
@@ -209,11 +214,11 @@ class Draws(_Seeded):
 def _fix(func: Any, given: dict[str, Any]) -> str:
     """Suggests a replacement for a draw that has no rule, or that uses a generator."""
     if given.get("generator") is not None:
-        return "leave the generator out: what is drawn comes from the step's key"
+        return "leave the generator out: random numbers come from the step's key"
     if "attention" in str(func):
         return "give no dropout in attention (dropout_p=0.0), or models of transformers attn_implementation='eager'"
     names = sorted({op.__name__.strip("_") for op in _RULES})
-    return f"make it of what draws from the step's key: {', '.join(names)}"
+    return f"build it from functions that draw from the step's key: {', '.join(names)}"
 
 
 # --- rules ---

@@ -154,7 +154,7 @@ def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
     if not fits or rows.shape[:1] != groups or w.shape[0] % max(1, groups[0]):
         given = [f"rows {describe(rows)}, w {describe(w)}, for {groups[0]} groups of experts"]
         fix = "rows as of dispatch, w [experts, features, outputs], both of one dtype"
-        raise FzeroValueError("experts.matmul", "shapes or dtypes do not go together", given, fix)
+        raise FzeroValueError("experts.matmul", "shapes or dtypes do not match", given, fix)
     return torch.bmm(rows, w) if back.expert is None else _ExpertMm.apply(back.expert, rows, w)
 
 
@@ -254,7 +254,7 @@ def capacity_problems(capacity: Any, ranks: Any) -> list[str]:
         return [f"capacity={capacity!r}: a factor above 0, of tokens x k / experts, or ('rank', factor)"]
     if of_rank:
         return count("ranks", ranks)
-    return [] if ranks is None else [f"ranks={ranks!r}: of capacity=('rank', factor) alone"]
+    return [] if ranks is None else [f"ranks={ranks!r}: only with capacity=('rank', factor)"]
 
 
 def _check(
@@ -277,7 +277,7 @@ def _check(
         raise FzeroTypeError("experts.dispatch", "invalid arguments", problems, "see its example")
     problems = [*count("num_experts", num_experts), *capacity_problems(capacity, ranks)]
     if not problems and ranks is not None and num_experts % ranks:
-        problems.append(f"ranks={ranks}: {num_experts} experts do not divide among them")
+        problems.append(f"ranks={ranks}: {num_experts} experts are not divisible among them")
     if overflow not in ("drop", "error"):
         problems.append(f"overflow={overflow!r}: 'drop' or 'error'")
     if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:

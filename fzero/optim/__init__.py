@@ -55,6 +55,8 @@ from typing import Any
 
 from fzero._utils.deprecation import warn
 from fzero.errors import no_attribute
+
+# The public names of the folder: users write `optim.adamw`, not `optim.adam.adamw`.
 from fzero.optim.adadelta import AdadeltaState, adadelta
 from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adagrad import AdagradState, adagrad

@@ -163,5 +163,5 @@ def _checked(state: AdafactorState, grads: Tree) -> tuple[Tree, Tree, Tree]:
         wanted = tree.map(lambda g, kind=kind: None if _shapes(g)[kind] is None else g, grads)
         shapes = [list(_shapes(g)[kind] or ()) for g in tree.leaves(wanted)]
         if tree.structure(found) != tree.structure(wanted) or shapes != [list(x.shape) for x in tree.leaves(found)]:
-            raise FzeroValueError(_WHERE, "the state is of other params", fix="make the state with init(params)")
+            raise FzeroValueError(_WHERE, "the state belongs to other params", fix="make the state with init(params)")
     return means

@@ -90,7 +90,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transformations) if not is_transformation(t)]
     if wrong:
         fix = "e.g. optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))"
-        raise FzeroTypeError("optim.chain", "takes optimizers, and parts of such", wrong, fix)
+        raise FzeroTypeError("optim.chain", "takes optimizers and gradient transformations", wrong, fix)
 
     def init(params: Tree) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transformations)

@@ -85,7 +85,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
     reject(
         "optim.masked",
-        [] if is_transformation(inner) else [f"inner={shown(inner)}: no optimizer"],
+        [] if is_transformation(inner) else [f"inner={shown(inner)}: not an optimizer"],
         "e.g. optim.masked(optim.adamw(3e-4), mask)",
     )
     check_mask("optim.masked", mask)
@@ -138,7 +138,7 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         else [f"transformations={shown(transformations)}: a dict of label -> optimizer"]
     )
     problems += [
-        f"transformations[{k!r}]={shown(t)}: no optimizer"
+        f"transformations[{k!r}]={shown(t)}: not an optimizer"
         for k, t in (() if problems else transformations.items())
         if not is_transformation(t)
     ]
@@ -159,7 +159,9 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         ]
         if problems:
             fix = f"give each a label among {', '.join(map(repr, transformations))}, or add a transformation"
-            raise FzeroValueError(where, f"{len(problems)} leaves have a label without a transformation", problems, fix)
+            raise FzeroValueError(
+                where, f"{len(problems)} tensors have a label without a transformation", problems, fix
+            )
         return chosen, set(flat)
 
     def init(params: Tree) -> PartitionState:

@@ -169,17 +169,25 @@ def _for_matrices(
             divided into as many matrices as `where` says, if nothing updates it, or if `where` returns no integer.
     """
     problems = function("where", where, "path", "leaf")
-    problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: no optimizer"]
+    problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: not an optimizer"]
     reject(_WHERE, problems)
 
     def label(path: str, leaf: torch.Tensor) -> str:
         num = _num_matrices(where, path, leaf)
         if not num and other is None:
             fix = "other=optim.adamw(3e-4), say, for biases, norms and embeddings"
-            raise FzeroValueError(_WHERE, "nothing updates a leaf", [f"{path} {list(leaf.shape)}"], fix)
+            raise FzeroValueError(_WHERE, "some tensors are not updated", [f"{path} {list(leaf.shape)}"], fix)
         if num and not _are_matrices(leaf.shape, num):
-            fix = "give the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
-            raise FzeroValueError(_WHERE, "a leaf is not so many matrices", [f"{path} {list(leaf.shape)}: {num}"], fix)
+            fix = (
+                "give the number of equal matrices along dim 0: True for "
+                "one matrix, 0 for a tensor that `other` updates"
+            )
+            raise FzeroValueError(
+                _WHERE,
+                "a tensor does not consist of that number of matrices",
+                [f"{path} {list(leaf.shape)}: {num}"],
+                fix,
+            )
         return "matrices" if num else "other"
 
     return partition({"matrices": made, **({} if other is None else {"other": other})}, label)
@@ -193,8 +201,10 @@ def _num_matrices(where: Where, path: str, leaf: torch.Tensor) -> int:
     """
     num = python_numbers(where(path, leaf))
     if not isinstance(num, int):
-        fix = "return the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
-        raise FzeroValueError(_WHERE, "`where` returns no whole number", [f"{path}: {shown(num)}"], fix)
+        fix = (
+            "return the number of equal matrices along dim 0: True for one matrix, 0 for a tensor that `other` updates"
+        )
+        raise FzeroValueError(_WHERE, "`where` does not return an integer", [f"{path}: {shown(num)}"], fix)
     return int(num)
 
 

@@ -50,8 +50,8 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
         problems = [
             f"{paths[i]}: {first} {tree.describe(flat[i])}, {name} {tree.describe(x)}" for i, name, x in mismatches
         ]
-        fix = "params, grads and state must be of one model: make the state with init(params)"
-        raise FzeroValueError(where, "tensors of one leaf have different shapes", problems, fix)
+        fix = "params, grads and state must belong to one model: make the state with init(params)"
+        raise FzeroValueError(where, "tensors of one parameter have different shapes", problems, fix)
     outputs = [fn(*leaf) for leaf in zip(*columns, strict=True)]
     return tuple(tree.unflatten(spec, [out[i] for out in outputs]) for i in range(num_outputs))
 
@@ -88,7 +88,7 @@ def check_floating(where: str, params: Tree) -> None:
         paths = tree.paths(params, "params")
         problems = [f"{paths[i]} ({tree.describe(flat[i])})" for i in bad]
         raise FzeroTypeError(
-            where, f"{len(bad)} leaves are not floating-point tensors", problems, "put None in their place"
+            where, f"{len(bad)} parameters are not floating-point tensors", problems, "put None in their place"
         )
 
 

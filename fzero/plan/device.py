@@ -181,7 +181,7 @@ class Device:
             data = parsed(text)
             if (found := data.get("format", FORMAT)) != FORMAT:
                 raise ValueError(
-                    f"format: {found!r} in the file, {FORMAT!r} here: rates were added or measured otherwise"
+                    f"format: {found!r} in the file, {FORMAT!r} here: rates were added or are measured differently"
                 )
             links = {k: Link(**v) for k, v in data["links"].items()}
             ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}

@@ -262,7 +262,7 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
             )
         except FzeroValueError as error:  # it belongs to another machine or version: ignored, but mentioned in `source`
             why = "; ".join(line.strip() for line in str(error).splitlines()[1:-1])
-            return replace(generic, source=f"{generic.source}; this machine's calibration is passed over: {why}")
+            return replace(generic, source=f"{generic.source}; this machine's calibration is not used: {why}")
     if not isinstance(name, (str, Path)):
         raise FzeroValueError(
             "plan",
@@ -340,7 +340,7 @@ has its host for itself.
 """
 _ACCEPTED = (
     f"write NUMBERxNAME, e.g. 8xh100, where NAME is one of {', '.join(KNOWN)}, or the path of a calibration file; "
-    f"a100-40gb has another memory, h100,intra=200GB another rate ({', '.join(_NUMBERS)})"
+    f"a100-40gb has a different memory size, h100,intra=200GB a different rate ({', '.join(_NUMBERS)})"
 )
 
 
@@ -380,7 +380,7 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
     if problems:
         raise FzeroValueError(
             "device",
-            f"{device.name} cannot be changed so",
+            f"{device.name} cannot be changed like this",
             problems,
             "e.g. a100,memory_bytes=40GB,disk_read=3GB (a second)",
         )

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fzero._utils.deprecation import attribute_alias
 from fzero._utils.host_memory import padded
 from fzero.ir.aliases import Aliases
 from fzero.ir.attributes import BufferAttrs, ReplicateAttrs
-from fzero.ir.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
+from fzero.ir.ops import COPIES, OPS, STARTS, Start, iterations, stays, written_aside
 from fzero.ir.printer import last_reads
 from fzero.ir.program import Function, Instruction, Place, Program, Value, local_bytes
 
@@ -42,13 +43,15 @@ that is unused at the moment. `other`: scalars, the step, the key, literal tenso
 
 class Sample(NamedTuple):
     """The bytes alive while an op runs, in the order of `ROLES`, and those in the host's memory if that is separate.
-    `line` is the index of the op as `Program.walk` counts; `turn` is the iteration of the enclosing loop.
+    `line` is the index of the op as `Program.walk` counts; `iteration` is that of the enclosing loop.
     """
 
     line: int
-    turn: int
+    iteration: int
     by_role: tuple[int, ...]
     host_by_role: tuple[int, ...] = ()
+
+    turn = attribute_alias("Sample", "turn", "iteration")
 
     @property
     def host(self) -> int:
@@ -147,7 +150,7 @@ class _Memory:
     def run(self) -> Iterator[Sample]:
         return self._samples(self.program.instructions, 0)
 
-    def _samples(self, ops: Sequence[Instruction], turn: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
+    def _samples(self, ops: Sequence[Instruction], iteration: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
         """Yields the samples of these ops. `leaving`: values made before these ops that no later op reads; each is
         released after its last reader here.
         """
@@ -155,13 +158,13 @@ class _Memory:
         for i, (op, dead) in enumerate(zip(ops, last_reads(ops, self.program), strict=True)):
             self.number += 1
             begin = self.number
-            for inner in range(turns(op)):
+            for inner in range(iterations(op)):
                 self.number = begin
-                yield from self._samples(op.body, inner, dead if turns(op) == 1 else ())
+                yield from self._samples(op.body, inner, dead if iterations(op) == 1 else ())
             if not op.body:
                 for name, storages in self._made(op):
                     self._hold(name, storages)
-                yield self._sample(op, turn)
+                yield self._sample(op, iteration)
             for name in (*dead, *(a for a in leaving if last.get(a) == i)):
                 if name in self.names:
                     self._release(name)
@@ -170,13 +173,13 @@ class _Memory:
         """Returns the names that an op, or an op of its body, reads."""
         return {*op.args}.union(*(self._read(inner) for inner in op.body))
 
-    def _sample(self, op: Instruction, turn: int) -> Sample:
+    def _sample(self, op: Instruction, iteration: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
         if op.fn:
             now[op.on_host and not self.program.mesh.unified_memory]["temporaries"] += self.temporaries[op.fn]
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
-        return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))
+        return Sample(self.number, iteration, *(tuple(alive[role] for role in ROLES) for alive in now))
 
     def _on_host(self, value: Value) -> bool:
         return value.tier == "host" and not self.program.mesh.unified_memory

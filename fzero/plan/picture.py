@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NAMED = 0.045  # of the width: bars at least this long have room for their names
 _LETTER = 0.0062  # of the width: one letter of a name
-_MORE = " more turns"  # of a loop, which the timeline merges into one event
+_MORE = " more iterations"  # of a loop, which the timeline merges into one event
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -26,8 +26,8 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
     if path.suffix not in (".png", ".svg"):
         raise FzeroValueError("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so")
     if not path.parent.is_dir():
-        fix = f"make it first: mkdir -p {path.parent}"
-        raise FzeroValueError("plan", f"the directory of {path} is not there", fix=fix)
+        fix = f"create it first: mkdir -p {path.parent}"
+        raise FzeroValueError("plan", f"the directory of {path} does not exist", fix=fix)
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
@@ -90,7 +90,7 @@ def _add_legend(axes: Any, events: Sequence[Event]) -> None:
     if any(e.name.startswith("wait ") for e in events):
         looks.append(Patch(facecolor="white", edgecolor="C3", hatch="////", label="compute waits"))
     if any(e.name.endswith(_MORE) for e in events):
-        looks.append(Patch(facecolor="gray", alpha=0.5, label="more turns of a loop"))
+        looks.append(Patch(facecolor="gray", alpha=0.5, label="more iterations of a loop"))
     axes.legend(handles=looks, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
@@ -139,15 +139,15 @@ def memory_over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
     loop after the second look like the second; for iterations that the timeline merges, the largest sample counts.
 
     """
-    spans = {(e.line, e.turn): (e.start, e.start + e.seconds) for e in plan.events if e.queue == COMPUTE}
+    spans = {(e.line, e.iteration): (e.start, e.start + e.seconds) for e in plan.events if e.queue == COMPUTE}
     more = [e for e in plan.events if e.name.endswith(_MORE)]
     now, repeated = 0.0, list[Sample]()
     for sample in (*plan.memory, None):
-        if repeated and (sample is None or not sample.turn):
+        if repeated and (sample is None or not sample.iteration):
             lines = {s.line for s in repeated}
-            for turn in range(2, 1 + max((t for n, t in spans if n in lines), default=1)):
+            for iteration in range(2, 1 + max((t for n, t in spans if n in lines), default=1)):
                 for again in repeated:
-                    begins, now = spans.get((again.line, turn), (now, now))
+                    begins, now = spans.get((again.line, iteration), (now, now))
                     yield begins, again
             for event in more:
                 if (event.line + 1) in lines:
@@ -155,9 +155,9 @@ def memory_over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
                     now = event.start + event.seconds
             repeated = []
         if sample is not None:
-            begins, now = spans.get((sample.line, sample.turn), (now, now))
+            begins, now = spans.get((sample.line, sample.iteration), (now, now))
             yield begins, sample
-            repeated += [sample] if sample.turn else []
+            repeated += [sample] if sample.iteration else []
 
 
 def _unit(num: float) -> tuple[float, str]:

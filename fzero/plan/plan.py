@@ -352,7 +352,7 @@ def plan(
     exposed: dict[str, float] = dict.fromkeys(sent, 0.0)
     for number, waiting in timeline.exposed.items():
         exposed[timeline.waited[number]] += waiting
-    peak = max(memory, key=lambda sample: (sample.total, sample.turn))
+    peak = max(memory, key=lambda sample: (sample.total, sample.iteration))
     # among equal totals, the sample that uses more of the arena, which is allocated all the time
     host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))
     flops, dtype = model_flops(program), compute_dtype(program)

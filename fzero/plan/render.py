@@ -45,7 +45,7 @@ def tables(plan: Plan) -> list[TextTable]:
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
         ("at rest", size(plan.persistent_bytes), "the state between steps"),
-        ("the process", size(plan.process_bytes), f"beside the peak: {_largest_part(plan)}"),
+        ("the process", size(plan.process_bytes), f"in addition to the peak: {_largest_part(plan)}"),
         *(
             [("peer replicas", size(plan.peer_replica_bytes), "host memory of fz.run: another rank's state")]
             if plan.peer_replica_bytes
@@ -63,7 +63,7 @@ def tables(plan: Plan) -> list[TextTable]:
         )
     ]
     if plan.stages:
-        columns = ("stage", "blocks", "peak", "at rest", "compute", "bubble", "hands on")
+        columns = ("stage", "blocks", "peak", "at rest", "compute", "bubble", "sends")
         rows = [
             (str(n), str(x.num_blocks), size(x.peak_bytes), size(x.persistent_bytes), duration(x.compute_seconds))
             + (f"{x.bubble:.1%}", size(x.sent_bytes))
@@ -137,7 +137,9 @@ def assumed(plan: Plan) -> TextTable:
         shares += [("disk read", device.disk_read.bandwidth), ("disk write", device.disk_write.bandwidth)]
     whose = "while all ranks of the host are busy"
     if host is not None:
-        whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
+        whose = (
+            f"of a host that {'it has exclusively' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
+        )
     rows += [(name, rate(attained), whose) for name, attained in shares]
     return TextTable(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
 
@@ -249,7 +251,7 @@ def as_json(plan: Plan) -> str:
         "stages": [{**x._asdict(), "resting_bytes": x.persistent_bytes} for x in plan.stages],
         "bubble": plan.bubble,
         "memory_columns": ["line", "turn", *ROLES],
-        "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
+        "memory": [[s.line, s.iteration, *s.by_role] for s in plan.memory],
         "host_memory": [s.host for s in plan.memory],
     }
     data |= {old: data[new] for old, new in _RENAMED.items()}
@@ -263,10 +265,10 @@ def trace(plan: Plan, measured: Sequence[Event] | None) -> str:
     """Returns Chrome-trace JSON: the prediction and, if given, the measurement, each as a process with one thread per
     queue.
     """
-    memory = {(s.line, s.turn): s for s in plan.memory}
+    memory = {(s.line, s.iteration): s for s in plan.memory}
     events = _process(1, f"predicted: {plan.device.name}, mesh {plan.mesh}", plan.events, plan.lines)
     for event in plan.events:
-        sample = memory.get((event.line, event.turn)) if event.queue == COMPUTE else None
+        sample = memory.get((event.line, event.iteration)) if event.queue == COMPUTE else None
         if sample is not None:
             events.append(
                 {
@@ -291,7 +293,7 @@ def _process(pid: int, name: str, events: Sequence[Event], lines: Sequence[str])
         out.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     for e in events:
         if e.seconds > 0:
-            args = {"line": e.line, "turn": e.turn, "text": lines[e.line]}
+            args = {"line": e.line, "turn": e.iteration, "text": lines[e.line]}
             out.append(
                 {
                     "ph": "X",

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fzero._utils.deprecation import attribute_alias
 from fzero.ir.attributes import RecvAttrs, SendAttrs, WaitAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
@@ -35,8 +36,8 @@ _ALIKE = 1e-9  # fraction of an iteration's time: iterations that differ by less
 
 
 class Event(NamedTuple):
-    """Something that took `seconds` in a queue. `line` is the index of the op as `Program.walk` counts; `turn` is the
-    iteration of the enclosing loop.
+    """Something that took `seconds` in a queue. `line` is the index of the op as `Program.walk` counts; `iteration` is
+    that of the enclosing loop.
     """
 
     queue: str
@@ -44,7 +45,9 @@ class Event(NamedTuple):
     start: float
     seconds: float
     line: int
-    turn: int = 0
+    iteration: int = 0
+
+    turn = attribute_alias("Event", "turn", "iteration")
 
 
 @dataclass
@@ -162,18 +165,18 @@ class _Simulation:
         key = self.meets.get(op.args[0]) if op.args and OPS[op.op].waits else None
         return key is None or self.meeting is None or key in self.meeting.done
 
-    def one(self, op: Instruction, number: int, turn: int) -> None:
+    def one(self, op: Instruction, number: int, iteration: int) -> None:
         if op.op == "loop":
             self._loop(op, number)
         elif op.count:  # otherwise the plan assumes that it does not run
-            self._one(op, number, turn)
+            self._one(op, number, iteration)
 
-    def _run(self, ops: Sequence[Instruction], number: int, turn: int) -> None:
+    def _run(self, ops: Sequence[Instruction], number: int, iteration: int) -> None:
         for op in ops:
-            self.one(op, number, turn)
+            self.one(op, number, iteration)
             number += self.size[number]
 
-    def _one(self, op: Instruction, number: int, turn: int) -> None:
+    def _one(self, op: Instruction, number: int, iteration: int) -> None:
         """Simulates one op: a transfer between stages, another transfer, a wait, a subgraph on the host, or an op on
         the device.
         """
@@ -184,19 +187,19 @@ class _Simulation:
             way = (said.peer, self.stage) if isinstance(said, RecvAttrs) else (self.stage, said.peer)
             self._meet(op.out[0].name, queue or "", (*way, said.number), seconds)
         elif queue is not None:
-            self._start(op.out[0].name, queue, seconds, number, turn)
+            self._start(op.out[0].name, queue, seconds, number, iteration)
         elif OPS[op.op].waits:
-            self._wait(op.args[0], number, turn, op.says(WaitAttrs).host)
+            self._wait(op.args[0], number, iteration, op.says(WaitAttrs).host)
         elif self.on_host[number]:
             if seconds:
                 self._count(HOST, seconds)
-            self._hold(HOST, op.fn or op.op, seconds, number, turn)
+            self._hold(HOST, op.fn or op.op, seconds, number, iteration)
         else:
             self.found.compute_seconds += seconds
-            self._catch_up(turn)
-            self._compute(op.fn or op.op, seconds, number, turn)
+            self._catch_up(iteration)
+            self._compute(op.fn or op.op, seconds, number, iteration)
 
-    def _start(self, handle: str, queue: str, seconds: float, number: int, turn: int) -> None:
+    def _start(self, handle: str, queue: str, seconds: float, number: int, iteration: int) -> None:
         self._count(queue, seconds)
         if not self._overlaps(queue):
             self.moving[handle] = queue, seconds
@@ -205,7 +208,7 @@ class _Simulation:
         begins = max(self.clock, self.thread, self.free.get(link, 0.0))
         self.free[link] = begins + seconds
         self.moving[handle] = queue, begins + seconds
-        self.found.events.append(Event(queue, handle, begins, seconds, number, turn))
+        self.found.events.append(Event(queue, handle, begins, seconds, number, iteration))
 
     def _meet(self, handle: str, queue: str, key: tuple[int, int, int], seconds: float) -> None:
         """Starts one side of a transfer between two stages."""
@@ -215,7 +218,7 @@ class _Simulation:
         self.moving[handle] = queue, seconds
         self.meeting.start(key, max(self.clock, self.thread), seconds)
 
-    def _wait(self, handle: str, number: int, turn: int, host: bool) -> None:
+    def _wait(self, handle: str, number: int, iteration: int, host: bool) -> None:
         """Ends a transfer. The wait blocks the host's thread or only compute, and the time that compute is idle
         counts as exposed. On a device that is not asynchronous, the transfer itself takes place here.
         """
@@ -223,21 +226,21 @@ class _Simulation:
         if self.meeting is not None and (key := self.meets.pop(handle, None)) is not None:
             self.found.waited[number] = queue
             moved, done = done, self.meeting.done[key]
-            self.found.events.append(Event(queue, handle, done - moved, moved, number, turn))
-            self._catch_up(turn)
-            self._expose(handle, max(0.0, done - self.clock), number, turn)
+            self.found.events.append(Event(queue, handle, done - moved, moved, number, iteration))
+            self._catch_up(iteration)
+            self._expose(handle, max(0.0, done - self.clock), number, iteration)
             return
         self.found.waited[number] = queue
         self.found.exposed.setdefault(number, 0.0)
         if self.asynchronous and queue in self.holds and host:
-            self._hold(queue, handle, max(0.0, done - self.thread), number, turn)
+            self._hold(queue, handle, max(0.0, done - self.thread), number, iteration)
             return
-        self._catch_up(turn)
+        self._catch_up(iteration)
         if self._overlaps(queue):
-            self._expose(handle, max(0.0, done - self.clock), number, turn)
+            self._expose(handle, max(0.0, done - self.clock), number, iteration)
         else:
-            self.found.events.append(Event(queue, handle, self.clock, done, number, turn))
-            self._expose(handle, done, number, turn)
+            self.found.events.append(Event(queue, handle, self.clock, done, number, iteration))
+            self._expose(handle, done, number, iteration)
 
     def _overlaps(self, queue: str) -> bool:
         return self.asynchronous or queue == DISK
@@ -246,28 +249,28 @@ class _Simulation:
         self.found.num_transfers[queue] = self.found.num_transfers.get(queue, 0) + 1
         self.found.busy_seconds[queue] = self.found.busy_seconds.get(queue, 0.0) + seconds
 
-    def _compute(self, name: str, seconds: float, number: int, turn: int) -> None:
-        self.found.events.append(Event(COMPUTE, name, self.clock, seconds, number, turn))
+    def _compute(self, name: str, seconds: float, number: int, iteration: int) -> None:
+        self.found.events.append(Event(COMPUTE, name, self.clock, seconds, number, iteration))
         self.clock += seconds
 
-    def _expose(self, name: str, seconds: float, number: int, turn: int) -> None:
+    def _expose(self, name: str, seconds: float, number: int, iteration: int) -> None:
         self.found.exposed[number] = self.found.exposed.get(number, 0.0) + seconds
-        self._compute(f"wait {name}", seconds, number, turn)
+        self._compute(f"wait {name}", seconds, number, iteration)
 
-    def _hold(self, queue: str, name: str, seconds: float, number: int, turn: int) -> None:
+    def _hold(self, queue: str, name: str, seconds: float, number: int, iteration: int) -> None:
         """Simulates something that blocks the host's thread."""
         if seconds > 0:
-            event = Event(HOST, name if queue == HOST else f"wait {name}", self.thread, seconds, number, turn)
+            event = Event(HOST, name if queue == HOST else f"wait {name}", self.thread, seconds, number, iteration)
             self.found.events.append(event)
             self.held.append((event, queue))
             self.thread += seconds
 
-    def _catch_up(self, turn: int) -> None:
+    def _catch_up(self, iteration: int) -> None:
         """Exposes the time that compute is idle until the thread is free."""
         for event, queue in self.held:
             if (ends := event.start + event.seconds) > self.clock:
                 self.found.waited[event.line] = queue
-                self._expose(event.name.removeprefix("wait "), ends - self.clock, event.line, turn)
+                self._expose(event.name.removeprefix("wait "), ends - self.clock, event.line, iteration)
         self.held.clear()
 
     def _loop(self, loop: Instruction, number: int) -> None:
@@ -276,17 +279,21 @@ class _Simulation:
         """
         count, found = loop.count, self.found
         after: dict[str, float] = {}
-        for turn in range(count):
+        for iteration in range(count):
             begin, before, waits = self.clock, after, dict(found.exposed)
             compute, transfers, busy = found.compute_seconds, dict(found.num_transfers), dict(found.busy_seconds)
-            self._run(loop.body, number + 1, turn)
-            took, left, after = self.clock - begin, count - turn - 1, self._ahead(begin)
-            if left and turn and all(abs(ahead - before.get(q, 0.0)) <= _ALIKE * took for q, ahead in after.items()):
+            self._run(loop.body, number + 1, iteration)
+            took, left, after = self.clock - begin, count - iteration - 1, self._ahead(begin)
+            if (
+                left
+                and iteration
+                and all(abs(ahead - before.get(q, 0.0)) <= _ALIKE * took for q, ahead in after.items())
+            ):
                 found.compute_seconds += left * (found.compute_seconds - compute)
                 found.num_transfers = {q: n + left * (n - transfers.get(q, 0)) for q, n in found.num_transfers.items()}
                 found.busy_seconds = {q: s + left * (s - busy.get(q, 0.0)) for q, s in found.busy_seconds.items()}
                 found.exposed = {n: s + left * (s - waits.get(n, 0.0)) for n, s in found.exposed.items()}
-                self._compute(f"{left} more turns", left * took, number, turn + 1)
+                self._compute(f"{left} more iterations", left * took, number, iteration + 1)
                 self.free = {q: t + left * took for q, t in self.free.items()}
                 self.thread += left * took
                 return

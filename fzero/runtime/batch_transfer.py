@@ -38,7 +38,7 @@ class BatchTransfer:
             ]
             raise FzeroValueError(
                 self._owner,
-                "these leaves of the batch have no values",
+                "these tensors of the batch have no values",
                 wrong,
                 "give tensors in memory; fz.lower takes meta tensors",
             )

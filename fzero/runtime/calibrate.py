@@ -166,7 +166,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
                 process.kill()
                 process.communicate()
     failed = [
-        f"rank {rank}: {(err.strip() or 'said nothing').splitlines()[-1]}"
+        f"rank {rank}: {(err.strip() or 'no output').splitlines()[-1]}"
         for rank, (out, err) in enumerate(said)
         if not out.strip()
     ]
@@ -175,7 +175,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
             "calibrate",
             "the processes that measure together failed",
             failed,
-            "see what they say; or start them with torchrun",
+            "look at their output; or start them with torchrun",
         )
     return _measurements(said[0][0].splitlines()[-1])
 

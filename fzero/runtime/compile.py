@@ -95,7 +95,7 @@ def compile(
     if not isinstance(step, (Step, EvalStep)):
         raise no_step("compile", "compiles", step)
     if not isinstance(mesh, Mesh):
-        fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
+        fix = "make one with fz.make_mesh(data=-1); for a mesh without devices use fz.lower"
         raise FzeroTypeError("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix)
     zero_of(step, mesh)
     step = on_device(step, mesh.device)
@@ -120,7 +120,7 @@ def _captured(step: Step | EvalStep, mesh: Mesh, asked: bool | None) -> bool | N
     if not problems and asked and graphs_of(mesh) is None:
         problems = [f"cuda_graphs=True: the mesh is of {mesh.device_type} devices"]
     if problems:
-        fix = "leave it out: a step is captured where it can be; False never captures"
+        fix = "leave it out: a step is captured if possible; False never captures"
         raise FzeroValueError("compile", "invalid arguments", problems, fix)
     if graphs_of(mesh) is None:
         return False

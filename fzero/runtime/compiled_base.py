@@ -110,7 +110,7 @@ class Compiled:
         if self._lowered is None:
             raise FzeroValueError(
                 "compile",
-                "there is no program yet",
+                "no program has been made yet",
                 fix="call the step once, or use fz.lower(step, mesh, params, batch).program",
             )
         return self._lowered.program

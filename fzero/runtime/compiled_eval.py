@@ -102,8 +102,8 @@ class CompiledEval(Compiled):
         found = placed_inputs(params)
         check_model("eval_step", model_of(self.step.fn), abstract_params(found))
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
-        if away := [f"{x}: {x.layout.only.axis}={x.layout.only.index} alone" for x in found.leaves if x.layout.only]:
-            what = "an evaluation reads all parameters, and these are on a stage of a pipeline alone"
+        if away := [f"{x}: {x.layout.only.axis}={x.layout.only.index} only" for x in found.leaves if x.layout.only]:
+            what = "an evaluation reads all parameters, and these are only on one stage of a pipeline"
             fix = "lay the state out for a step without it: fz.reshard(state, train); or restore a checkpoint on one"
             raise FzeroValueError("eval_step", what, away, fix)
         bare = unplaced(params)
@@ -115,5 +115,7 @@ class CompiledEval(Compiled):
                     "give the trees of the state as they are: what is computed from their leaves, such as an average, "
                     "compute in the evaluation's function"
                 )
-            raise FzeroValueError("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix)
+            raise FzeroValueError(
+                "eval_step", "the layouts of the parameters differ from those that this evaluation expects", wrong, fix
+            )
         return self._runs.known(found)

@@ -29,7 +29,7 @@ def recorded(state: State) -> Formats | None:
         return parsed(text, tuple[AxisFormats, ...]) if text else None
     except ValueError as error:
         what = "the formats that the state records cannot be read"
-        fix = f"zero state.extras[{SLOT!r}], and they are chosen anew"
+        fix = f"zero state.extras[{SLOT!r}], and they are chosen again"
         raise FzeroValueError("compress", what, [str(error)], fix) from error
 
 

@@ -108,8 +108,8 @@ class NotCaptured(FzeroValueError):
 def check(program: Program, owner: str) -> None:
     """Raises FzeroValueError if a program cannot be captured."""
     if problems := obstacles(program):
-        fix = "leave out cuda_graphs=True, or what moves values: offload, redundant, pipeline"
-        what = f"{program.name} touches more than the device, and cannot be captured as a CUDA graph"
+        fix = "leave out cuda_graphs=True, or the transforms that move values: offload, redundant, pipeline"
+        what = f"{program.name} uses more than the device, and cannot be captured as a CUDA graph"
         raise FzeroValueError(owner, what, problems, fix)
 
 
@@ -162,10 +162,10 @@ class Replayed:
         said = [f"rank {rank}: {text}" if several else text for rank, text in enumerate(reasons) if text]
         self.refused = "; ".join(said)
         if self._required:
-            fix = "leave out cuda_graphs=True; the state is as it was"
+            fix = "leave out cuda_graphs=True; the state is unchanged"
             raise NotCaptured("step", "the step cannot be captured as a CUDA graph", said, fix)
         if self._mesh.rank == 0:
-            logger.warning("fzero.step: runs without CUDA graphs, for its capture failed: %s", self.refused)
+            logger.warning("fzero.step: runs without CUDA graphs, because its capture failed: %s", self.refused)
 
     def __call__(self, *trees: Any) -> tuple[Any, ...]:
         if self._is_watched():

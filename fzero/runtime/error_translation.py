@@ -30,7 +30,7 @@ def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[
         lines = advice()
     except (FzeroError, RuntimeError, MemoryError):  # there may not be enough memory for the advice either
         lines = []
-    fix = "apply what lowers it most, or " if any(text.startswith("with fz.") for text in lines) else ""
+    fix = "apply the transform that lowers it most, or " if any(text.startswith("with fz.") for text in lines) else ""
     fix += "use a smaller batch; fz.compile(..., memory_budget='70GB') plans for as much"
     raise OutOfMemory(owner, "out of memory", [said, *lines], fix) from error
 

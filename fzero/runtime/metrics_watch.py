@@ -111,7 +111,10 @@ class Agreement:
                     "floating-point leaf, which is averaged"
                 )
                 raise FzeroValueError(
-                    "step", "new values of mutable leaves differ, and only floating-point ones are averaged", wrong, fix
+                    "step",
+                    "new values of mutable tensors differ, and only floating-point ones are averaged",
+                    wrong,
+                    fix,
                 )
 
 
@@ -128,7 +131,7 @@ class Raised:
         for raised in self._arriving(flags):
             held = [line for line, holds in zip(self._lines.popleft(), raised.tolist(), strict=True) if holds]
             if held:
-                fix = "look at the batch; go on from the last checkpoint, for this state has become NaN"
+                fix = "look at the batch; continue from the last checkpoint, because this state has become NaN"
                 error = FzeroValueError("step", "the loss function raises, on some rank", dict.fromkeys(held), fix)
                 mark_broken(state, error)
                 raise error
@@ -147,7 +150,7 @@ class AtMinimum:
             self._say()
 
     def _say(self) -> None:
-        problem = f"loss scale {self._minimum:g}: it is not lowered any more, and every step that overflows is skipped"
+        problem = f"loss scale {self._minimum:g}: it is not lowered further, and every step that overflows is skipped"
         fix = (
             "return a mean or fz.weighted(total, count), not a sum; look for values that are not finite in the batch, "
             "in the state and, with mixed_precision(..., watch=True), among the outputs of blocks; lower the learning "
@@ -189,7 +192,7 @@ class NotFinite:
         step = int(state.step) - self._arriving.num_under_way - self._in_row + 1
         problems = [f"step {step} was the first whose loss or gradients were not", *wrong[:3]]
         problems += [f"and {len(wrong) - 3} more"] * (len(wrong) > 3)
-        fix = "restore a checkpoint of before; fz.optim.skip_nonfinite(optimizer) leaves out steps that are not finite"
+        fix = "restore an earlier checkpoint; fz.optim.skip_nonfinite(optimizer) leaves out steps that are not finite"
         what = "parameters are" if wrong else "two steps in a row, and perhaps parameters, are"
         text = message("step", f"{what} not finite any more", problems, fix)
         warnings.warn(text, RuntimeWarning, stacklevel=_STACKLEVEL)

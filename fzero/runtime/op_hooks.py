@@ -89,11 +89,11 @@ class Follower:
         """Records the result of that call."""
         self._result = result
 
-    def _visit(self, ops: Sequence[Instruction], number: int, turn: int) -> Iterator[OpPlace]:
+    def _visit(self, ops: Sequence[Instruction], number: int, iteration: int) -> Iterator[OpPlace]:
         for op in ops:
             is_loop = op.op == "loop"
             if not is_loop and not self._skips(op):
-                yield op, number, turn
-            for inner in range(OPS[op.op].turns_run(op, self._result)):
-                yield from self._visit(op.body, number + 1, inner if is_loop else turn)
+                yield op, number, iteration
+            for inner in range(OPS[op.op].iterations_run(op, self._result)):
+                yield from self._visit(op.body, number + 1, inner if is_loop else iteration)
             number += sum(1 for _ in op.with_body())

@@ -87,15 +87,15 @@ def _events(marks: Iterable[tuple[OpPlace, float, float]]) -> list[Event]:
     """Returns an event for each op, and one for each transfer from its start to the end of its wait."""
     events: list[Event] = []
     started: dict[str, tuple[str, float]] = {}
-    for (op, number, turn), begin, end in marks:
+    for (op, number, iteration), begin, end in marks:
         queue = channel(op)
         name = f"{op.op} {op.args[0]}" if op.op == "wait" else op.out[0].name if queue else op.fn or op.op
         if queue is not None:
             started[name] = queue, begin
         elif op.op == "wait":
             queue, since = started.pop(op.args[0])
-            events.append(Event(queue, op.args[0], since, end - since, number, turn))
-        events.append(Event(COMPUTE, name, begin, end - begin, number, turn))
+            events.append(Event(queue, op.args[0], since, end - since, number, iteration))
+        events.append(Event(COMPUTE, name, begin, end - begin, number, iteration))
     return events
 
 

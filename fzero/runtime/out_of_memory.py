@@ -41,7 +41,7 @@ def _advice(step: Step, mesh: Mesh, backend: str, lowered: Lowered, plan: Plan) 
     total = torch.cuda.mem_get_info(mesh.device)[1] if kind == "cuda" else None
     problems = [f"planned: {size(plan.peak_bytes)}" + (f" of {size(total)}" if total else "")]
     if total is not None and plan.peak_bytes <= total:
-        problems.append("what else this process or another one holds on the device is not a part of that")
+        problems.append("this does not include other memory that this process or other processes hold on the device")
         total = None
     budget = Budget(total, get_device(None, kind), backend)
     return problems + advice_on(step, mesh, lowered.params, lowered.batch, budget, plan)

@@ -46,7 +46,7 @@ def made_together(
     if (other := channel.differing(text)) is not None:
         rank, first, theirs = other
         what, fix = (
-            f"rank {rank} would run another program than rank 0",
+            f"rank {rank} would run a different program than rank 0",
             "run the same code, flags and batch shapes on every rank",
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)

@@ -79,15 +79,15 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
         others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
             changed.append(
-                f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. "
+                f"or by a thread that runs at the same time: {', '.join(others)}; give it its own generator, e.g. "
                 f"random.Random(seed)"
             )
         fix = (
             "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the "
             "optimizer as a schedule of the step; "
-            "what is only written down goes into a list, or by print or a logger to the terminal"
+            "write records to a list, or by print or a logger to the terminal"
         )
-        what = f"{name} counts, draws or uses something up each time it is called: traced once, it would not"
+        what = f"{name} counts, draws or uses something up each time it is called: it is traced once, and would not"
         found = changed or changes(read, now) or [f"{clock}: read by it" for clock in clocks]
         raise FzeroValueError(owner, what, [*_differing_line(lowered, again), *found], fix)
     return again

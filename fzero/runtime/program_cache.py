@@ -108,10 +108,10 @@ def check_modes(name: str, owner: str, backend: str, graphs: bool | None) -> Non
     if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
         fix = "enter it in the function that the step calls, around the operations that it is for"
         if backend == "inductor":
-            fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode"
+            fix += "; or use backend='eager', which runs every operation so that a TorchDispatchMode sees it"
         elif dispatch_modes():
             fix += "; or leave out cuda_graphs=True"
-        what = f"{name} is called under what a program that is traced once does not see"
+        what = f"{name} is called under a mode that a traced program does not see"
         raise FzeroValueError(owner, what, around, fix)
 
 
@@ -122,8 +122,8 @@ def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
         "the batch's tree": structure,
-        "the batch's leaves": ", ".join(leaves),
-        "leaves of the batch that are one tensor": ", ".join(
+        "the batch's tensors": ", ".join(leaves),
+        "entries of the batch that are one tensor": ", ".join(
             f"{i} and {first}" for i, first in enumerate(same) if i != first
         )
         or "none",

@@ -63,7 +63,7 @@ class ReadValues:
         changed = changes(traced, self.now()) if calls > 1 and _SHARE * since >= self._looking else []
         if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0 or changed:
             about = (
-                f"reads another value than before: {changed[0]}"
+                f"reads a different value than before: {changed[0]}"
                 if changed
                 else f"runs {name_of(program)} {program.name}"
             )
@@ -79,11 +79,11 @@ class ReadValues:
             fix = (
                 "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
                 "schedule of the step; "
-                "compile the step anew where it changes seldom"
+                "compile the step again if it rarely changes"
             )
             raise FzeroValueError(
                 self._owner,
-                f"{self._step.name} reads a value that is not what it was when the step was traced",
+                f"{self._step.name} reads a value that has changed since the step was traced",
                 changed,
                 fix,
             )

@@ -57,7 +57,7 @@ def compare_replicas(state: State, mesh: Mesh) -> None:
     """Raises if ranks that hold the same shard of a state hold different values."""
 
     def held() -> Held:
-        check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
+        check_state(state, "give a state that train.init, train.restore or a step returned", "check_replicas")
         parts = {
             "params": state.params,
             "opt_state": state.opt_state,
@@ -86,7 +86,5 @@ def _compare_batch(batch: Any, step: Step, mesh: Mesh) -> None:
     leaves = tree.with_paths(batch, "batch")
     held = {path: (x, axes) for path, x in leaves if isinstance(x, torch.Tensor)}
     fix = f"give all ranks along {', '.join(map(repr, others))} the same batch: "
-    fix += (
-        f"choose it by mesh.index({axes!r}) of mesh.axis_size({axes!r})" if axes else "every rank has the whole batch"
-    )
+    fix += f"choose it by mesh.index({axes!r}) of mesh.axis_size({axes!r})" if axes else "every rank has the full batch"
     tensor_digests.same(mesh, "step", lambda: held, fix)

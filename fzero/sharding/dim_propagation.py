@@ -70,7 +70,7 @@ __all__ = [
     "MadeWhole",
     "Place",
     "RankShare",
-    "Wanted",
+    "OutputPlacement",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -81,7 +81,7 @@ __all__ = [
 aten = torch.ops.aten
 
 
-class Wanted(enum.StrEnum):
+class OutputPlacement(enum.StrEnum):
     """The requested placement of an output, if it is neither a `Dim` nor None (replicated)."""
 
     FREE = "free"  # any placement except partial
@@ -148,7 +148,7 @@ class CutEnds:
 
     n: int
     places: tuple[Place, ...]
-    wanted: tuple[Wanted | Dim | None, ...]
+    wanted: tuple[OutputPlacement | Dim | None, ...]
     leaves: frozenset[int]
     stream: Dim | None
     by_position: Attention | None
@@ -161,7 +161,7 @@ class CutEnds:
             part,
             self.n,
             self.places,
-            [*self.wanted, *[Wanted.FREE] * (len(ends) - len(self.wanted))],
+            [*self.wanted, *[OutputPlacement.FREE] * (len(ends) - len(self.wanted))],
             leaves=self.leaves,
             stream=self.stream,
             by_position=self.by_position,
@@ -188,7 +188,7 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Place],
-    wanted: Sequence[Wanted | Literal["free", "summand", "partial"] | Dim | None],
+    wanted: Sequence[OutputPlacement | Literal["free", "summand", "partial"] | Dim | None],
     *,
     leaves: frozenset[int] = frozenset(),
     stream: Dim | None = None,
@@ -252,7 +252,7 @@ class _Propagation:
         source: Recorded,
         n: int,
         places: Sequence[Place],
-        wanted: Sequence[Wanted | str | Dim | None],
+        wanted: Sequence[OutputPlacement | str | Dim | None],
         leaves: frozenset[int],
         stream: Dim | None,
         by_position: Attention | None,
@@ -262,7 +262,9 @@ class _Propagation:
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
         self.n, self.places, self.stream = n, places, stream
         self.by_position: Attention | None = by_position
-        self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
+        self.wanted: list[OutputPlacement | Dim | None] = [
+            OutputPlacement(w) if isinstance(w, str) else w for w in wanted
+        ]
         self.graph = compat.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         results = FakeResults()
@@ -367,11 +369,11 @@ class _Propagation:
             values,
         )
 
-    def _exchanged(self, output: fx.Node, want: Wanted | Dim | None) -> dict[Exchanged, fx.Node]:
+    def _exchanged(self, output: fx.Node, want: OutputPlacement | Dim | None) -> dict[Exchanged, fx.Node]:
         """The exchanged values of an output whose placement is free, and of the values that ops compute from it
         alone."""
         found: dict[Exchanged, fx.Node] = {}
-        left: list[tuple[fx.Node, Way]] = [(output, ())] if want is Wanted.FREE and self.by_position else []
+        left: list[tuple[fx.Node, Way]] = [(output, ())] if want is OutputPlacement.FREE and self.by_position else []
         while left:
             x, way = left.pop(0)
             left += [(u, (*way, _said(u))) for u in x.users if u.op != "output" and u.all_input_nodes == [x]]
@@ -382,13 +384,13 @@ class _Propagation:
                     found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
         return found
 
-    def _out_place(self, node: fx.Node, want: Wanted | Dim | None) -> Place:
+    def _out_place(self, node: fx.Node, want: OutputPlacement | Dim | None) -> Place:
         place, made = self.place[node], self.made[node]
         if want is None or isinstance(want, Dim):
             return want
-        if want is Wanted.SUMMAND:
+        if want is OutputPlacement.SUMMAND:
             return PARTIAL if place == PARTIAL and None not in made else None
-        if want is Wanted.PARTIAL:
+        if want is OutputPlacement.PARTIAL:
             return PARTIAL
         if place != PARTIAL:
             return None if None in made and self.stream is None else place
@@ -526,7 +528,7 @@ class _Propagation:
         y = self.write(aten.permute.default, x, order)
         y = self.write(aten.clone.default, y, memory_format=torch.contiguous_format)
         y = self.write(aten.permute.default, y, [order.index(d) for d in range(like.dim())])
-        assert y.meta["val"].stride() == like.stride(), "a view of memory with gaps is not cut"
+        assert y.meta["val"].stride() == like.stride(), "a view of memory with gaps is not sharded"
         return y
 
     # --- prices ---
@@ -579,7 +581,7 @@ class _Propagation:
         for user in node.users:
             if user.op == "output":
                 outputs = zip(self.source.outputs, self.wanted, strict=True)
-                if any(x is node and w not in (Wanted.SUMMAND, Wanted.PARTIAL) for x, w in outputs):
+                if any(x is node and w not in (OutputPlacement.SUMMAND, OutputPlacement.PARTIAL) for x, w in outputs):
                     return False
             elif not ((user.target in _PASSING or is_view(user)) and self._summed_later(user)):
                 return False

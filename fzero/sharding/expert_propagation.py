@@ -2,9 +2,9 @@
 batch and the experts. Ranks exchange rows.
 
 Each rank has its own rows, for all experts, and its shard of the experts' parameters. A product of rows with such a
-parameter needs the rows of all ranks for the experts of this rank (`Met`); an all_to_all delivers them. Pointwise ops
-and views keep this form. All other ops get the rank's own rows back. The gradient of a sharded parameter is a sum over
-the rows of all ranks: either one product over all these rows, or the sum of the gradients of the ranks.
+parameter needs the rows of all ranks for the experts of this rank (`ExpertShard`); an all_to_all delivers them.
+Pointwise ops and views keep this form. All other ops get the rank's own rows back. The gradient of a sharded parameter
+is a sum over the rows of all ranks: either one product over all these rows, or the sum of the gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.fx as fx
 from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
-from fzero.sharding.dim_propagation import CutFunction, MadeWhole, Wanted
+from fzero.sharding.dim_propagation import CutFunction, MadeWhole, OutputPlacement
 from fzero.sharding.flat_propagation import VIEWS, constants_for_shapes
 from fzero.sharding.graph_writer import GraphWriter
 from fzero.sharding.layer_strategies import rule_of
@@ -29,7 +29,7 @@ from fzero.sharding.op_strategies import (
     OWN,
     PARTIAL,
     Anywhere,
-    Met,
+    ExpertShard,
     Place,
     WholeOp,
     divides,
@@ -49,9 +49,9 @@ from fzero.trace.subgraph import ancestors, extract
 
 aten = torch.ops.aten
 
-Form = Dim | Met | None
+Form = Dim | ExpertShard | None
 """The form of a value on a rank: as it was recorded (None), a shard of a value that all ranks have (`Dim`), or with the
-rows of all ranks (`Met`)."""
+rows of all ranks (`ExpertShard`)."""
 Write = Callable[[GraphWriter, dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
@@ -68,7 +68,7 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Anywhere],
-    wanted: Sequence[Wanted | Dim | None],
+    wanted: Sequence[OutputPlacement | Dim | None],
 ) -> CutFunction:
     """Returns the function on a rank's own rows and its shard of the experts.
 
@@ -94,7 +94,7 @@ class _RowPropagation:
         source: Recorded,
         n: int,
         places: Sequence[Anywhere],
-        wanted: Sequence[Wanted | Dim | None],
+        wanted: Sequence[OutputPlacement | Dim | None],
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
@@ -113,7 +113,7 @@ class _RowPropagation:
             self._input(x, place)
 
     def _input(self, x: fx.Node, place: Anywhere) -> None:
-        value, form = x.meta["val"], place if isinstance(place, (Dim, Met)) else None
+        value, form = x.meta["val"], place if isinstance(place, (Dim, ExpertShard)) else None
         new = self.graph.placeholder(x.name)
         new.meta["val"] = value
         if form is not None:
@@ -122,7 +122,7 @@ class _RowPropagation:
             )
         self.write.last_input, self.write.device = new, value.device
         self.form[x], self.made[x] = form, {form: new}
-        if place in (OWN, PARTIAL) or isinstance(place, Met):
+        if place in (OWN, PARTIAL) or isinstance(place, ExpertShard):
             self.own.add(x)
 
     def result(self) -> CutFunction:
@@ -139,14 +139,14 @@ class _RowPropagation:
         none = tuple(() for _ in self.source.inputs)
         return CutFunction(graph, tuple(places), numbered, varies, tuple(self.whole), (), none)
 
-    def _output(self, x: fx.Node, want: Wanted | Dim | None) -> tuple[fx.Node, Anywhere]:
+    def _output(self, x: fx.Node, want: OutputPlacement | Dim | None) -> tuple[fx.Node, Anywhere]:
         if isinstance(want, Dim):
             return self._sum(x, want), want
-        if want is not None and want is not Wanted.FREE:
+        if want is not None and want is not OutputPlacement.FREE:
             return self._get(x, None), PARTIAL
-        if want is Wanted.FREE:
+        if want is OutputPlacement.FREE:
             # rows that were exchanged for this function stay exchanged for the next
-            form = next((m for m in self.made[x] if isinstance(m, Met)), self.form[x])
+            form = next((m for m in self.made[x] if isinstance(m, ExpertShard)), self.form[x])
             if form is not None:
                 return self._get(x, form), form
         return self._get(x, None), OWN if x in self.own else None
@@ -220,7 +220,7 @@ class _RowPropagation:
         meet = {a for a in node.all_input_nodes if self._leads(node) and self._meets(a)}
 
         def price(way: Way) -> float:
-            return sum(self._cost(a, f) for a, f in way.want.items() if not (a in meet and isinstance(f, Met)))
+            return sum(self._cost(a, f) for a, f in way.want.items() if not (a in meet and isinstance(f, ExpertShard)))
 
         best = min((*ways, plain), key=price)
         if best is plain:
@@ -288,8 +288,10 @@ class _RowPropagation:
         if way is None or None in way.out:
             place = node.meta.get("place")
             where = [line(place)] if place else [str(node.target)]
-            fix = "leave what it is the gradient of out of `where`"
-            raise FzeroValueError("expert_parallel", "a gradient of experts is computed with", where, fix)
+            fix = "leave its parameter out of `where`"
+            raise FzeroValueError(
+                "expert_parallel", "the gradient of an expert parameter is used in the computation", where, fix
+            )
         self._settle(node, way)
 
     def _sum(self, node: fx.Node, dim: Dim) -> fx.Node:
@@ -309,12 +311,12 @@ class _RowPropagation:
         made = self.made[node]
         if form not in made:
             natural = self.form[node]
-            way = self._in_view(node, form) if isinstance(form, Met) and natural is None else None
+            way = self._in_view(node, form) if isinstance(form, ExpertShard) and natural is None else None
             if form is None and self._remade(node) is not None:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._get(a, None))
                 made[form] = self.write(node.target, *args, **kwargs)
             elif self._is_alike(node, form):
-                assert isinstance(form, Met)
+                assert isinstance(form, ExpertShard)
                 mine = self.write.converted(made[None], None, Dim(form.dim))
                 made[form] = self.write(aten.cat.default, [mine] * self.n, form.rows)
             elif way is not None:
@@ -327,9 +329,9 @@ class _RowPropagation:
 
     def _is_alike(self, node: fx.Node, form: Form) -> bool:
         """Whether a value is replicated, so that every rank has the same rows of it (an example are ones)."""
-        return isinstance(form, Met) and node not in self.own and self.form[node] is None
+        return isinstance(form, ExpertShard) and node not in self.own and self.form[node] is None
 
-    def _in_view(self, node: fx.Node, met: Met) -> Way | None:
+    def _in_view(self, node: fx.Node, met: ExpertShard) -> Way | None:
         """A way to compute a view from its source with the rows of all ranks, so that the source is exchanged only once
         and stays in this form."""
         if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
@@ -337,11 +339,11 @@ class _RowPropagation:
         (x,) = node.all_input_nodes
         if node.target in _ORDERS:
             order = _ORDERS[node.target](self._op(node))
-            return Way({x: Met(order[met.dim], order[met.rows])}, (met,))
+            return Way({x: ExpertShard(order[met.dim], order[met.rows])}, (met,))
         at = [_same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
         if at[0] is None or at[1] is None:
             return None
-        return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
+        return next((way for way in self._views(node, ExpertShard(at[0], at[1])) if way.out == (met,)), None)
 
     def _remade(self, node: fx.Node) -> fx.Node | None:
         """The source of a view, if the source is available in the form in which it was recorded."""
@@ -376,58 +378,60 @@ class _RowPropagation:
         *added, a, b = node.args[:3]
         assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
         for x, y, rows in ((a, b, 1), (b, a, 2)):
-            met, bias = Met(0, rows), [x for x in added if isinstance(x, fx.Node)]
+            met, bias = ExpertShard(0, rows), [x for x in added if isinstance(x, fx.Node)]
             want = {x: self._broadcast(x, met, list(node.meta["val"].shape)) for x in bias}
             if y not in self.own and self.form[y] == Dim(0) and x is not y and "none" not in want.values():
                 yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
         if self._leads(node) and a is not b and not added:
-            yield Way({a: Met(0, 2), b: Met(0, 1)}, (Dim(0),))
+            yield Way({a: ExpertShard(0, 2), b: ExpertShard(0, 1)}, (Dim(0),))
 
     def _numbered(self, node: fx.Node) -> Iterator[Way]:
         """Products of rows that belong to several experts with a parameter; and sums of such products over all rows."""
         expert, a, b = node.args[:3]
         assert isinstance(expert, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        met = Met(0, 1)
+        met = ExpertShard(0, 1)
         if node.target is EXPERT_OUTER:
             if self._leads(node) and a is not b:
-                yield Way({expert: met, a: Met(0, 2), b: met}, (Dim(0),))
+                yield Way({expert: met, a: ExpertShard(0, 2), b: met}, (Dim(0),))
         elif b not in self.own and self.form[b] == Dim(0) and expert in self.own:
             yield Way({expert: met, a: met, b: Dim(0)}, (met,))
 
-    def _met(self, node: fx.Node) -> list[tuple[fx.Node, Met]]:
-        return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, Met)]
+    def _met(self, node: fx.Node) -> list[tuple[fx.Node, ExpertShard]]:
+        return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, ExpertShard)]
 
     def _pointwise(self, node: fx.Node) -> Iterator[Way]:
         """Pointwise ops: every input has the rows of all ranks, or is the same for all rows."""
         shape = list(node.meta["val"].shape)
-        found = [Met(m.dim + k, m.rows + k) for a, m in self._met(node) for k in [len(shape) - len(shape_of(a))]]
+        found = [
+            ExpertShard(m.dim + k, m.rows + k) for a, m in self._met(node) for k in [len(shape) - len(shape_of(a))]
+        ]
         for a in node.all_input_nodes:  # before the first product: a parameter that is the same for all rows
             k, form = len(shape) - len(shape_of(a)), self.form[a]
             if isinstance(form, Dim) and form.groups == 1 and form.dim + k + 1 < len(shape):
-                found.append(Met(form.dim + k, form.dim + k + 1))
+                found.append(ExpertShard(form.dim + k, form.dim + k + 1))
         for met in dict.fromkeys(found):
             want = {a: self._broadcast(a, met, shape) for a in node.all_input_nodes}
             if all(form != "none" for form in want.values()):
                 yield Way(want, (met,))  # type: ignore[arg-type]
 
-    def _broadcast(self, a: fx.Node, met: Met, shape: Sequence[int]) -> Form | Literal["none"]:
+    def _broadcast(self, a: fx.Node, met: ExpertShard, shape: Sequence[int]) -> Form | Literal["none"]:
         """The form of an operand that is broadcast to a value with the rows of all ranks; "none" if there is none."""
         have, k = shape_of(a), len(shape) - len(shape_of(a))
         at = [have[d - k] if d >= k else 1 for d in (met.dim, met.rows)]
         full = [x == shape[d] and x > 1 for x, d in zip(at, (met.dim, met.rows), strict=True)]
         if all(full) and a in self.own:
-            return Met(met.dim - k, met.rows - k)
+            return ExpertShard(met.dim - k, met.rows - k)
         if a in self.own or full[1]:
             return "none"
         return Dim(met.dim - k) if full[0] else None if self.form[a] is None else "none"
 
-    def _views(self, node: fx.Node, *more: Met) -> Iterator[Way]:
+    def _views(self, node: fx.Node, *more: ExpertShard) -> Iterator[Way]:
         (x,) = node.all_input_nodes
         old, new = shape_of(x), list(node.meta["val"].shape)
         for m in (*(m for _, m in self._met(node)), *more):
             at = [_same_dim(node, old, new, d) for d in (m.dim, m.rows)]
             if at[0] is not None and at[1] is not None:
-                met = Met(at[0], at[1])
+                met = ExpertShard(at[0], at[1])
                 size = part(new, met, self.n)
                 if node.target is aten.expand.default:
                     yield Way({x: m}, (met,), lambda w, a, size=size: w.named(aten.expand.default, a | {"size": size}))
@@ -438,7 +442,7 @@ class _RowPropagation:
         (x,) = node.all_input_nodes
         order = _ORDERS[node.target](self._op(node))
         for _, m in self._met(node):
-            yield Way({x: m}, (Met(order.index(m.dim), order.index(m.rows)),))
+            yield Way({x: m}, (ExpertShard(order.index(m.dim), order.index(m.rows)),))
 
     def _reduced(self, node: fx.Node) -> Iterator[Way]:
         op = self._op(node)
@@ -448,7 +452,7 @@ class _RowPropagation:
             if m.dim in dims:
                 continue
             if m.rows not in dims:
-                yield Way({x: m}, (Met(left.index(m.dim), left.index(m.rows)),))
+                yield Way({x: m}, (ExpertShard(left.index(m.dim), left.index(m.rows)),))
             elif node.target is aten.sum.dim_IntList and self._leads(node):
                 yield Way({x: m}, (Dim(left.index(m.dim)),))
 

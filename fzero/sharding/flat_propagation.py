@@ -310,7 +310,7 @@ def _needs(
     full)."""
     if shard and node in leaf and leaf[node].cut != shard:
         path, cut = leaf[node]
-        problems[f"{path}, sharded over {cut}, with a leaf that is sharded over {shard}"] = None
+        problems[f"{path}, sharded over {cut}, with a tensor that is sharded over {shard}"] = None
         return []
     if node.op != "call_function":
         return []
@@ -397,8 +397,8 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
     parameter is the same for all similar parameters, and on every rank."""
     value, axes = _local(node, shard), shard.axes if shard else ()
     if shard and shard.along:
-        what = f"random numbers for a leaf that is sharded over {shard}: they do not lie one behind the other"
-        raise FzeroTypeError("optimizer", "cannot run on shards", [what], "keep this leaf uncut")
+        what = f"random numbers for a tensor that is sharded over {shard}: they are not contiguous"
+        raise FzeroTypeError("optimizer", "cannot run on shards", [what], "keep this tensor unsharded")
     start = _emit(
         graph,
         draw_start,

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fzero._compat import compat
-from fzero.sharding.op_strategies import PARTIAL, Met, Place, part, positional, shape_of
+from fzero.sharding.op_strategies import PARTIAL, ExpertShard, Place, part, positional, shape_of
 from fzero.sharding.shard_regions import Dim
 from fzero.trace.meta_cache import FakeResults
 
@@ -174,7 +174,7 @@ class GraphWriter:
         shape[dim] *= self.n
         return self.packed(self.view(y, shape))
 
-    def converted(self, x: fx.Node, have: Place | Met, want: Place | Met) -> fx.Node:
+    def converted(self, x: fx.Node, have: Place | ExpertShard, want: Place | ExpertShard) -> fx.Node:
         """Converts a value from one placement to another."""
         if have is None and isinstance(want, Dim):
             return self.cut(x, want)
@@ -184,10 +184,10 @@ class GraphWriter:
             rows = self.parts(x, want)
             row = self.mark(reduce_scatter, rows, [1, *shape_of(rows)[1:]])
             return self.view(row, shape_of(rows)[1:])
-        if isinstance(want, Met):
+        if isinstance(want, ExpertShard):
             assert have is None, (x, have, want)
             return self._exchanged(x, Dim(want.dim), Dim(want.rows))
-        if isinstance(have, Met):
+        if isinstance(have, ExpertShard):
             assert want is None, (x, have, want)
             return self._exchanged(x, Dim(have.rows), Dim(have.dim))
         assert isinstance(have, Dim), (x, have, want)

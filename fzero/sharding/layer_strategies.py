@@ -102,7 +102,7 @@ def gathers_keys(op: WholeOp) -> bool:
         near = ", ".join(str(x) for x in nearest(heads, op.n))
         problems = [f"{op.target}: {heads} heads over {op.n} ranks"]
         fix = f"heads that divide ({near}), fewer ranks, or fz.sequence_parallel(attention='keys')"
-        raise FzeroValueError("sequence_parallel", "cannot cut the heads of an attention", problems, fix)
+        raise FzeroValueError("sequence_parallel", "cannot shard the heads of an attention", problems, fix)
     return op.by_position == "keys" or heads % op.n != 0
 
 

@@ -106,7 +106,7 @@ class Extent:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extent:
         fix = "save a checkpoint and restore it twice, or bring the state to memory first: fz.move(state, 'cpu')"
-        raise FzeroTypeError("offload", "a leaf on disk cannot be copied: its bytes lie in one place", fix=fix)
+        raise FzeroTypeError("offload", "a tensor on disk cannot be copied: its bytes are in one file", fix=fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +235,8 @@ def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
         elif why := uneven(leaf.shape, leaf.cut(mesh).along):
             problems.append(f"{leaf}: {why}")
     if problems:
-        fix = "cut these leaves along another dim, or keep them whole; or give the dim a size that divides"
-        raise FzeroValueError("compile", "cannot cut leaves along a dim", problems, fix)
+        fix = "shard these tensors along another dim, or keep them unsharded; or give the dim a size that divides"
+        raise FzeroValueError("compile", "cannot shard tensors along a dim", problems, fix)
 
 
 def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
@@ -316,8 +316,8 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
     if isinstance(known, _Left):
         raise FzeroValueError(
             "move",
-            f"{known.leaf.path} is not here any more, it was moved",
-            fix="go on with the state that fz.move, or fz.reshard, returned",
+            f"{known.leaf.path} is no longer valid, because it was moved",
+            fix="continue with the state that fz.move, or fz.reshard, returned",
         )
     return known
 
@@ -362,7 +362,7 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
             for wanted in ((True, False), (True,), (False,))
         )
         if yes and no:
-            problems.append(f"{every} are one tensor: `{predicate}` accepts {yes}, not {no}")
+            problems.append(f"{every} are one tensor: `{predicate}` matches {yes}, not {no}")
     return problems
 
 

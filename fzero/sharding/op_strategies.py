@@ -29,7 +29,7 @@ OWN: Literal["own"] = "own"
 
 
 @dataclass(frozen=True)
-class Met:
+class ExpertShard:
     """The placement of a value with the rows of all ranks for a shard of the experts: `dim` is sharded by experts, and
     `rows` is the dim with the rows of every rank."""
 
@@ -37,7 +37,7 @@ class Met:
     rows: int
 
 
-Anywhere = Place | Met | Literal["own"]
+Anywhere = Place | ExpertShard | Literal["own"]
 Attention = Literal["auto", "heads", "keys"]
 
 
@@ -176,16 +176,16 @@ def values_of(node: fx.Node) -> Sequence[Any]:
 def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
     """The shape of a rank's shard."""
     out = list(shape)
-    if isinstance(place, (Dim, Met)):
+    if isinstance(place, (Dim, ExpertShard)):
         out[place.dim] //= n
-    if isinstance(place, Met):
+    if isinstance(place, ExpertShard):
         out[place.rows] *= n
     return out
 
 
-def divides(shape: Sequence[int], place: Place | Met, n: int) -> bool:
+def divides(shape: Sequence[int], place: Place | ExpertShard, n: int) -> bool:
     """Whether a value of this shape has equal shards at a placement."""
-    if isinstance(place, Met):
+    if isinstance(place, ExpertShard):
         return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
     if not isinstance(place, Dim):
         return True

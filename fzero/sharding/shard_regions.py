@@ -64,7 +64,7 @@ def uneven(shape: Sequence[int], along: Sequence[DimShard]) -> str | None:
             return f"it has no dim {dim}"
         if left[dim] % (groups * size):
             of = f" of {groups} groups" if groups > 1 else ""
-            return f"dim {dim} of {left[dim]} is not a multiple of {groups * size}: {size} parts{of}"
+            return f"dim {dim} of {left[dim]} is not a multiple of {groups * size}: {size} shards{of}"
         left[dim] //= size
     return None
 

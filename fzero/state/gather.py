@@ -23,7 +23,7 @@ from fzero.train_state import lasting
 def gathered(state: State, mesh: Mesh) -> State:
     """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
     error."""
-    check_state(state, "gather what train.init, train.restore or a step returned", "gather")
+    check_state(state, "gather a state that train.init, train.restore or a step returned", "gather")
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
         agreement.run_on_all_ranks(mesh, "gather", lambda: None)
     with agreement.unbroken(mesh):

@@ -92,28 +92,29 @@ def plan(
     absent = [i for i in missing if found[i] not in silent]
     if len(runs) < len(absent) and len(runs) < len(extra):
         lines = [f"{found[i]}: missing in the files" for i in absent[:5]] + [
-            f"{n}: not of this model" for n in extra[:5]
+            f"{n}: not in this model" for n in extra[:5]
         ]
         what = (
-            f"{weights.path} is another model's: {len(runs)} of {len(wanted)} leaves are in it, and {len(extra)} others"
+            f"{weights.path} is another model's: {len(runs)} of {len(wanted)} "
+            f"tensors are in it, and {len(extra)} others"
         )
         fix = "give this model's directory, or names={leaf: stored name} where only names differ"
         raise CheckpointError("load", what, lines, fix)
     problems = unfit(weights, runs, wanted)
     if graph is None and not hasattr(model, "initial"):
         problems += [
-            f"{found[i]}: missing in the files, and given without a value to begin with"
+            f"{found[i]}: missing in the files, and given without an initial value"
             for i in missing
             if isinstance(flat[i], torch.Tensor) and flat[i].is_meta
         ]
     if problems:
-        fix = "give the model that the files are of; an init function as params, if some leaves are to begin anew"
+        fix = "give the model that the files belong to; an init function as params, to initialize some tensors"
         raise CheckpointError(
-            "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
+            "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} tensors differ", problems, fix
         )
     if absent:
         logger.warning(
-            "fzero.load: %d of %d leaves are not in %s and begin anew: %s",
+            "fzero.load: %d of %d tensors are not in %s and are initialized: %s",
             len(absent),
             len(wanted),
             weights.path,
@@ -164,7 +165,7 @@ def _stored(name: str, aliases: Mapping[str, Sequence[str]], weights: Weights) -
 
 
 def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Weights) -> None:
-    problems = [f"{n!r} is not a leaf" for n in names or () if n not in found]
+    problems = [f"{n!r} is not a tensor of params" for n in names or () if n not in found]
     problems += [f"{n}: {key!r} is not in the files" for n, key in (names or {}).items() if key not in weights.entries]
     if problems:
         fix = "names={leaf: stored name}, both with dots: {'layers.0.w': 'model.layers.0.weight'}"

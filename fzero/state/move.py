@@ -144,8 +144,8 @@ def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:
         problems.append(f"path={path!r}: only 'nvme' has one")
     for name, x in zip(tree.paths(state, "state"), flat, strict=True):
         if not isinstance(x, torch.Tensor) or leaf_of(x) is None:
-            problems.append(f"{name}: {tree.describe(x)} that no compiled step made")
+            problems.append(f"{name}: {tree.describe(x)} that was not made by a compiled step")
     if problems:
         raise FzeroValueError(
-            "move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"
+            "move", "cannot move this state", problems, "move a state that train.init, train.restore or a step returned"
         )

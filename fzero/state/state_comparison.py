@@ -59,7 +59,7 @@ def check_values(owner: str, **parts: Any) -> None:
     """
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
         raise FzeroValueError(
-            owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
+            owner, "these tensors have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
         )
 
 
@@ -82,7 +82,7 @@ def check_memory(**parts: Any) -> None:
     if wrong:
         raise FzeroValueError(
             "step",
-            "a step writes its state in place, and these leaves have no memory of their own",
+            "a step writes its state in place, and these tensors share memory",
             wrong,
             "give x.clone()",
         )
@@ -212,7 +212,7 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
     larger leaf."""
     flat = tree.with_paths(values, role)
     return {
-        p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"
+        p: f"{tree.describe(x)} without a layout, which is then assumed to be unsharded,"
         for p, x in flat
         if leaf_of(x) is None
     }
@@ -233,7 +233,10 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
         return missing or [f"{found.structure} in the state, {expected.structure} in this step"]
     pairs = [(found.leaves[i], expected.leaves[i]) for i in found.distinct]
     wrong = [(a, b) for a, b in pairs if (a.shape, a.layout) != (b.shape, b.layout)]
-    return [f"{a.path}: {bare.get(a.path, _rests(a, b))} in the state, {_rests(b, a)} in this step" for a, b in wrong]
+    return [
+        f"{a.path}: {bare.get(a.path, _described(a, b))} in the state, {_described(b, a)} in this step"
+        for a, b in wrong
+    ]
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
@@ -252,7 +255,8 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
     lines = [
-        f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong
+        f"{b.path}: {_described(a, b) if a else 'not'} in the state, {_described(b, a or b)} in this step"
+        for a, b in wrong
     ]
     lines += [f"{x}: in the state, not in this step" for x in sorted(here.keys() - {leaf.path for leaf in expected})]
     for name, values in () if lines else abstract_params(slots.inputs).items():
@@ -278,13 +282,13 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
     return [leaves[0] for leaves in map(tree.leaves, trees) if leaves]
 
 
-def _rests(leaf: Leaf, other: Leaf) -> str:
+def _described(leaf: Leaf, other: Leaf) -> str:
     """Describes the layout of a leaf. The tier is mentioned only if it differs from the tier of the other leaf."""
     whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
-    text = f"{whole} sharded over {over}" if over else f"{whole} whole"
-    text += "" if leaf.layout.only is None else f" on {leaf.layout.only.axis}={leaf.layout.only.index} alone"
-    text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
+    text = f"{whole} sharded over {over}" if over else f"{whole} unsharded"
+    text += "" if leaf.layout.only is None else f" on {leaf.layout.only.axis}={leaf.layout.only.index} only"
+    text += f" (chunks of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"
 
 
@@ -316,7 +320,7 @@ def check_model(
         return
     given, own = (dict(tree.with_paths(x, "params")) for x in (params, model.params))
     wrong = [f"{p}: missing, the model has {tree.describe(x)}" for p, x in own.items() if p not in given]
-    wrong += [f"{p}: {tree.describe(x)}, not of the model" for p, x in given.items() if p not in own]
+    wrong += [f"{p}: {tree.describe(x)}, not in the model" for p, x in given.items() if p not in own]
     wrong += [
         f"{p}: {tree.describe(given[p])}, the model has {tree.describe(x)}"
         for p, x in own.items()
@@ -324,7 +328,8 @@ def check_model(
     ]
     if wrong:
         what = (
-            f"these are the parameters of another model: {len(wrong)} of {len(given.keys() | own.keys())} leaves differ"
+            f"these are the parameters of a different model: {len(wrong)} "
+            f"of {len(given.keys() | own.keys())} leaves differ"
         )
         fix = "give model.params, of the model that the step was made of, or make a step of the other model"
         raise error(owner, what, wrong, fix)

@@ -180,7 +180,10 @@ def _leaves(
         ]
         away = [alone[p] for p, node in zip(read, made.inputs, strict=True) if alone and p in alone and node.users]
         if problems := [f"{leaf}, of {x}" for x in away if x.layout.only != leaf.layout.only]:
-            what, fix = "a leaf is made of values that not every rank has", "make it of shapes alone; or no pipeline"
+            what, fix = (
+                "a tensor is initialized from values that not every rank has",
+                "initialize it from shapes only; or leave pipeline out",
+            )
             raise FzeroValueError(owner, what, problems, fix)
         if not leaf.is_on(mesh):
             out[i] = put(None, leaf)

@@ -80,10 +80,10 @@ def reserve(
         tiers[:2] = [({"device", "host"}, ""), (set(), "")]
     problems = []
     for (names, where), limit in zip(tiers, limits, strict=True):
-        rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
-        if limit is not None and rests > limit:
+        stored = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
+        if limit is not None and stored > limit:
             problems.append(
-                f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than "
+                f"the state takes {size(stored)}{where} on each rank, {exact_size(stored - limit)} more than "
                 f"{size(limit)}"
             )
     if problems:

@@ -54,7 +54,7 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
             f"argument{'s' * (num != 1)}"
         )
         raise FzeroTypeError(
-            "eval_step", what, [str(error)], "give each of its arguments by itself: evaluate(params, inputs, labels)"
+            "eval_step", what, [str(error)], "give each of its arguments separately: evaluate(params, inputs, labels)"
         ) from None
 
 
@@ -64,7 +64,7 @@ def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeEr
     if isinstance(given, torch.nn.Module):
         fix = "fz.functionalize(module).train_step(optimizer, lambda out, batch: ...) is the step of a module"
     elif hasattr(given, "train_step"):
-        fix = "a model has a step of its own: model.train_step(optimizer)"
+        fix = "a model makes its own step: model.train_step(optimizer)"
     return FzeroTypeError(component, f"{verb} a step, not {type(given).__name__}", fix=fix)
 
 
@@ -103,9 +103,9 @@ def no_trainable(params: Any) -> FzeroValueError:
     """Returns the error for a step that has nothing to train."""
     named = tree.with_paths(params, "params")
     floats = [f"{path}: {tree.describe(x)}" for path, x in named if x.is_floating_point()]
-    problems = ["no leaf is floating point"] if not floats else ["`trainable` accepts none of these:", *floats[:5]]
+    problems = ["no tensor is floating point"] if not floats else ["`trainable` matches none of these:", *floats[:5]]
     problems += [f"... {len(floats) - 5} more"] if len(floats) > 5 else []
-    fix = "trainable=lambda path, leaf: ... answers True for the leaves to train; its paths are as above"
+    fix = "trainable=lambda path, leaf: ... returns True for the parameters to train; its paths are as above"
     fix = fix if floats else "give floating-point parameters, e.g. x.float()"
     return FzeroValueError("train_step", "no trainable parameters", problems, fix)
 
@@ -135,7 +135,7 @@ def state_and_batch(fn: Callable[P, R]) -> Callable[P, R]:
         given = (*args[1:], *kwargs.values())
         if len(given) < 2:
             alone = "nothing" if not given else "a state" if isinstance(given[0], State) else type(given[0]).__name__
-            what = f"takes a state and a batch, not {alone}{' alone' if given else ''}"
+            what = f"takes a state and a batch, not {alone}{' only' if given else ''}"
             fix = "once state = train.init(params), and in each step state, metrics = train(state, batch)"
             raise FzeroTypeError("step", what, fix=fix)
         return fn(*args, **kwargs)
@@ -177,7 +177,7 @@ def check_batch(batch: Any) -> None:
     if wrong:
         fixes = dict.fromkeys(_densely(x, x is batch) for x in tree.leaves(batch) if _kind(x))
         fix = ", ".join(fixes) or "texts or numbers as keys"
-        fix = f"give {fix}; what is no data a loss may close over: model.train_step(..., name=value)"
+        fix = f"give {fix}; a loss may close over values that are not data: model.train_step(..., name=value)"
         raise FzeroTypeError("step", "a batch is a pytree of dense tensors", wrong, fix)
 
 
@@ -189,7 +189,7 @@ def _densely(x: Any, alone: bool) -> str:
         return f"dict({'batch' if alone else 'x'}) for a {type(x).__name__}"
     if hasattr(x, "__array__") or isinstance(x, (bool, int, float)):
         return f"torch.as_tensor(x) for {'an array' if hasattr(x, '__array__') else 'a number'}"
-    return f"tensors for what a {type(x).__name__} holds"
+    return f"tensors for the contents of a {type(x).__name__}"
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
@@ -211,7 +211,7 @@ def check_bare(batch: Any, flat: list[Any]) -> None:
             "of their own"
         )
         raise FzeroTypeError(
-            "step", "the leaves of a batch are values: a program does not see what else these are", found, fix
+            "step", "the tensors of a batch are plain values: a program does not see other properties", found, fix
         )
 
 
@@ -240,7 +240,7 @@ def check_params(params: Any, owner: str = "init") -> None:
     parameters.
     """
     if isinstance(params, State):
-        fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
+        fix = "give state.params, or also the other trees that the function reads: (state.params, state.opt_state)"
         raise FzeroTypeError(owner, "takes parameters, not the State that holds them", fix=fix)
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:

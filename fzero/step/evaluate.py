@@ -75,9 +75,7 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
     )
     fix = "model.eval_step(fn)" if is_model else "write fn(params, *batch), e.g. the loss function"
     if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
-        problems = [
-            f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"
-        ]
+        problems = [f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key"]
         fix = (
             "evaluate a function without dropout, or give a key as an argument: fz.eval_step(lambda params, batch, "
             "key: loss_fn(params, batch, key=key))"

@@ -104,7 +104,7 @@ class Step:
                 names = [name for name, x, trains in trained if trains and x.is_complex()]
                 fix = f"train real and imaginary parts, before fz.functionalize(module), by these lines; {freeze}"
                 fix += _as_complex(names)
-            raise FzeroTypeError("train_step", "complex leaves are not trained", wrong, fix)
+            raise FzeroTypeError("train_step", "complex parameters cannot be trained", wrong, fix)
         _check_ties("trainable", "trained", params, paths, accepted)
         return accepted
 
@@ -124,9 +124,9 @@ class Step:
         if self.mutable is not None and not any(accepted) and (missed := accepts_none("mutable", self.mutable, paths)):
             raise FzeroValueError(
                 "train_step",
-                "no leaf is mutable",
+                "no tensor is mutable",
                 missed,
-                "give a part of a path as it stands here, or leave `mutable` out",
+                "give part of a path as it is printed here, or leave `mutable` out",
             )
         if wrong := [
             f"{p}: {tree.describe(x)}"
@@ -135,7 +135,7 @@ class Step:
         ]:
             raise FzeroTypeError(
                 "train_step",
-                "complex leaves are not averaged over ranks",
+                "complex tensors are not averaged over ranks",
                 wrong,
                 "give torch.view_as_real(leaf) in its place",
             )
@@ -308,7 +308,7 @@ def train_step(
         "path"
     )
     if is_model:
-        fix = "a model has a step of its own: model.train_step(optimizer)"
+        fix = "a model makes its own step: model.train_step(optimizer)"
     if is_function and not takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
             problems.append(
@@ -368,5 +368,5 @@ def _meta_leaves(params: Any) -> list[torch.Tensor]:
 def _check_ties(kind: str, verb: str, params: Any, paths: list[str], accepted: list[bool]) -> None:
     """Raises an error if a predicate, `trainable` or `mutable`, accepts only some of the paths of a tied leaf."""
     if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, kind):
-        problem = f"tied leaves are {verb} by some of their paths alone"
-        raise FzeroValueError("train_step", problem, torn, "accept all their paths, or none")
+        problem = f"tied parameters are {verb} by only some of their paths"
+        raise FzeroValueError("train_step", problem, torn, "match all their paths, or none")

@@ -47,10 +47,12 @@ def blame(setting: Comparison, report: Report) -> Blame:
 
 
 _NOT_A_MEAN = (
-    "the loss of a batch is not the mean of its parts' losses: return a mean over dim 0, or fz.weighted(total, count)"
+    "the loss of a batch is not the mean of its micro-batches' losses: "
+    "return a mean over dim 0, or fz.weighted(total, count)"
 )
 _OF_STATISTICS = (
-    "the loss of a batch is not the mean of its parts' losses, and there are leaves of `mutable`: a batch norm in "
+    "the loss of a batch is not the mean of its micro-batches' losses, "
+    "and there are tensors of `mutable`: a batch norm in "
     "training mode normalises each part "
     "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process "
     "without accumulate (docs/guides/verifying.md). "
@@ -61,7 +63,8 @@ _AUX = (
     "over dim 0"
 )
 _NO_LINE = (
-    "no line differs when each is recorded: look for what depends on time, such as a transfer that is not waited for"
+    "no line differs when each is recorded: look for effects that depend "
+    "on timing, such as a transfer that is not waited for"
 )
 
 

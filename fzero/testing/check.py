@@ -90,7 +90,7 @@ def check_equivalent(
         )
     if not isinstance(steps, int) or steps < 1:
         raise FzeroValueError(
-            "check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1"
+            "check_equivalent", f"steps={steps!r} compares nothing", fix="give an integer of at least 1"
         )
     mesh = make_mesh() if mesh is None else mesh
     if not isinstance(mesh, AbstractMesh):

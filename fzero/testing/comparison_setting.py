@@ -82,7 +82,7 @@ def setting_of(
     absent = [f"{p}: {tree.describe(x)}" for p, x in tree.with_paths((params, batch), "") if x.is_meta]
     if absent:
         raise FzeroValueError(
-            "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
+            "check_equivalent", "these tensors have no values", absent, "give tensors in memory: the step is run"
         )
     step, params, batch = on_device(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
@@ -106,7 +106,7 @@ def setting_of(
             "tensor"
         )
         raise TraceError(
-            "check_equivalent", f"{step.name} computes something else each time it is called", differs, fix
+            "check_equivalent", f"{step.name} computes a different result each time it is called", differs, fix
         )
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())

@@ -47,7 +47,7 @@ def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine
         found = first_line(ran, program, s.mesh, leaves, reference, axes, loose)
         everyone = [line for one in all_gather_notes([found] if found else [], s.mesh, FirstLine) for line in one]
         if everyone:
-            return min(everyone, key=lambda line: (line.number, line.turn, line.rank)), step
+            return min(everyone, key=lambda line: (line.number, line.iteration, line.rank)), step
     return None, s.steps
 
 

@@ -110,7 +110,7 @@ def first_line(
         axes: the axes that shard the batch.
         loose: the relative tolerance of compiled subgraphs.
     """
-    told, meanings = Interpreter(program, mesh, leaves), _Meanings(program, mesh, reference, axes)
+    interpreter, meanings = Interpreter(program, mesh, leaves), _Meanings(program, mesh, reference, axes)
     texts = statements(program)
     found: FirstLine | None = None
 
@@ -121,31 +121,33 @@ def first_line(
         off = distance(got, want)
         if found is None and not off <= tolerance:
             text, size = texts[entry.number], norm(want)
-            found = FirstLine(entry.number, text.strip(), name, entry.turn, mesh.rank, off / size if size else off, why)
+            found = FirstLine(
+                entry.number, text.strip(), name, entry.iteration, mesh.rank, off / size if size else off, why
+            )
 
     empty: set[str] = set()  # memory that nothing has written yet
     for entry in ran:
         op = entry.op
         # Second account of the note: it read another value than was made.
         for name, x in entry.read.items():
-            if name not in empty and x.shape == told.values[name].shape:
+            if name not in empty and x.shape == interpreter.values[name].shape:
                 differs(
                     entry,
                     name,
                     x,
-                    told.values[name],
-                    _rounding(x, told.values[name], mesh, loose),
+                    interpreter.values[name],
+                    _rounding(x, interpreter.values[name], mesh, loose),
                     f"reads {name}, which is not what was made",
                 )
-        told.run(op, entry.turn)
-        meanings.run(op, entry.turn)
+        interpreter.run(op, entry.iteration)
+        meanings.run(op, entry.iteration)
         if OPS[op.op].pool == "leaves":  # buffers for new values
             empty.update(v.name for v in op.out)
             continue
         empty.difference_update(op.writes)
         # First account: its result differs from what the program says.
         for name, x in entry.made.items():
-            want = told.values[name].reshape(x.shape)
+            want = interpreter.values[name].reshape(x.shape)
             differs(
                 entry,
                 name,
@@ -155,22 +157,22 @@ def first_line(
                 f"makes {name}, which is not what the program says",
             )
         # Third account: the program says something else than the step means.
-        for name in (v.name for v in op.out if v.name in told.values) if op.op not in STARTS else ():
-            _compare(entry, name, told, meanings, differs)
+        for name in (v.name for v in op.out if v.name in interpreter.values) if op.op not in STARTS else ():
+            _compare(entry, name, interpreter, meanings, differs)
         for name in op.writes:
-            _compare(entry, name, told, meanings, differs)
+            _compare(entry, name, interpreter, meanings, differs)
     return found
 
 
-def _compare(entry: ExecutedOp, name: str, told: Interpreter, meanings: _Meanings, differs: Any) -> None:
+def _compare(entry: ExecutedOp, name: str, interpreter: Interpreter, meanings: _Meanings, differs: Any) -> None:
     expected = meanings.expected(name)
-    if expected is not None and expected[0].numel() == told.values[name].numel():
+    if expected is not None and expected[0].numel() == interpreter.values[name].numel():
         want, tolerance = expected
         differs(
             entry,
             name,
-            told.values[name],
-            want.reshape(told.values[name].shape),
+            interpreter.values[name],
+            want.reshape(interpreter.values[name].shape),
             tolerance,
             f"{name} is not what the step means",
         )
@@ -187,12 +189,12 @@ class _Meanings:
         self._num_micro = len(reference.parts) // max(mesh.axis_size(axes), 1)
         self._known = reference.parts[0].keys() if reference.parts else ()
 
-    def run(self, op: Instruction, turn: int) -> None:
+    def run(self, op: Instruction, iteration: int) -> None:
         if op.op in STARTS:
             self._started[op.out[0].name] = op
-        OPS[op.op].stands(op, self, micro_of(op, turn)[0], turn)
+        OPS[op.op].record_meanings(op, self, micro_of(op, iteration)[0], iteration)
 
-    # --- called by the classes of ops (`Standing`) ---
+    # --- called by the classes of ops (`Meanings`) ---
 
     def start_of(self, handle: str) -> Instruction:
         return self._started.pop(handle)

@@ -27,8 +27,8 @@ def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumul
     of = [leaf for leaf, cut in zip(batch_inputs(batch).leaves, has_rows, strict=True) if cut]
     if len({leaf.shape[0] for leaf in of}) > 1:
         num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
-        what = "the leaves of a batch have different numbers of rows: which of them are rows of the batch?"
-        fix = "say which leaves are the same on every rank: "
+        what = "the tensors of a batch differ in dim 0: which of them have the batch dimension?"
+        fix = "name the tensors that are the same on every rank: "
         fix += f"fz.accumulate({num}, replicated=lambda path, leaf: path == {odd!r})"
         raise FzeroValueError(owner, what, [f"{leaf.path} {list(leaf.shape)}" for leaf in of], fix)
 

@@ -73,10 +73,10 @@ class Interpreter:
         self._axes = batch_axes_of(program)
         self._sent: list[Any] = []  # kept until they are received
 
-    def run(self, op: Instruction, turn: int = 0) -> None:
-        """Runs one op, in the given iteration (`turn`) of the enclosing loop."""
+    def run(self, op: Instruction, iteration: int = 0) -> None:
+        """Runs one op, in the given iteration (`iteration`) of the enclosing loop."""
         row = OPS[op.op]
-        results = row.means(op, [] if row.waits else [self.values[a] for a in op.args], self, turn)
+        results = row.reference(op, [] if row.waits else [self.values[a] for a in op.args], self, iteration)
         self.values.update((v.name, x) for v, x in zip(op.out, results, strict=True))
 
     def valid_range(self, op: Instruction) -> tuple[int, int]:

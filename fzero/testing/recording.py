@@ -21,13 +21,13 @@ from fzero.runtime.op_timers import OpPlace
 
 @dataclass
 class ExecutedOp:
-    """An op that ran: its index in the text, the iteration (`turn`) of the enclosing loop, the values that it read,
+    """An op that ran: its index in the text, the iteration of the enclosing loop, the values that it read,
     and those that it made or wrote, by name.
     """
 
     op: Instruction
     number: int
-    turn: int
+    iteration: int
     read: dict[str, torch.Tensor] = field(default_factory=dict)
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 

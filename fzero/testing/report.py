@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from fzero._utils.deprecation import attribute_alias
 from fzero.plan.render import TextTable, brief, html, plain
 
 NUM_ROWS = 12
@@ -45,7 +46,7 @@ class FirstLine:
         number: index among the ops that run, as in a plan and in `fzero show --json`.
         text: the op as it is printed in the flat form.
         value: the name of the differing value.
-        turn: the micro-batch of the enclosing loop.
+        iteration: the micro-batch of the enclosing loop.
         rank: the rank on which it was found.
         difference: Euclidean norm, relative.
         why: what is wrong with it, and so where to look.
@@ -63,10 +64,12 @@ class FirstLine:
     number: int
     text: str
     value: str
-    turn: int
+    iteration: int
     rank: int
     difference: float
     why: str
+
+    turn = attribute_alias("FirstLine", "turn", "iteration")
 
     def __str__(self) -> str:
         return f"line {self.number}: {brief(self.text, 100)}"
@@ -211,7 +214,7 @@ def _blamed(blame: Blame) -> list[tuple[str, str]]:
     rows += [("together with", ", ".join(blame.with_))] if blame.with_ else []
     if blame.line is not None:
         line = blame.line
-        where = f"step {blame.step}, rank {line.rank}, micro-batch {line.turn}: off by {_number(line.difference)}"
+        where = f"step {blame.step}, rank {line.rank}, micro-batch {line.iteration}: off by {_number(line.difference)}"
         rows += [
             (f"line {line.number}", brief(line.text, 96)),
             ("because it", brief(line.why, 96)),

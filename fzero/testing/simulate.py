@@ -183,11 +183,11 @@ class _Rank(Interpreter):
     def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
         return self._board.recv(self.mesh, axis, peer, number)
 
-    def run_ops(self, ops: Sequence[Instruction], turn: int = 0) -> None:
+    def run_ops(self, ops: Sequence[Instruction], iteration: int = 0) -> None:
         """Runs ops in order, and the body of a loop as often as the program says."""
         for op in ops:
             if not op.body:
-                self.run(op, turn)
+                self.run(op, iteration)
             for again in range(self._times[id(op.body[0])] // self._times[id(op)] if op.body else 0):
                 self.run_ops(op.body, again)
 

@@ -86,7 +86,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     if problems:
         raise FzeroTypeError(
             "block",
-            "takes a function of parameters and more",
+            "takes a function whose first argument are parameters",
             problems,
             "write @fz.block above def layer(params, x): ...",
         )

@@ -80,7 +80,7 @@ class Body:
             if not isinstance(x, torch.Tensor)
         ]
         if wrong or not flat:
-            found = [*where(self.fn), *(wrong or ["no tensor at all"])]
+            found = [*where(self.fn), *(wrong or ["no tensor"])]
             raise TraceError(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
@@ -150,9 +150,9 @@ def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
 def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]]) -> None:
     """Raises if a tensor that enters or leaves a block has a user-defined attribute."""
     if extra := [f"{path}.{name}" for path, x in tensors_in(trees) for name in compat.attributes(x)]:
-        fix = "pass what the attribute says as an argument, or return it, beside the tensor"
+        fix = "pass what the attribute says as an argument, or return it, together with the tensor"
         raise TraceError(
-            owner, f"{does} tensors with attributes, which are no part of their values", [*where(fn), *extra], fix
+            owner, f"{does} tensors with attributes, which are not part of their values", [*where(fn), *extra], fix
         )
 
 

@@ -107,9 +107,12 @@ class Blocks:
                 )
             raise TraceError(owner, "takes tensors and hashable constants", [*where(fn), *wrong], fix)
         if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
-            fix = "enter it inside the block, where what it does is recorded"
+            fix = "enter it inside the block, so that its effect is recorded"
             raise TraceError(
-                owner, "is called under what its operations, which are recorded aside, would not see", around, fix
+                owner,
+                "is called under a mode that its operations, which are recorded separately, would not see",
+                around,
+                fix,
             )
         if any(map(compat.attributes, given)):
             check_bare(owner, "is given", fn, arguments(fn, params, args, kwargs))
@@ -139,7 +142,7 @@ class Blocks:
             other = trace(joint.name).graph
             if function_signature(other) != function_signature(joint.graph):
                 found = differing_line(joint.graph.graph, other.graph) or where(fn)
-                raise TraceError(owner, "computes something else than at an earlier call", found, OTHERWISE)
+                raise TraceError(owner, "computes something different than at an earlier call", found, OTHERWISE)
 
         now = key()
         joint = self.joints.get(now)
@@ -155,7 +158,7 @@ class Blocks:
                         "return it from the block as a result, or change it outside: a block runs once for all its "
                         "calls, while it is traced"
                     )
-                    raise TraceError(owner, "changes what is read outside of it", [*where(fn), *changed], fix)
+                    raise TraceError(owner, "changes values that are read outside of it", [*where(fn), *changed], fix)
                 now = key()
                 self.joints[now] = joint
         elif retracing.get():
@@ -287,9 +290,9 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
     if other:
         raise TraceError(
             body.owner,
-            "is differentiated under other settings than it is called under",
+            "is differentiated under different settings than it is called under",
             other,
-            "ask for both under the same",
+            "use the same settings for both",
         )
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # distinct: one input may be computed from another

@@ -119,7 +119,7 @@ def trace_joint(
                 # A joint graph whose backward writes in place has been functionalized as a whole, so functionalize
                 # the forward too before comparing.
                 places = differing_line(forward_alone.graph, graph.graph) or where(body.fn)
-                raise TraceError(body.owner, "computes something else each time it is called", places, OTHERWISE)
+                raise TraceError(body.owner, "computes a different result each time it is called", places, OTHERWISE)
     diff_outputs = diff_outputs if diff else ()
     made, structure, returned, memory, raises = results
     return Joint(

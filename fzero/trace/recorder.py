@@ -159,7 +159,7 @@ class Recorder(compat.TorchDispatchMode):
             )
             raise TraceError(
                 self.owner,
-                "reads a tensor whose memory was replaced by another's",
+                "reads a tensor whose memory was replaced by that of another tensor",
                 places,
                 "use the other tensor itself, or x.copy_(y)",
             )

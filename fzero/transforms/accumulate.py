@@ -46,7 +46,7 @@ class Accumulate(Transform):
 
     def idle(self, step: EvalStep) -> str | None:
         return (
-            "a batch is cut so that gradients add up, and an evaluation has none: call it with each part of the batch"
+            "a batch is split to accumulate gradients, and an evaluation has none: call it with each part of the batch"
         )
 
     def cuts(self, leaf: Leaf) -> bool:
@@ -67,10 +67,13 @@ class Accumulate(Transform):
             return
         paths, replicated = [x.path for x in leaves], [not self.cuts(x) for x in leaves]
         if not any(replicated) and (missed := accepts_none("replicated", self.replicated, paths)):
-            what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `replicated` out"
+            what, fix = (
+                "all tensors of the batch are already split",
+                "give a path as it is printed here, or leave `replicated` out",
+            )
             raise FzeroValueError("accumulate", what, missed, fix)
         if torn := torn_ties(paths, tied, replicated, "replicated"):
-            what = "leaves of the batch are one tensor, and `replicated` accepts some of its paths"
+            what = "entries of the batch are one tensor, and `replicated` matches only some of its paths"
             fix = "give x.clone() for the paths that are to be replicated"
             raise FzeroValueError("accumulate", what, torn, fix)
 
@@ -85,15 +88,15 @@ class Accumulate(Transform):
         rows = Counter(leaf.shape[0] for leaf in cut)
         usual = max(rows, key=lambda n: (rows[n], n), default=0)
         if odd := [
-            f"{leaf.path} {list(leaf.shape)}: other leaves have {usual} rows" for leaf in cut if leaf.shape[0] != usual
+            f"{leaf.path} {list(leaf.shape)}: the others have {usual} samples" for leaf in cut if leaf.shape[0] != usual
         ]:
             fix = (
-                f"say which leaves are the same for all micro-batches: fz.accumulate({num}, "
+                f"name the tensors that are the same for all micro-batches: fz.accumulate({num}, "
                 f"replicated=lambda path, leaf: path == {odd[0].split(' ')[0]!r})"
             )
             raise FzeroValueError(
                 self.name,
-                "the leaves of a batch have different numbers of rows: which of them are rows of the batch?",
+                "the tensors of a batch differ in dim 0: which of them have the batch dimension?",
                 odd,
                 fix,
             )
@@ -104,7 +107,7 @@ class Accumulate(Transform):
         ]:
             fix = "choose a batch that is a multiple of ranks x micro-batches"
             raise FzeroValueError(
-                self.name, f"the batch of a rank does not divide into {num} micro-batches", wrong, fix
+                self.name, f"the batch of a rank is not divisible into {num} micro-batches", wrong, fix
             )
         return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
 
@@ -165,7 +168,7 @@ def accumulate(
     if num_micro_batches is None:
         raise FzeroValueError("accumulate", "num_micro_batches is missing", fix=fix)
     if problems := count("num_micro_batches", num_micro_batches):
-        what = f"cannot cut a batch into {shown(num_micro_batches)} micro-batches"
+        what = f"cannot split a batch into {shown(num_micro_batches)} micro-batches"
         raise FzeroValueError("accumulate", what, problems, fix)
     if schedule not in SCHEDULES:
         problems = [f"schedule={shown(schedule)}: must be one of {', '.join(map(repr, SCHEDULES))}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fzero.ir.attributes import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
+from fzero.ir.attributes import AddAttrs, CastAttrs, JoinAttrs, LoopAttrs, PartAttrs, UpdateAttrs
 from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.value_names import Names
 from fzero.transforms.accumulate import Accumulate
@@ -78,7 +78,7 @@ def _looped(
                 )
             )
         body = [op.saying(count=num) if op.op == "part_index" else op for op in body]
-        return Instruction("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
+        return Instruction("loop", attrs=LoopAttrs(count=num), body=tuple(_early(body)), by="accumulate")
 
     seeds, ahead, rest = _ahead(inside)
     loops = list[Instruction]()

@@ -220,7 +220,7 @@ class Promotion:
         moved = _decisions(step, leaves, watched, self._counts)
         if moved and moved != self._moved and self._mesh.rank == 0:
             problems = [f"{what.removeprefix('mixed_precision: ')}: {why}" for what, _, why in moved]
-            fix = "nothing to do; mixed_precision(where=...) says it from the start"
+            fix = "nothing to do; mixed_precision(where=...) sets it from the start"
             logger.warning(message("mixed_precision", "these blocks compute in fp32 from here on", problems, fix))
         self._moved = moved
         return moved

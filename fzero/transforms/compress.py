@@ -105,7 +105,7 @@ class Compress(Transform):
             return "codes are of floats of 32 or 16 bits"
         if not has_blocks(leaf.shape):
             return "fewer than 4,096 elements" if leaf.shape[-1:] != (1,) else "its last dim is 1"
-        return None if accepts(self.name, "where", self.where, leaf.path, leaf.meta) else "left out by `where`"
+        return None if accepts(self.name, "where", self.where, leaf.path, leaf.meta) else "not selected by `where`"
 
     def encodes(self, leaf: Leaf) -> bool:
         """Whether a parameter may be sent encoded."""
@@ -113,7 +113,7 @@ class Compress(Transform):
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Pipeline):
-            return "stages divide transfers value by value, and codes are made of several at once"
+            return "pipeline stages split transfers by value, and several values are encoded together"
         return super().conflict(other)
 
     def idle(self, step: EvalStep) -> str | None:
@@ -212,16 +212,16 @@ def compress(
     problems += _unknown("params", spec.params, PARAMS) + _unknown("grads", spec.grads, GRADS)
     if formats is not None:
         spec = replace(spec, auto=True)
-        problems += [f"{formats!r}: the only word is 'auto'; formats are params= and grads="] * (formats != AUTO)
+        problems += [f"{formats!r}: the only string is 'auto'; formats are params= and grads="] * (formats != AUTO)
         problems += [
-            f"{n}={shown(x)}: 'auto' chooses formats; None leaves {n} as they are"
+            f"{n}={shown(x)}: 'auto' chooses formats; None leaves {n} unchanged"
             for n, x in (("params", params), ("grads", grads))
             if x not in (None, "int8")
         ]
     if isinstance(params, Mapping) or isinstance(grads, Mapping):
-        problems += [] if axis is None else [f"axis={axis!r}: the mapping says over which axes"]
+        problems += [] if axis is None else [f"axis={axis!r}: the mapping already names the axes"]
     if not problems and not any(_names(of) for of in (spec.params, spec.grads)):
-        problems = ["params and grads are None: nothing travels in codes"]
+        problems = ["params and grads are None: nothing is sent encoded"]
     if problems:
         fix = "params='int8' or None; grads='int8', 'int4', 'bf16' or None; each also by axis: {'node': 'int4'}"
         raise FzeroValueError("compress", "invalid arguments", problems, fix)

@@ -289,16 +289,16 @@ class _Coding:
         """Encodes shards, and returns the ops that do it. Stored values are encoded once per step, before all ops that
         read them (these ops go to `self.before`)."""
         ops, self.wires = list[Instruction](), {**self.wires, **wires}
-        rests = {a: path for a in wires if (path := self._resting(a)) is not None}
-        self.codes |= {a: self.codes[path] for a, path in rests.items() if path in self.codes}
-        early = {path: wires[a] for a, path in rests.items() if a not in self.codes}
-        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in rests}, ops)):
+        stored_paths = {a: path for a in wires if (path := self._resting(a)) is not None}
+        self.codes |= {a: self.codes[path] for a, path in stored_paths.items() if path in self.codes}
+        early = {path: wires[a] for a, path in stored_paths.items() if a not in self.codes}
+        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in stored_paths}, ops)):
             if group:
                 given = tuple(self._held(self.values[a]) for a in group)
                 made = [self._coded(a, wire) for a, wire in group.items()]
                 graph = compress_codes.shard_encoder(given, tuple(group.values()), self.device)
                 place.append(self._call("encode", graph, [*group], made))
-        self.codes |= {a: self.codes[path] for a, path in rests.items()}
+        self.codes |= {a: self.codes[path] for a, path in stored_paths.items()}
         return ops
 
     def _resting(self, name: str) -> str | None:
@@ -442,17 +442,20 @@ class _Coding:
         if self.done and (not idle or not self.program.assigns):
             return
         over = ", ".join(map(repr, idle))
-        raise self.does_nothing(f"nothing would travel in codes over {over}" if idle else "does nothing")
+        raise self.does_nothing(f"nothing would be sent encoded over {over}" if idle else "does nothing")
 
     def does_nothing(self, what: str) -> FzeroValueError:
         """Returns the error for a step whose tensors would all be sent uncompressed, with the reasons."""
         said = [f"{self.spec}: the mesh has {self.mesh}"]
         if not self.axes:
-            said.append("no transform shards leaves or divides the batch")
+            said.append("no transform shards parameters or divides the batch")
         else:
-            said.append(f"leaves are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
+            said.append(f"parameters are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
             leaves = [x for x in self.program.leaves.values() if x.role == "params"]
             shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
             said += [*shown[:5], *([f"and {len(shown) - 5} more"] if len(shown) > 5 else [])]
-        fix = "leave compress out here; or select leaves of 4,096 elements and more that cross an axis"
+        fix = (
+            "leave compress out here; or select parameters of at least "
+            "4,096 elements that are communicated over an axis"
+        )
         return FzeroValueError("compress", what, said, fix)

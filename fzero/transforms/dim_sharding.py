@@ -49,7 +49,7 @@ class Cutting(Transform):
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Fp8):
-            return "fp8 scales whole parameters, and these are computed in parts"
+            return "fp8 scales unsharded parameters, and these are sharded along dims"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:

@@ -26,8 +26,8 @@ from fzero.ir.value_names import Names
 from fzero.sharding import dim_propagation as cuts
 from fzero.sharding import expert_propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
-from fzero.sharding.dim_propagation import CutEnds, CutFunction, Exchanged, Wanted
-from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, Met, Place, part
+from fzero.sharding.dim_propagation import CutEnds, CutFunction, Exchanged, OutputPlacement
+from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, ExpertShard, Place, part
 from fzero.sharding.shard_regions import Dim
 from fzero.transforms.dim_sharding import Cutting
 from fzero.transforms.zero_placement import Zero
@@ -98,7 +98,7 @@ def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...
                 ends = CutEnds(
                     parts.n,
                     tuple(places[a] for a in inputs),
-                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in op.out),
+                    tuple(parts.wanted.get(v.name, OutputPlacement.FREE) for v in op.out),
                     frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
                     spec.stream,
                     spec.by_position,
@@ -139,7 +139,7 @@ class _Request:
 
     fn: str
     places: tuple[Place, ...]
-    wanted: tuple[Wanted | Dim | None, ...]
+    wanted: tuple[OutputPlacement | Dim | None, ...]
     leaves: frozenset[int]
     given: tuple[tuple[Exchanged, ...], ...]
     handed_on: tuple[tuple[Exchanged, ...], ...]
@@ -163,7 +163,7 @@ class _ToParts:
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
-        self.wanted: dict[str, Wanted | Dim | None] = {}
+        self.wanted: dict[str, OutputPlacement | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
         self.segments: dict[CutFunction, Segments] = {}
         self.index: Value | None = None
@@ -195,7 +195,10 @@ class _ToParts:
             index = Instruction("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
             ops.insert(0, index)
         notes = tuple(
-            f"{self.spec.name}: {target} of {fn} is computed whole on every rank of {self.axis}: {size(nbytes)}{where}"
+            (
+                f"{self.spec.name}: {target} of {fn} is computed unsharded on "
+                f"every rank of {self.axis}: {size(nbytes)}{where}"
+            )
             for (fn, target, where), nbytes in self.whole.items()
         )
         functions = self.functions.by_name
@@ -234,10 +237,10 @@ class _ToParts:
         program, update = self.program, self.program.update
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
-        self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
+        self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, OutputPlacement.SUMMAND)
         if self.spec.cuts_batch:
             added = {a for x in program.instructions if x.op == "add" for a in x.args}
-            self.wanted |= dict.fromkeys(added | self.maxima, Wanted.SUMMAND)
+            self.wanted |= dict.fromkeys(added | self.maxima, OutputPlacement.SUMMAND)
         self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
         self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
         out: dict[str, tuple[Value, ...]] = {}
@@ -249,11 +252,11 @@ class _ToParts:
                 if v.name in self.wanted and source not in whole:  # an output may also be copied for a sum
                     self.wanted[source] = self.wanted[v.name]
 
-    def _summand(self, leaf: str) -> Wanted:
+    def _summand(self, leaf: str) -> OutputPlacement:
         """The place wanted of a gradient whose parameter subgraphs read unsharded. It must be partial if the optimizer
         state is sharded over the axis, because the reduction then scatters it."""
         scattered = not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
-        return Wanted.PARTIAL if scattered else Wanted.SUMMAND
+        return OutputPlacement.PARTIAL if scattered else OutputPlacement.SUMMAND
 
     def _passing(self) -> list[str]:
         """Returns the values that pass between blocks and are sharded by position: those with the shapes that blocks
@@ -307,7 +310,7 @@ class _ToParts:
             at = replace(at, partial=(*at.partial, self.axis), by=by)
         elif place is not None:
             at = replace(at, kind="local", axes=(*at.axes, self.axis))
-        if isinstance(place, Met):
+        if isinstance(place, ExpertShard):
             value = replace(value, shape=tuple(part(value.shape, place, self.n)))
         return replace(value, placement=at)
 
@@ -318,7 +321,7 @@ class _ToParts:
             # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
             summands = op.of_sums and any(self.places[a] == PARTIAL for a in op.args)
             return self._put(value, OWN if summands else None)
-        if self.wanted.get(value.name) is Wanted.SUMMAND:
+        if self.wanted.get(value.name) is OutputPlacement.SUMMAND:
             return self._put(value, PARTIAL)
         read = [self.places[a] for a in op.args]
         own = any(place is not None and not isinstance(place, Dim) for place in read)
@@ -356,7 +359,7 @@ class _ToParts:
         """The place of a cast: that of its source. But a copy of a value that varies between ranks, made for a sum, is
         partial."""
         place = self.places[source]
-        return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
+        return PARTIAL if place == OWN and self.wanted.get(value.name) is OutputPlacement.SUMMAND else place
 
     def _call(self, op: Instruction) -> list[Instruction]:
         """Returns the ops for a call: the unchanged call, or the segments of its sharded subgraph with the collectives
@@ -380,8 +383,10 @@ class _ToParts:
     def _made(self, op: Instruction) -> CutFunction | None:
         """Returns the sharded subgraph of a call; None if the axis does not affect the call."""
         places: tuple[Anywhere, ...] = tuple(self.places[a] for a in op.args)
-        wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in op.out)
-        if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
+        wanted = tuple(self.wanted.get(v.name, OutputPlacement.FREE) for v in op.out)
+        if not any(
+            isinstance(place, (Dim, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
+        ):
             return None
         if self.spec.cuts_batch:
             of = op.fn, places, wanted
@@ -526,7 +531,7 @@ class _ToParts:
             return
         problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
         most = size(self.spec.max_replicated_bytes)
-        what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
+        what = f"operations would be computed unsharded on every rank of {self.axis!r}, of more than {most}"
         allowed = f"fz.{self.spec.name}(..., max_replicated_bytes='{size(max(large.values()))}')"
         fix = f"{self.spec.way_out}, or allow it: {allowed}"
         raise FzeroValueError(self.spec.name, what, problems, fix)

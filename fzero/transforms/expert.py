@@ -34,13 +34,14 @@ class ExpertParallel(Cutting):
     name: ClassVar[str] = "expert_parallel"
     cuts_batch: ClassVar[bool] = True
     way_out: ClassVar[str] = (
-        "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
+        "let `where` match only the parameters of matrix products: "
+        "torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
         "dispatch be a multiple of the axis"
     )
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, TensorParallel):
-            return "values are cut over one axis: leave one out"
+            return "values are sharded over one axis: leave one out"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
@@ -51,14 +52,14 @@ class ExpertParallel(Cutting):
         cuts = [leaf.role != "mutable" and self.cut(leaf) is not None for leaf in leaves]
         if not any(cuts):
             names = ", ".join(dotted(leaf.path) for leaf in leaves[:5])
-            fix = f"let `where` accept parameters [experts, ...], by their path: there are {names}"
-            raise FzeroValueError(self.name, "does nothing: `where` accepts no parameter", fix=fix)
+            fix = f"let `where` match parameters [experts, ...] by their path; the parameters are {names}"
+            raise FzeroValueError(self.name, "does nothing: `where` matches no parameter", fix=fix)
         torn = [
             f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if cuts[i] != cuts[t]
         ]
         if torn:
-            fix = "accept both names, or none: they are one tensor"
-            raise TransformError(self.name, "`where` accepts one of two tied names", torn, fix)
+            fix = "match both names, or none: they are one tensor"
+            raise TransformError(self.name, "`where` matches one of two tied names", torn, fix)
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))

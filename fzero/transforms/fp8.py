@@ -50,10 +50,12 @@ class Fp8(Transform):
         ]
         if wrong:
             fix = (
-                f"accept floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: "
+                f"select floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: "
                 f"leaf.ndim == 2 and ..."
             )
-            raise TransformError(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix)
+            raise TransformError(
+                self.name, "`where` selects parameters that cannot be multiplied in 8 bits", wrong, fix
+            )
 
     def check_device(self, device: torch.device) -> None:
         """Raises if a device has no 8-bit products, unless it is a CPU, which emulates them."""
@@ -134,4 +136,4 @@ def _unfit(leaf: Leaf) -> str:
     if len(leaf.shape) != 2:
         return f"{len(leaf.shape)}-d, not a matrix"
     odd = [str(n) for n in leaf.shape if n % MULTIPLE]
-    return f"{' and '.join(odd)}: no multiple{'s' if len(odd) > 1 else ''} of {MULTIPLE}" if odd else ""
+    return f"{' and '.join(odd)}: not a multiple{'s' if len(odd) > 1 else ''} of {MULTIPLE}" if odd else ""

@@ -129,21 +129,22 @@ def in_8_bits(
                 uses[_origin(inputs[i])].add(blocks[key].uses[i])
     if not any(u.done for u in uses.values()):
         named = {places[i]: params.leaves[i].path for i in fp8.multiplied(params)}
-        problems = [f"{path}: {_why(uses[n])}" for n, path in named.items()] or ["no leaf is selected"]
+        problems = [f"{path}: {_why(uses[n])}" for n, path in named.items()] or ["no parameter is selected"]
         raise TransformError("fp8", "no product of this step can be done in 8 bits", problems, _FIX)
     graph.graph.eliminate_dead_code()
     return replace(graph)
 
 
 _FIX = (
-    f"fp8 multiplies whole 2-d leaves; both their dims, and the tokens of a rank's micro-batch, are multiples of "
+    "fp8 multiplies unsharded 2-d parameters; both their dims, and the "
+    "tokens of a rank's micro-batch, are multiples of "
     f"{MULTIPLE}"
 )
 
 
 def _why(uses: ProductUses) -> str:
     left = ", ".join(" x ".join(map(str, d)) for d in dict.fromkeys(uses.left))
-    return f"its products are of {left}" if left else "no product reads the whole of it"
+    return f"its products are of {left}" if left else "no product reads all of it"
 
 
 def _in_block(joint: Joint, selected: frozenset[int], rows: bool) -> _Block:

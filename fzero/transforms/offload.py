@@ -47,11 +47,11 @@ class Offload(Transform):
         if not isinstance(other, Offload):
             return None
         if self.tier == other.tier == "auto":
-            return "what rests where is chosen for all roles at once: name them in one"
+            return "tiers are chosen for all roles at once: name the roles in one call"
         if both := [role for role in ROLES if role in self.of and role in other.of]:
             return f"{', '.join(both)}: one tensor sent to two tiers"
         return (
-            "the files of a state lie in one place: give both the same path"
+            "the files of a state are in one directory: give both the same path"
             if self.path and other.path and self.path != other.path
             else None
         )
@@ -186,13 +186,11 @@ def offload(
         problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is not a directory's name")
     if tier == "nvme" and "activations" in roles:
         problems.append(
-            "of='activations': a tier asked for a role it cannot hold, they live no longer than a step: send them to "
-            "'cpu'"
+            "of='activations': activations exist only within a step and cannot be on this tier: send them to 'cpu'"
         )
     if tier == "cpu" and "gradients" in roles:
         problems.append(
-            "of='gradients': in host memory they wait without being told to, where the plan finds room: send them to "
-            "'nvme'"
+            "of='gradients': gradients wait in host memory automatically, if the plan has space: send them to 'nvme'"
         )
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
@@ -203,7 +201,8 @@ def offload(
         problems.append(f"update_on={update_on!r}: not one of {', '.join(map(repr, SIDES))}")
     elif update_on != "auto" and "opt_state" not in roles:
         problems.append(
-            f"update_on={update_on!r}: the update runs where the optimizer's state rests, which is not offloaded here"
+            f"update_on={update_on!r}: the update runs where the optimizer's "
+            "state is stored, which is not offloaded here"
         )
     if problems:
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"

@@ -390,7 +390,9 @@ class _TierRewrite:
         ):
             copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            # a rollback reads the host's copy of a leaf that was updated speculatively
+            # A gradient that is stored on disk also has a copy on the host. Ops that run before all gradients are known
+            # (such as its part of a norm, or a speculative update) read that copy; later ops, those of a rollback
+            # among them, read the gradient from disk (`_stored`).
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
             ops += more

@@ -44,13 +44,16 @@ class Pipeline(Transform):
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
-            return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
+            return f"along {self.axis!r} every rank has the same samples: let {other.name} name another axis"
         if isinstance(other, Redundant) and other.axis == self.axis:
-            return f"along {self.axis!r} ranks have different leaves: let {other.name} name an axis that shards leaves"
+            return (
+                f"along {self.axis!r} ranks have different parameters: let "
+                f"{other.name} name an axis that shards parameters"
+            )
         if isinstance(other, _NOT_YET):
-            return f"{other.name} knows nothing of leaves that a rank does not have"
+            return f"{other.name} does not support parameters that a rank does not have"
         if isinstance(other, MixedPrecision) and other.watch:
-            return "statistics of all blocks are one value, and a stage has its own blocks alone"
+            return "statistics of all blocks are one value, and a stage has only its own blocks"
         return super().conflict(other)
 
     def idle(self, step: EvalStep) -> str | None:
@@ -176,8 +179,8 @@ def _table(schedule: Any) -> tuple[tuple[str, ...], ...]:
     lists = isinstance(schedule, Sequence) and all(isinstance(x, Sequence) and not isinstance(x, str) for x in schedule)
     problems = [f"rank {r}: {u!r}" for r, x in enumerate(schedule) for u in x if not _is_unit(u)] if lists else []
     if problems or not lists:
-        fix = "e.g. [['F0', 'F1', 'B0', 'B1'], ['F0', 'B0', 'F1', 'B1']]; F0.1 is of the chunk behind"
-        raise FzeroTypeError("pipeline", "a schedule is a name, or a list of units for each rank", problems[:5], fix)
+        fix = "e.g. [['F0', 'F1', 'B0', 'B1'], ['F0', 'B0', 'F1', 'B1']]; F0.1 is of the next chunk"
+        raise FzeroTypeError("pipeline", "a schedule is a name, or a list of actions for each rank", problems[:5], fix)
     return tuple(tuple(order) for order in schedule)
 
 

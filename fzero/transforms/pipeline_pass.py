@@ -250,8 +250,11 @@ class _Places:
                 return max(leaves.values())
             grads = {g: leaf for leaf, g in self.program.grads.items()}
             problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
-            fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
-            raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
+            fix = (
+                "use an optimizer that reads each parameter separately, and of others "
+                "only scalars such as norms; or leave pipeline out"
+            )
+            raise FzeroValueError("pipeline", "an update reads tensors of several stages at once", problems, fix)
         if leaves:
             self.leaf_like |= {v.name for v in op.out if op.op != "call"}  # for example, a shard of a parameter
             return next(iter(leaves.values()))
@@ -437,8 +440,10 @@ class _Whole:
                 if of.kind > unit.kind or (stage > here if unit.kind == FORWARD else stage < here):
                     problems.append(f"{a}, of stage {stage}: read by {op.fn or op.op} on stage {here}")
         if problems:
-            fix = "let `stages` keep the blocks that it is of on one stage"
-            raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
+            fix = "let `stages` keep the blocks that it belongs to on one stage"
+            raise FzeroValueError(
+                "pipeline", "a value is needed by an earlier stage than the one that computes it", problems[:5], fix
+            )
 
     def _of_weights(self) -> set[int]:
         """Returns the indices of the ops of weight actions: calls that compute gradients of parameters, and the ops

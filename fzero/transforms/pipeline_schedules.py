@@ -103,7 +103,7 @@ def _check(found: Table, ranks: int, chunks: int, micro: int) -> None:
         every = {Unit(k, m, c * ranks + rank) for k in kinds for m in range(micro) for c in range(chunks)}
         wrong = {"lacks": every - {*order}, "has besides": {*order} - every}
         wrong["repeats"] = {u for u in order if order.count(u) > 1}
-        wrong["has behind a later micro-batch of its kind and chunk"] = {
+        wrong["has after a later micro-batch of its kind and chunk"] = {
             u
             for i, u in enumerate(order)
             if any(v.micro > u.micro for v in order[:i] if v._replace(micro=u.micro) == u)
@@ -114,9 +114,9 @@ def _check(found: Table, ranks: int, chunks: int, micro: int) -> None:
                 problems.append(f"rank {rank} {what} {', '.join(texts[:4])}{', …' * (len(texts) > 4)}")
     if problems:
         each = [f"{KINDS[k]}0 to {KINDS[k]}{micro - 1}" for k in kinds]
-        fix = f"each rank runs the units {', '.join(each[:-1])} and {each[-1]} once"
-        fix += f", and with a chunk behind, F0.1 to B{micro - 1}.{chunks - 1}" if chunks > 1 else ""
-        raise FzeroValueError("pipeline", "the table of units does not fit the step", problems, fix)
+        fix = f"each rank runs the actions {', '.join(each[:-1])} and {each[-1]} once"
+        fix += f", and with chunks, F0.1 to B{micro - 1}.{chunks - 1}" if chunks > 1 else ""
+        raise FzeroValueError("pipeline", "the table of actions does not fit the step", problems, fix)
 
 
 def _zero_bubble(rank: int, ranks: int, micro: int) -> tuple[Unit, ...]:
@@ -180,7 +180,7 @@ def when(
             for r, u in stuck
             for b in sorted(needs(u) - found.keys())
         ]
-        fix = "a forward runs behind that of the stage before, a backward behind that of the stage after"
+        fix = "a forward runs after that of the stage before, a backward after that of the stage after"
         raise FzeroValueError("pipeline", "ranks wait for each other", problems, fix)
     return found
 

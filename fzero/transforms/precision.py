@@ -333,7 +333,9 @@ def _not_a_scale(value: Any) -> list[str]:
 def _not_a_watch(watch: Any, start: str | None, auto: bool) -> list[str]:
     problems = flag("watch", watch)
     if start is not None and not auto:
-        problems.append(f"start={start!r}: compute='auto' alone begins in one dtype and may go on in another")
+        problems.append(
+            f"start={start!r}: compute='auto' is the only option that starts in one dtype and may change to another"
+        )
     if auto and start not in (None, "bf16", "fp16"):
         problems.append(f"start={start!r}: neither 'bf16' nor 'fp16', from which a block can be moved to fp32")
     return problems

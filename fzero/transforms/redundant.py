@@ -61,24 +61,26 @@ class Redundant(Transform):
         if mesh.size == 1:
             return
         if self.axis not in mesh.axes:
-            fix = "name an axis over which leaves are sharded; or leave it out"
+            fix = "name an axis over which tensors are sharded; or leave it out"
             raise FzeroValueError("redundant", "unknown mesh axis", [f"{self.axis!r}: the mesh has {mesh}"], fix)
         if not self.has_receivers(mesh):  # fz.run logs it
             return
         if not self.shift(mesh):
             num = Processes.of().num_local
-            what = f"axis {self.axis!r} does not leave a host"
-            said = [f"the mesh has {mesh}, {num} ranks on each host, one behind the other"]
-            fix = "shard leaves over an axis that crosses hosts too, and name that: fz.redundant(axis='node')"
+            what = f"axis {self.axis!r} does not cross hosts"
+            said = [f"the mesh has {mesh}, {num} consecutive ranks on each host"]
+            fix = "shard tensors over an axis that crosses hosts too, and name that: fz.redundant(axis='node')"
             raise FzeroValueError("redundant", what, said, fix)
         sent = [leaf for leaf in leaves if self.sends(leaf)]
         if on_disk := [str(leaf) for leaf in sent if leaf.layout.tier == "disk"]:
-            fix = "let them rest on the device or in host memory, or leave it out: fz.checkpoint.save has those on disk"
+            fix = "store them on the device or in host memory, or leave it out: fz.checkpoint.save has those on disk"
             raise FzeroValueError(
-                "redundant", f"{len(on_disk)} leaves rest on disk, and are not sent", on_disk[:5], fix
+                "redundant", f"{len(on_disk)} tensors are stored on disk, and are not sent", on_disk[:5], fix
             )
         if not sent:
-            what = f"does nothing: no leaf is sharded over axis {self.axis!r}, every rank along it has all of the state"
+            what = (
+                f"does nothing: no tensor is sharded over axis {self.axis!r}, every rank along it has all of the state"
+            )
             fix = "leave it out, or shard: fz.shard_params, fz.shard_opt_state"
             raise FzeroValueError("redundant", what, [f"the mesh has {mesh}"], fix)
 

@@ -33,18 +33,18 @@ class SequenceParallel(Cutting):
     order: ClassVar[int] = 46
     name: ClassVar[str] = "sequence_parallel"
     way_out: ClassVar[str] = (
-        "use operations that keep positions apart (to shift labels, not logits: F.pad(y[:, 1:], (0, 1), value=-100))"
+        "use operations that keep positions separate (to shift labels, not logits: F.pad(y[:, 1:], (0, 1), value=-100))"
     )
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, DataParallel) and other.axis == self.axis:
-            return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
+            return f"along {self.axis!r} every rank has the same samples: let {other.name} name another axis"
         if isinstance(other, Cutting) and other.axis == self.axis:
             return f"{self.axis!r} cuts positions: let {other.name} name another axis"
         if isinstance(other, Cutting) and other.stream is not None and not isinstance(other, SequenceParallel):
-            return "two axes would cut positions: leave sequence=True out"
+            return "two axes would shard positions: leave sequence=True out"
         if isinstance(other, Fp8):
-            return "fp8 scales whole values, and these are computed in parts"
+            return "fp8 scales unsharded values, and these are sharded"
         return super().conflict(other)
 
     @property
@@ -67,7 +67,7 @@ class SequenceParallel(Cutting):
             near = " or ".join(str(x) for x in nearest(length, n))
             problems = [f"values {list(largest)} between blocks: dim 1 of {length} is not a multiple of {n}"]
             fix = f"a sequence of {near} positions, or another size of {self.axis!r}"
-            raise FzeroValueError(self.name, f"cannot cut positions over {self.axis!r}", problems, fix)
+            raise FzeroValueError(self.name, f"cannot shard positions over {self.axis!r}", problems, fix)
 
     def __str__(self) -> str:
         said = [] if self.attention == "auto" else [f"attention={self.attention!r}"]

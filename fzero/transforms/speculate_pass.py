@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fzero.ir.attributes import AssignAttrs, CastAttrs, TurnsAttrs
+from fzero.ir.attributes import AssignAttrs, CastAttrs, LoopAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names, identifier
@@ -90,26 +90,30 @@ def is_possible(program: Program) -> bool:
     return bool(_Speculation(program, TIERS[-1]).updates)
 
 
-def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float]:
+def shares(tiers: Sequence[str], tier_shares: Any, copies: bool) -> tuple[float, float]:
     """Returns upper bounds of the shares of the state in host memory and on disk that have speculative updates.
 
     Args:
         tiers: the tiers whose updates may be speculative.
-        rests: where the state is stored (compiler/cost_bounds.py).
+        tier_shares: where the state is stored (compiler/cost_bounds.py).
         copies: whether masters have compute copies.
     """
-    (state_h, state_d), (params_h, _) = rests.state, rests.params
+    (state_h, state_d), (params_h, _) = tier_shares.state, tier_shares.params
     if tiers != ("disk",) or not state_d:
         return float("host" in tiers), float("disk" in tiers)
-    if state_h > rests.masters(copies)[0]:
+    if state_h > tier_shares.masters(copies)[0]:
         return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
     # the state of parameters in host memory is not speculative
     return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
 
 
 def decision(options: Options) -> tuple[str, str, str] | None:
-    why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
-    return ("update", "on a guess", f"{why}if that changes it") if options.speculative else None
+    why = (
+        "updates of state that is not stored on the device do not wait for the norm of all gradients; they are rolled "
+    )
+    return (
+        ("update", "speculative", f"{why}back and repeated if the norm changes them") if options.speculative else None
+    )
 
 
 class _Speculation:
@@ -187,7 +191,7 @@ class _Speculation:
         rollback = Instruction(
             "rollback",
             (*scalars, *map(assumed, scalars)),
-            attrs=TurnsAttrs(count=0),
+            attrs=LoopAttrs(count=0),
             body=tuple(self.updates),
             by="optimizer",
         )

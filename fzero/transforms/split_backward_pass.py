@@ -56,7 +56,9 @@ def rewrite(program: Program) -> Program:
         for index, i in enumerate(at if len(at) > 1 else ()):
             ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
     if not split:
-        what = "the schedule has units of weights, and no block has gradients that nothing else waits for"
+        what = (
+            "the schedule has actions for weight gradients, and no block has gradients that can be computed separately"
+        )
         raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
     used = {op.fn for op in ops if op.fn}
     return replace(

@@ -37,7 +37,7 @@ class TensorParallel(Cutting):
     rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] | None = ()
     sequence: bool = False
     name: ClassVar[str] = "tensor_parallel"
-    way_out: ClassVar[str] = "give the leaves that they read other rules (None leaves one whole)"
+    way_out: ClassVar[str] = "give the parameters that they read other rules (None keeps one unsharded)"
 
     @property
     def stream(self) -> Dim | None:
@@ -76,17 +76,17 @@ class TensorParallel(Cutting):
                 near = {glob: ", ".join(_near(glob, names)) for glob in unused}
                 shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
                 fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
-                raise FzeroValueError(self.name, "no leaf matches a rule", shown, fix)
+                raise FzeroValueError(self.name, "no parameter matches a rule", shown, fix)
         cuts = [None if leaf.role == "mutable" else self.cut(leaf) for leaf in leaves]
         if not any(cuts):
-            what = "does nothing: no parameter is cut"
-            fix = f"let a rule accept one of {', '.join(names[:5])}"
+            what = "does nothing: no parameter is sharded"
+            fix = f"let a rule match one of {', '.join(names[:5])}"
             raise FzeroValueError(self.name, what, fix=fix)
         pairs = ((leaves[i].path, leaves[t].path, cuts[i], cuts[t]) for i, t in enumerate(tied))
         torn = [f"{dotted(a)}: {one}, {dotted(b)}: {two}" for a, b, one, two in pairs if one != two]
         if torn:
             fix = "give both names one rule: they are one tensor"
-            raise TransformError(self.name, "tied leaves have two rules", torn, fix)
+            raise TransformError(self.name, "tied parameters have two rules", torn, fix)
 
     def __str__(self) -> str:
         said = ["sequence=True"] if self.sequence else []
@@ -174,10 +174,10 @@ def tensor_parallel(
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     problems += amount("max_replicated_bytes", max_replicated_bytes)
     problems += flag("sequence", sequence)
-    problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
+    problems += ["step: a mapping is not a step: pass it by name, rules="] * isinstance(step, Mapping)
     given: Any = rules
     if rules is not None and not rules:
-        problems.append(f"rules={rules!r}: no parameter is cut; None chooses rules")
+        problems.append(f"rules={rules!r}: no parameter is sharded; None chooses rules")
     elif isinstance(rules, Mapping):
         wrong = [f"rules[{glob!r}]={rule!r}: {why}" for glob, rule in rules.items() if (why := _wrong(glob, rule))]
         problems += wrong

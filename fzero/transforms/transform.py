@@ -66,7 +66,7 @@ class Transform:
         """
         if isinstance(step, EvalStep) and (reason := self.idle(step)):
             fix = (
-                "leave it out; an evaluation takes over what concerns it of a training step: "
+                "leave it out; for an evaluation with the layout of a training step: "
                 "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
             )
             raise TransformError(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix)

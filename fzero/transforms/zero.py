@@ -38,7 +38,10 @@ class Parallel(Transform):
             if zero and len(more) == 1 and fewer != more:
                 return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
             if zero and more[: len(fewer)] != fewer:
-                return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
+                return (
+                    "ZeRO shards parameters over one axis after the other: "
+                    f"{_named(fewer)} is not how {_named(more)} begins"
+                )
             for one, two in ((self, other), (other, self)):
                 if one.covers(two) and two.stage:  # `data_parallel` requests nothing that a ZeRO stage would not do
                     return f"{one.name} (ZeRO-{one.stage}) does all that {two.name} (ZeRO-{two.stage}) does"
@@ -226,7 +229,7 @@ def _checked(spec: Parallel) -> Parallel:
     several = isinstance(spec.axis, tuple) and bool(spec.axis) and spec.stage
     of_names = all(isinstance(a, str) and a for a in (spec.axis if several else (spec.axis,)))
     what = (
-        "the name of an axis, or a tuple of names, the first of which cuts first"
+        "the name of an axis, or a tuple of names, in the order in which they shard"
         if spec.stage
         else "the name of one axis"
     )

@@ -86,7 +86,7 @@ class Zero:
         """The axes that shard a parameter that is gathered once per step, if its block keeps gathered parameters."""
         return self.once.before(self.params(param)) if self.once else self.params(param)
 
-    def rests(self, param: Leaf, coded: bool = False) -> Leaf:
+    def stored(self, param: Leaf, coded: bool = False) -> Leaf:
         """Returns the parameter with the layout in which it is stored.
 
         A master that is only read to be cast, or a parameter that is sent encoded (`coded`), is sharded as finely as
@@ -106,10 +106,10 @@ class Zero:
             return
         num = max(self.mesh.axis_size(axes) for axes in cut)
         few = f"fewer elements than the {num} shards"
-        shown = [f"{leaf}: {few if leaf.numel < num else 'left out'}" for leaf in leaves]
+        shown = [f"{leaf}: {few if leaf.numel < num else 'not selected by `where`'}" for leaf in leaves]
         more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
-        what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
-        fix = "let `where` accept large parameters, or leave hierarchical out"
+        what = f"does nothing over axis {once.axis!r}: no parameter is sharded over it"
+        fix = "let `where` match large parameters, or leave hierarchical out"
         raise FzeroValueError("hierarchical", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
 
     def check(self) -> None:
@@ -145,14 +145,15 @@ class Zero:
             what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
         elif cut:
             others = [a for a in self.mesh.axes if a != axis]
-            what = f"{axis!r} cuts first: gathered over it parameters would be whole until the step ends"
+            what = f"{axis!r} shards first: gathered over it, parameters would be unsharded until the step ends"
             fix = (
-                f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
+                f"let a faster axis shard before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
                 f"parameters whole: fz.shard_grads"
             )
         else:
             what = (
-                f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
+                f"no parameter or gradient is sharded over {axis!r}, so values "
+                "are already sent over it only once per step"
             )
             fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave hierarchical out"
         raise FzeroValueError("hierarchical", title, [what, *(f"{r}" for r in self.specs)], fix)

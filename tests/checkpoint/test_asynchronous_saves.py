@@ -145,7 +145,7 @@ def test_arguments_are_looked_at_before_it_returns(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, State(None, {"w": torch.ones(1)}), wait=False)
     (tmp_path / "disk").mkdir()
     train, state, _ = started(fz.make_mesh(data=1, device="cpu"), fz.offload("nvme", path=tmp_path / "disk"))
-    with pytest.raises(CheckpointError, match=r"leaves rest on disk.*wait=True"):
+    with pytest.raises(CheckpointError, match=r"tensors are stored on disk.*wait=True"):
         checkpoint.save(tmp_path / "out", state, wait=False)
     assert checkpoint.find(tmp_path / "out") is None
     assert checkpoint.save(tmp_path / "out", state).name == "step-00000000"
@@ -232,7 +232,7 @@ def test_who_reads_waits_for_the_save_that_deletes_older_ones(tmp_path: Path, he
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_said_to_have_gone(tmp_path: Path) -> None:
-    """Another process deletes what it does not keep, or replaces it."""
+    """Another process deletes what it does not commit, or replaces it."""
     state = State(1, {"w": torch.arange(3.0)})
     path = checkpoint.save(tmp_path, state)
     leaf = Leaf("w", "params", (3,), Layout(torch.float32))
@@ -245,7 +245,9 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_said_to_have_gone(tmp_path: 
     checkpoint.save(tmp_path, state._replace(step=2), keep=1)
     with pytest.raises(CheckpointError, match="was deleted or replaced while it was read"):
         checkpoint.read(index, {"params.w": leaf}, mesh)
-    with pytest.raises(CheckpointError, match=r"it is not there\nFix: read another"):  # between finding and reading it
+    with pytest.raises(
+        CheckpointError, match=r"it does not exist\nFix: read another"
+    ):  # between finding and reading it
         index_of(path)
 
 

@@ -381,7 +381,7 @@ class Impostor:
 
 
 def _before_the_rooms(found: Any, module: str) -> Any:
-    """A skeleton with the type that `module` held before it was moved under that name."""
+    """A treespec with the type that `module` held before it was moved under that name."""
     moved = {treespec._MOVED[module]: module}
     if isinstance(found, dict):
         return {
@@ -545,7 +545,7 @@ def test_all_damage_is_listed_at_once_with_file_and_leaf(tmp_path: Path, small_c
     raises(
         lambda: checkpoint.read(tmp_path, {"params.b": wanted["params.b"]}, first),
         part.file,
-        "there lies params.b",
+        "this range contains params.b",
         "restore another step",
     )
     assert torch.equal(
@@ -613,7 +613,7 @@ def test_an_index_cannot_reach_outside_its_directory_or_contradict_itself(tmp_pa
         (set_part("stop", -1), "whole number"),
         (lambda c: c["leaves"]["params.a"].update(shape=[4]), "do not make up its 4 elements"),
         (lambda c: c["leaves"]["params.a"].update(dtype="object"), "KeyError"),
-        (lambda c: c["leaves"].pop("params.a"), "different leaves"),
+        (lambda c: c["leaves"].pop("params.a"), "different tensors"),
         (lambda c: c["aliases"].update({"params.b": "params.zzz"}), "corrupt"),
         (lambda c: c["files"][name].update(crc32=""), "0 checksums"),
         (lambda c: c.update(files=[]), "corrupt"),
@@ -624,11 +624,11 @@ def test_an_index_cannot_reach_outside_its_directory_or_contradict_itself(tmp_pa
 
     shutil.move(path / name, tmp_path / "outside")
     (path / name).symlink_to(tmp_path / "outside")
-    raises(lambda: checkpoint.describe(path), name, "a link out of its directory")
+    raises(lambda: checkpoint.describe(path), name, "a link to a file outside of its directory")
 
 
 def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
-    raises(lambda: checkpoint.describe(tmp_path / "nowhere"), "nowhere is not there")
+    raises(lambda: checkpoint.describe(tmp_path / "nowhere"), "nowhere does not exist")
     raises(lambda: checkpoint.find(5), "5 is not a path")  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     raises(lambda: checkpoint.describe(tmp_path / "file"), "file is not a directory")
@@ -660,11 +660,11 @@ def test_another_models_leaves_are_listed_in_one_error(tmp_path: Path) -> None:
     }
     text = raises(
         lambda: checkpoint.check(found, expected),
-        "4 of 5 leaves differ",
+        "4 of 5 tensors differ",
         "params.e: missing in the checkpoint, expected int64[5]",
         "params.d: unexpected, the checkpoint has float32[1]",
-        "params.b: another shape, the checkpoint has float32[2, 2], expected float32[4]",
-        "params.c: another dtype, the checkpoint has float32[4], expected bfloat16[4]",
+        "params.b: different shape, the checkpoint has float32[2, 2], expected float32[4]",
+        "params.c: different dtype, the checkpoint has float32[4], expected bfloat16[4]",
     )
     assert "params.a" not in text
     assert "params.c" not in raises(lambda: checkpoint.check(found, expected, cast=True))
@@ -708,7 +708,10 @@ def test_a_run_that_takes_over_a_directory_is_warned(tmp_path: Path, caplog: pyt
     (text,) = caplog.messages
     assert second != first and said in text and text.endswith("Fix: save another run to another directory")
     third = saved_run(tmp_path, 40, size=4)
-    assert third not in (first, second) and "step-00000030 was, which has other leaves (1 differ)" in caplog.messages[1]
+    assert (
+        third not in (first, second)
+        and "step-00000030 was, which has different tensors (1 differ)" in caplog.messages[1]
+    )
     path = checkpoint.save(tmp_path, State(50, {"a": torch.ones(4)}))  # the next save of the same process
     assert checkpoint.describe(path).run == third and len(caplog.messages) == 2
     shutil.rmtree(tmp_path)
@@ -868,9 +871,9 @@ def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 1
-        draft = saving.begin(world(), tmp_path, theirs)
+        staging = saving.begin(world(), tmp_path, theirs)
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 2
-        saving.carry_out(draft)
+        saving.carry_out(staging)
         assert read_whole(tmp_path)["params.a"].tolist() == [2.0, 2.0]
         return commit(*args, **kwargs)
 
@@ -883,11 +886,11 @@ def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
 def test_only_drafts_older_than_an_hour_are_removed(tmp_path: Path) -> None:
     hour = 3600
     for name, age in (("old", 2 * hour), ("new", hour // 2), ("written", 2 * hour)):
-        (draft := tmp_path / f".tmp-step-00000007.{name}").mkdir()
-        (draft / "rank").write_bytes(b"1")
-        for path in (draft / "rank", draft):
+        (staging := tmp_path / f".tmp-step-00000007.{name}").mkdir()
+        (staging / "rank").write_bytes(b"1")
+        for path in (staging / "rank", staging):
             os.utime(path, (time.time() - age,) * 2)
-    os.utime(tmp_path / ".tmp-step-00000007.written" / "rank")  # a file of the draft is still written to
+    os.utime(tmp_path / ".tmp-step-00000007.written" / "rank")  # a staged file is still written to
     checkpoint.save(tmp_path, State(1, {"a": torch.ones(2)}))
     left = [".tmp-step-00000007.new", ".tmp-step-00000007.written", "latest", "step-00000001"]
     assert sorted(os.listdir(tmp_path)) == left
@@ -901,7 +904,7 @@ def test_the_newest_whole_one_is_found_where_latest_was_deleted(
     shutil.rmtree(tmp_path / "step-00000003")
     found = checkpoint.find(tmp_path)
     assert found is not None and found.name == checkpoint.latest(tmp_path).name == "step-00000002"
-    assert "names step-00000003, which somebody has deleted" in caplog.text
+    assert "names step-00000003, which was deleted" in caplog.text
     (tmp_path / "step-00000003").mkdir()  # it is there, and damaged
     raises(lambda: checkpoint.find(tmp_path), "names 'step-00000003', which is not a complete checkpoint there")
 
@@ -1037,7 +1040,9 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     step = checkpoint.verify(tmp_path).step
     assert read_whole(tmp_path)["params.0"].unique().tolist() == [float(step)]
     checkpoint.save(tmp_path, State(step + 1, [torch.ones(1)]), keep=1)
-    left = sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".tmp-"))  # a young draft is left alone
+    left = sorted(
+        p.name for p in tmp_path.iterdir() if not p.name.startswith(".tmp-")
+    )  # a young staging directory is left alone
     assert left == ["latest", f"step-{step + 1:08d}"]
 
 
@@ -1137,7 +1142,7 @@ def test_export_replaces_nothing_and_leaves_nothing_half_done(tmp_path: Path, mo
     raises(lambda: checkpoint.export(path, out), "holds a model already: model.safetensors.index.json")
     raises(
         lambda: checkpoint.export(path, tmp_path / "x", prefix="param", max_shard_bytes=0, dtype=torch.int8),
-        "no leaf is under it; there are params",
+        "no tensor is under it; the prefixes are params",
         "max_shard_bytes=0",
         "dtype=torch.int8",
     )
@@ -1151,7 +1156,7 @@ def test_export_replaces_nothing_and_leaves_nothing_half_done(tmp_path: Path, mo
 
 def test_broken_files(tmp_path: Path) -> None:
     raises(lambda: entries_of(tmp_path), "neither model.safetensors.index.json nor model.safetensors")
-    raises(lambda: entries_of(tmp_path / "x"), "x is not there")
+    raises(lambda: entries_of(tmp_path / "x"), "x does not exist")
     save_file({"a": torch.ones(4)}, tmp_path / "f1.safetensors")
     save_file({"b": torch.ones(4)}, tmp_path / "f2.safetensors")
     os.truncate(tmp_path / "f1.safetensors", 90)
@@ -1167,7 +1172,7 @@ def test_broken_files(tmp_path: Path) -> None:
         table.write_text(json.dumps({"weight_map": {"b": name}}))
         raises(lambda: entries_of(tmp_path), repr(name), "outside its directory")
     table.write_text("{")
-    raises(lambda: entries_of(tmp_path), "cannot be understood")
+    raises(lambda: entries_of(tmp_path), "cannot be parsed")
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
     for raw in (b"", b"\xff" * 20, len(header).to_bytes(8, "little") + header + b"\0" * 4, b"\2\0\0\0\0\0\0\0[]"):
         (tmp_path / "bad.safetensors").write_bytes(raw)
@@ -1194,14 +1199,14 @@ def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(
 
     adam = train(optim.adamw(0.1))
     fz.checkpoint.save(tmp_path, adam.init(model.params))
-    with pytest.raises(FzeroError, match="31 of 43 leaves differ") as raised:
+    with pytest.raises(FzeroError, match="31 of 43 tensors differ") as raised:
         train(optim.sgd(0.1, momentum=0.9)).restore(tmp_path)
     _, *lines, _ = str(raised.value).splitlines()
     assert [line.split(" the first: ")[0] for line in lines] == [
-        "  opt_state.0.trace: 10 leaves missing in the checkpoint,",
+        "  opt_state.0.trace: 10 tensors missing in the checkpoint,",
         "  opt_state.count: unexpected, the checkpoint has int64[]",
-        "  opt_state.mu: 10 leaves unexpected,",
-        "  opt_state.nu: 10 leaves unexpected,",
+        "  opt_state.mu: 10 tensors unexpected,",
+        "  opt_state.nu: 10 tensors unexpected,",
     ]
     assert lines[2].endswith(
         "the first: 0.bias, the checkpoint has float32[4]; 0.weight, the checkpoint has float32[4, "

@@ -294,7 +294,7 @@ def test_what_does_not_run_on_parts_is_refused_by_name():
 
     with pytest.raises(FzeroTypeError, match=r"aten.view.* on the gradient of params\['layers'\]\[0\]\['out'\]"):
         lowered(cut, turned(lambda g: g.reshape(-1).mul(2).reshape(g.shape)))
-    with pytest.raises(FzeroTypeError, match=r"random numbers for a leaf that is sharded over model along 1, data"):
+    with pytest.raises(FzeroTypeError, match=r"random numbers for a tensor that is sharded over model along 1, data"):
         lowered(fz.compose(cut, fz.mixed_precision("bf16", params="bf16")))
 
 

@@ -136,7 +136,7 @@ def shards(layout: str, mesh: Mesh) -> fz.State:
     whole, made = whole_state(), {}
     flat, structure = tree.flatten(whole)
     for leaf, x in zip(leaves(layout).values(), flat, strict=True):
-        made.setdefault(id(x), place(shard(x, leaf, mesh), leaf, mesh))  # tied leaves are one tensor
+        made.setdefault(id(x), place(shard(x, leaf, mesh), leaf, mesh))  # tied parameters are one tensor
     return tree.unflatten(structure, [made[id(x)] for x in flat])
 
 

@@ -235,7 +235,7 @@ def test_missing_and_left_over(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     key = fz.random.key(5)
     with caplog.at_level(logging.WARNING, "fzero"):
         found = whole(train, train.load(path, init, key))
-    assert "2 of 7 leaves are not in" in caplog.text and "layers.1.w, scale" in caplog.text
+    assert "2 of 7 tensors are not in" in caplog.text and "layers.1.w, scale" in caplog.text
     assert "1 tensors of" in caplog.text and "not used: other" in caplog.text
     begun = dict(zip(fz.tree.names(like()), fz.tree.leaves(init(key)), strict=True))
     for n in SHAPES:
@@ -246,9 +246,7 @@ def test_missing_and_left_over(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (found["layers.1.w"] == 7).all() and torch.equal(found["embed.weight"], have["embed.weight"].float())
     with pytest.raises(fz.errors.CheckpointError) as caught:
         train.load(path, like())
-    assert "layers.1.w: missing in the files, and given without a value" in str(caught.value) and "scale: " in str(
-        caught.value
-    )
+    assert "layers.1.w: missing in the files, and given without" in str(caught.value) and "scale: " in str(caught.value)
 
 
 def test_names_and_ties(tmp_path: Path) -> None:
@@ -263,7 +261,7 @@ def test_names_and_ties(tmp_path: Path) -> None:
     assert state.params["embed"] is state.params["head"] and torch.equal(state.params["head"], w)
     save_file({"head": w, "v": v}, tmp_path / "model.safetensors")
     assert torch.equal(train.load(tmp_path, params).params["embed"], w)
-    with pytest.raises(fz.errors.CheckpointError, match=r"'x' is not a leaf\n.*v: 'y' is not in the files"):
+    with pytest.raises(fz.errors.CheckpointError, match=r"'x' is not a tensor of params\n.*v: 'y' is not in the files"):
         train.load(tmp_path, params, names={"x": "v", "v": "y"})
 
 
@@ -313,7 +311,7 @@ def refused(path: Path, params: Any = None, **settings: Any) -> str:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a", values())
-    assert "is another model's: 0 of 2 leaves are in it, and 6 others" in refused(
+    assert "is another model's: 0 of 2 tensors are in it, and 6 others" in refused(
         path, {"h.0.w": torch.empty(2, device="meta"), "h.1.w": torch.empty(2, device="meta")}
     )
     bent = values() | {"layers.0.w": torch.ones(513, 257).bfloat16(), "scale": torch.tensor(1)}
@@ -330,7 +328,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "pytorch_model.bin").write_bytes(b"")
     assert "pytorch_model.bin, which can run any code" in refused(tmp_path / "d")
-    assert "is not there" in refused(tmp_path / "e")
+    assert "does not exist" in refused(tmp_path / "e")
 
 
 def failing(path: str, scratch: str, case: str) -> None:

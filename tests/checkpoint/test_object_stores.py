@@ -60,7 +60,7 @@ def holds(root: Any, step: int, seed: int | None = None) -> bool:
 def test_it_is_what_a_directory_is(root: str, tmp_path: Path) -> None:
     root = f"file://{tmp_path}/run" if root == "file" else root
     assert checkpoint.find(root) is None
-    raises(lambda: checkpoint.latest(root), "run is not there")
+    raises(lambda: checkpoint.latest(root), "run does not exist")
     for step in (3, 4, 5):
         done = saved(root, step, ranks=3)
         assert [str(d) for d in done] == [str(as_path(root) / f"step-{step:08d}")] * 3, done
@@ -87,7 +87,7 @@ def test_it_is_what_a_directory_is(root: str, tmp_path: Path) -> None:
     behind = checkpoint.save(root, State(torch.tensor(7), {"a": torch.full((3,), 7.0)}), keep=1, wait=False)
     assert behind.wait() == checkpoint.latest(root) == as_path(root) / "step-00000007"
     assert read_whole(root)["params.a"].tolist() == [7.0] * 3
-    raises(lambda: read_whole(f"{root}/step-00000005"), "step-00000005", "is not there")
+    raises(lambda: read_whole(f"{root}/step-00000005"), "step-00000005", "does not exist")
 
 
 class Stop:
@@ -220,8 +220,8 @@ def test_errors_are_said_by_name(
     save = lambda path: lambda: checkpoint.save(path, state)  # noqa: E731
     raises(save("nosuch://bucket/run"), "cannot open nosuch://bucket", "Protocol not known: nosuch")
     raises(save("simplecache::s3://bucket/run"), "chains of protocols")
-    raises(save(Path("s3://bucket/run")), "'s3:/bucket/run' is not a path, and not a URL any more", "as a str")
-    raises(lambda: checkpoint.find("objects:///"), "names nothing", "the bucket and a name in it")
+    raises(save(Path("s3://bucket/run")), "'s3:/bucket/run' is not a path, and no longer a URL", "as a str")
+    raises(lambda: checkpoint.find("objects:///"), "has no path", "the bucket and a name in it")
     raises(lambda: checkpoint.find(3), "3 is not a path")  # type: ignore[arg-type]
     raises(save("objects://typo/run"), "cannot write objects://typo/run", "make the bucket or container first")
     for error, fix in (
@@ -310,7 +310,7 @@ def test_training_goes_on_from_a_url(tmp_path: Path) -> None:
         assert torch.equal(train.gather(loaded).params["layers"][0]["w"], train.gather(state).params["layers"][0]["w"])
     Objects.store["bucket/model/model.safetensors"] = Objects.store["bucket/model/model.safetensors"][:-3]
     raises(lambda: train.load("objects://bucket/model", init), "model.safetensors", "truncated")
-    raises(lambda: train.load("objects://bucket/nothing", init), "objects://bucket/nothing is not there")
+    raises(lambda: train.load("objects://bucket/nothing", init), "objects://bucket/nothing does not exist")
     fz.close_mesh()
 
 
@@ -328,15 +328,17 @@ def test_a_url() -> None:
     assert as_path("file:///tmp/a%20b") == Path("/tmp/a b") and as_path("C:/x") == Path("C:/x")
     assert as_path("file://localhost/tmp/a") == Path("/tmp/a")
     for text in ("", "file://", "file:///", "file://localhost", "file://localhost/"):
-        raises(lambda text=text: as_path(text), "names nothing")
-    raises(lambda: as_path("file://other/tmp/a"), "is of the host 'other'")
+        raises(lambda text=text: as_path(text), "has no path")
+    raises(lambda: as_path("file://other/tmp/a"), "names the host 'other'")
 
 
 @pytest.mark.parametrize("root", ["file", RUN])
 def test_a_checkpoint_is_no_place_for_checkpoints(root: str, tmp_path: Path) -> None:
     state = State(torch.tensor(6), {"a": torch.ones(3)})
     done = checkpoint.save(tmp_path if root == "file" else root, state)
-    raises(lambda: checkpoint.save(done, state), "is a checkpoint, not a place for some", f"is in: {done.parent}")
+    raises(
+        lambda: checkpoint.save(done, state), "is a checkpoint, not a directory of checkpoints", f"is in: {done.parent}"
+    )
     assert checkpoint.verify(done).step == 6
 
 

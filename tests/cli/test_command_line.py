@@ -221,7 +221,7 @@ def test_a_device_file_is_taken_whatever_machine_it_was_written_on(run, here):
         left = "fits the 21.28 GiB of mine that the process leaves:"
         assert code == 0 and out.startswith(str(lowered(device=mine).plan)) and left in out
         assert (
-            "mine.json is not of this machine, and taken as it is" in err
+            "mine.json was not measured on this machine, and is used unchanged" in err
             and f"cpu: {machine.get('cpu')!r} in the file" in err
         )
 
@@ -320,10 +320,10 @@ def test_show_as_data(run):
 WRONG = {
     "targets.py:god": ["targets.py has no function 'god'", "near: targets.py:good"],
     "targets:wiats": ["targets has no function 'wiats'", "near: targets:waits"],
-    "target.py:good": ["there is no file target.py", "near: targets.py"],
-    "no/folder.py:good": ["there is no file no/folder.py", "there is no folder no"],
-    "targest:good": ["there is no module 'targest'", "near: targets"],
-    "fzero.compilr:plan": ["there is no module 'fzero.compilr'", "near: fzero.compiler"],
+    "target.py:good": ["the file target.py", "near: targets.py"],
+    "no/folder.py:good": ["the file no/folder.py", "the folder no"],
+    "targest:good": ["the module 'targest' does not exist", "near: targets"],
+    "fzero.compilr:plan": ["the module 'fzero.compilr' does not exist", "near: fzero.compiler"],
     "targets.py": ["'targets.py' is not MODULE:FUNCTION"],
     "targets.py:": ["'targets.py:' is not MODULE:FUNCTION"],
     "targets.py:value": ["targets.py:value is not a function but int"],
@@ -346,22 +346,25 @@ FLAGS = {
     ("--mesh", "8"): "8: which axis has this size? e.g. data=8",
     ("--mesh", "data=0"): "data=0: a size is a whole number of at least 1\nFix: e.g. --mesh data=8",
     ("--mesh", "data=8", "data=2"): "data: given twice",
-    ("--mesh",): "--mesh wants axes with their sizes",
+    ("--mesh",): "--mesh requires axes with their sizes",
     ("--mesh", "dta=8"): "'dta' is not one of node, replica, data, expert, seq, pipe, model: did you mean data?",
     ("--mesh", "data8"): "data8: did you mean data=8?",
     ("--mesh", "node:2,data=4"): "node:2: did you mean node=2?",
-    ("--mesh", "node=2,data=local"): "data=local: local is said of processes, and here there are none: give a number",
+    (
+        "--mesh",
+        "node=2,data=local",
+    ): "data=local: local depends on the number of processes, and there are none: give a number",
     ("--mesh", "data=99999999999999999999"): "99,999,999,999,999,999,999 devices are more than 1,048,576",
     (*MESH, "--budget", "lots"): "'lots' is not an amount of memory",
     (*MESH, "--budget", "80"): "did you mean 80GB? Bytes are 80B",
-    (*MESH, "--budget", "0"): "memory_budget=0: nothing runs in no memory",
+    (*MESH, "--budget", "0"): "memory_budget=0: must be greater than 0",
     (*MESH, "--device", "h1000"): "'h1000' is neither a known device nor a calibration file\n  b200: NVIDIA HGX B200",
     (*MESH, "--device", "targets.py"): "targets.py is not a calibration file",
     (*MESH, "--device", "."): "is a directory, not a file",
     (*MESH, "--device", ""): "Fix: give the path of a file that fzero calibrate wrote, or one of b200",
     (*MESH, "--device", "bytes.dat"): "bytes.dat is not a calibration file",
     (*MESH, "--device", "zero.json"): "memory_bandwidth is 0.0; latency is -1.0",
-    (*MESH, "--trace", "no/where.json"): "--trace no/where.json: there is no folder no",
+    (*MESH, "--trace", "no/where.json"): "--trace no/where.json: the folder no does not exist",
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
     (*MESH, "--html", "report.pdf"): "--html report.pdf: a page is a .html",
     (*MESH, "--html", "no/report.html"): "--html no/report.html: there is no folder no",
@@ -388,7 +391,7 @@ def test_a_pass_that_is_not_there(run):
     assert (
         code == 2
         and not out
-        and "--after sahrd: there is no such pass" in err
+        and "--after sahrd: unknown pass" in err
         and "in order: trace, fuse, copies, remat" in err
         and "None" not in err
     )
@@ -408,16 +411,16 @@ def test_passes_one_by_one(run):
 @pytest.mark.parametrize(
     ("flags", "want", "said"),
     [
-        (["--diff", "sahrd"], 2, "--diff sahrd: there is no such pass"),
-        (["--after", "batch"], 2, "'batch' does not run here"),
+        (["--diff", "sahrd"], 2, "--diff sahrd: unknown pass"),
+        (["--after", "batch"], 2, "'batch' does not run for this step"),
         (["--after", "pool", "--diff", "pool"], 2, "both --after pool and --diff pool"),
-        (["--skip", "pool", "batch"], 2, "pool: nothing that moves would have a buffer"),
+        (["--skip", "pool", "batch"], 2, "pool: communicated values would have no buffers"),
         (
             ["--skip", "sahrd"],
             2,
             "sahrd: no such pass\nFix: one of fuse, remat, deal, speculate, hoist_updates, overlap",
         ),
-        (["--skip", "batch"], 1, "batch: has nothing to do here"),
+        (["--skip", "batch"], 1, "batch: has nothing to do for this step"),
     ],
 )
 def test_passes_that_cannot_be_shown_or_skipped(run, flags, want, said):
@@ -564,7 +567,7 @@ def test_calibrate_wrong_flags(run, measured):
         code, _, err = run("calibrate", "--seconds", seconds)
         assert code == 2 and f"--seconds {seconds} is not enough time" in err and not measured
     code, _, err = run("calibrate", "--path", "no")
-    assert code == 2 and "no: there is no such directory" in err and not measured
+    assert code == 2 and "no: the directory does not exist" in err and not measured
 
 
 # --- help ---
@@ -658,4 +661,4 @@ def test_a_whole_budget_holds_the_process_too(run):
     code, out, _ = run("plan", "targets.py:good", *device, "--budget", "2GiB", "--include-process")
     assert code == 0 and "fits 948.0 MiB" in out  # of 2,048: 600 for the context, 500 for NCCL
     code, _, err = run("plan", "targets.py:good", *device, "--include-process")
-    assert code == 2 and "--include-process: is about --budget SIZE" in err
+    assert code == 2 and "--include-process: applies only with --budget SIZE" in err

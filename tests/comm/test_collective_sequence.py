@@ -68,7 +68,7 @@ def deterministically(run: Run) -> None:
 PARTINGS: dict[str, tuple[Any, str]] = {
     "another shape": (
         lambda run: run.train(run.state, run.batch(3)),
-        "makes a program of loss_fn (Step): the batch's leaves float32[3, 4], before float32[2, 4]",
+        "makes a program of loss_fn (Step): the batch's tensors float32[3, 4], before float32[2, 4]",
     ),
     "another tree": (lambda run: run.train(run.state, run.batch(y=torch.ones(2))), "the batch's tree"),
     "autocast": (with_autocast, "autocast's enabled (True, False), before (False, False)"),
@@ -155,7 +155,7 @@ def _meeting(kinds: list[list[str]]) -> list[str]:
 def test_ranks_meet_in_turns_of_one_kind() -> None:
     assert _meeting([["a", "b", "a"]] * 3) == [""] * 3
     for text, mine in zip(_meeting([["a", "b"], ["a", "a"], ["a", "b"]]), "bab", strict=True):
-        assert "the ranks do different things" in text and "  rank 1: a" in text, text
+        assert "the ranks make different calls" in text and "  rank 1: a" in text, text
         assert mine in text
     stopped = _meeting([["a", "b"], ["a"], ["a", "b"]])
     assert stopped[1] == "" and all("  rank 1 has left, after: a" in stopped[i] for i in (0, 2)), stopped
@@ -168,7 +168,7 @@ def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
         ahead.begin("b")
     here.begin("a")
     here.look("step")  # the other is in a later turn
-    note = json.loads(store.get("fzero/turns/of/1"))
+    note = json.loads(store.get("fzero/collectives/of/1"))
     assert note["kind"] == "a"
     here.begin("b")
     ahead.leave()
@@ -181,15 +181,15 @@ def test_a_rank_that_is_late_or_ahead_has_not_parted() -> None:
 def test_a_process_of_this_host_that_is_gone_is_noticed() -> None:
     store, ended = dist.HashStore(), subprocess.Popen([sys.executable, "-c", ""])
     here, _ = CollectiveSequence(store, 0, 2), CollectiveSequence(store, 1, 2)
-    note = json.loads(store.get("fzero/turns/of/1"))
+    note = json.loads(store.get("fzero/collectives/of/1"))
     here.begin("a")
     here.look("step")
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     for reaped in (False, True):  # before its parent has asked how it ended, and after
         if reaped:
             ended.wait()
-        store.set("fzero/turns/of/1", json.dumps(note | {"process": [*note["process"][:2], ended.pid]}))
+        store.set("fzero/collectives/of/1", json.dumps(note | {"process": [*note["process"][:2], ended.pid]}))
         with pytest.raises(DivergenceError, match="rank 1 has left, after: it joined"):
             here.look("step")
-    store.set("fzero/turns/of/1", json.dumps(note | {"process": ["another host", "", ended.pid]}))
+    store.set("fzero/collectives/of/1", json.dumps(note | {"process": ["another host", "", ended.pid]}))
     here.look("step")

@@ -47,7 +47,7 @@ def found(*case: Any) -> str:
     try:
         device, warning = choose_device(*case)
     except FzeroValueError as error:
-        refused = "there is no device 'cuda' for every process" in str(error) and str(error).splitlines()[
+        refused = "there are fewer devices 'cuda' than processes" in str(error) and str(error).splitlines()[
             -1
         ].startswith("Fix: ")
         return "error" if refused else str(error)
@@ -76,9 +76,9 @@ def test_accelerators_of_other_kinds_are_named() -> None:
     assert unsupported(None, 2, False, False) == unsupported("6.4", 0, False, False) == []
     device, warning = choose_device(None, 0, 1, 0, False, others)
     assert device == torch.device("cpu") and warning is not None
-    assert "takes the CPU: 2 devices of ROCm 6.4, an XPU, MPS is here, and fzero does not run on it" in warning
+    assert "uses the CPU: 2 devices of ROCm 6.4, an XPU, MPS is present, but fzero does not support it" in warning
     for asked in ("cuda", "xpu", "mps"):
-        with pytest.raises(FzeroValueError, match=r"2 devices of ROCm 6\.4: fzero does not run on it"):
+        with pytest.raises(FzeroValueError, match=r"2 devices of ROCm 6\.4: fzero does not support it"):
             choose_device(asked, 0, 1, 0, False, others)
     assert choose_device("cpu", 0, 1, 0, False, others) == (torch.device("cpu"), None)
     assert choose_device(None, 0, 1, 1, False, ["MPS"]) == (torch.device("cuda", 0), None)
@@ -144,7 +144,7 @@ def test_the_mesh_warns_of_gpus_that_it_leaves_alone(monkeypatch: pytest.MonkeyP
 def test_devices_that_make_no_mesh() -> None:
     assert device_problems(["cpu", "cpu"]) == device_problems(["cuda a 1 1", "cuda a 2 2", "cuda b 1 1"]) == []
     assert device_problems(["cuda a 1 1", "cpu", "cuda a 2 2", "cpu"]) == ["rank 0 is on 'cuda'", "rank 1 is on 'cpu'"]
-    assert device_problems(["cuda a 1 1", "cuda a 2 2", "cuda a 1 1"]) == ["ranks 0, 2 have one GPU, a 1 1"]
+    assert device_problems(["cuda a 1 1", "cuda a 2 2", "cuda a 1 1"]) == ["ranks 0, 2 share one GPU, a 1 1"]
 
 
 def another_device(rank: int) -> None:
@@ -160,13 +160,13 @@ def another_device(rank: int) -> None:
         local_device._name_of = name_of
 
 
-@pytest.mark.parametrize(("rank", "said"), [(1, "rank 1 is on 'cuda'"), (-1, "ranks 0, 1 have one GPU")])
+@pytest.mark.parametrize(("rank", "said"), [(1, "rank 1 is on 'cuda'"), (-1, "ranks 0, 1 share one GPU")])
 def test_ranks_on_devices_that_make_no_mesh_all_say_so(run_ranks: Any, rank: int, said: str) -> None:
     for found in run_ranks(2, another_device, rank, expect_error=True, timeout=40):
         assert (
             found.type == "FzeroValueError"
             and said in found.message
-            and "Fix: give each process a GPU of its own" in found.message
+            and "Fix: give each process its own GPU" in found.message
         )
 
 
@@ -240,7 +240,7 @@ def test_transfers_end_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_symmetric_memory_is_named_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FzeroValueError, match="is of GPUs, and this mesh is of CPUs"):
+    with pytest.raises(FzeroValueError, match="applies only to GPUs, and this is a mesh of CPUs"):
         make_mesh(data=1, device="cpu", symmetric_memory=True)
     with pytest.raises(FzeroValueError, match="symmetric_memory"):
         make_mesh(data=1, symmetric_memory="yes")  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def test_an_error_after_torchruns_signal_is_told_at_once(tmp_path: Path) -> None
         torchrun.kill()
     assert text.count("batches is not saved") == text.count("Fix: ") == 1 and "is saved:" not in text, text
     assert "rank 0: OSError: [Errno 28] No space left on device" in text, text
-    assert "the next start goes on from saved/step-00000003" in text, text
+    assert "the next start continues from saved/step-00000003" in text, text
     assert took < 25 and "forcefully exiting" not in text, f"{took} s: nobody waits for torchrun's SIGKILL\n{text}"
 
 
@@ -193,7 +193,7 @@ def orphaned() -> None:
 
 def test_a_rank_whose_launcher_died_first_does_not_begin(run_ranks: Any) -> None:
     (found,) = run_ranks(1, orphaned, expect_error=True)
-    assert found.type == "DivergenceError" and "torchrun, which started this process, is gone" in found.message
+    assert found.type == "DivergenceError" and "torchrun, which started this process, has exited" in found.message
 
 
 # --- who tells, and how ---

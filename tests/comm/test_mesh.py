@@ -120,13 +120,13 @@ def test_one_process_needs_no_process_group(monkeypatch):
         (
             4,
             {"replica": 3, "data": -1},
-            ["4 processes do not divide by the product of the given axes, 3", "axes: replica=3, data=-1"],
+            ["4 processes are not divisible by the product of the given axes, 3", "axes: replica=3, data=-1"],
         ),
         (
             4,
             {"replica": -1, "data": -1},
             [
-                "replica and data are -1, and one axis takes what the others leave",
+                "replica and data are -1, and only one axis can take the remaining processes",
                 "make_mesh(replica=-1, data='local')",
             ],
         ),
@@ -172,21 +172,21 @@ def test_local_is_the_processes_of_a_host(monkeypatch, axes, sizes):
 @pytest.mark.parametrize(
     ("host", "axes", "said"),
     [
-        ((12, 0, 0, 8), {"node": -1, "data": "local"}, "needs as many processes on every host"),
-        ((8, 3, 1, 4), {"node": -1, "data": "local"}, "their ranks one behind the other"),
+        ((12, 0, 0, 8), {"node": -1, "data": "local"}, "needs the same number of processes on every host"),
+        ((8, 3, 1, 4), {"node": -1, "data": "local"}, "with consecutive ranks"),
         (
             (8, 0, 0, 8),
             {"data": "local", "model": 3},
-            "8 processes of this host do not divide by the axes behind",
+            "8 processes of this host are not divisible by the axes after",
         ),
         (
             (8, 0, 0, 2),
             {"data": "local", "model": 4},
-            "2 processes of this host do not divide by the axes behind",
+            "2 processes of this host are not divisible by the axes after",
         ),
         ((8, 0, 0, 4), {"data": "local", "model": -1}, "so they need sizes"),
         ((8, 0, 0, 4), {"node": "local", "data": "local"}, "so they need sizes"),
-        ((8, 0, 0, None), {"node": -1, "data": "local"}, "nobody says how many processes a host has"),
+        ((8, 0, 0, None), {"node": -1, "data": "local"}, "the number of processes of a host is not known"),
         ((8, 0, 0, 4), {"data": "local"}, "a mesh of 4 devices cannot be made from 8 processes"),
         ((8, 0, 0, 4), {"node": 3, "data": "local"}, "a mesh of 12 devices cannot be made from 8 processes"),
         ((8, 0, 0, 4), {"node": -1, "data": "locl"}, "data='locl': a size is a whole number of at least 1"),
@@ -314,8 +314,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.make_mesh(data="2"), "data='2'"),
     (lambda: fz.make_mesh(data=0), "data=0"),
     (lambda: fz.make_mesh(timeout="x"), "timeout='x'"),
-    (lambda: fz.make_mesh(shared_memory=1), "shared_memory=1: neither True nor False"),
-    (lambda: fz.make_mesh(unified_memory="no"), "unified_memory='no': neither True nor False"),
+    (lambda: fz.make_mesh(shared_memory=1), "shared_memory=1: must be True or False"),
+    (lambda: fz.make_mesh(unified_memory="no"), "unified_memory='no': must be True or False"),
     (lambda: fz.make_mesh(device=0), "device=0: must be 'cpu' or 'cuda'"),
 ]
 

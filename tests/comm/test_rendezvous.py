@@ -26,7 +26,7 @@ def stale(store: dist.Store, world: int) -> None:
     for r in range(world):
         store.set(f"fzero/came/{r}", f"old{r}")
         store.set(f"fzero/ack/oldest/{r}", "")
-        store.add(f"fzero/agree/talks/{r}", 3 + r)
+        store.add(f"fzero/agree/counts/{r}", 3 + r)
         store.add(f"fzero/shared/{r}", 5 * r)
     store.set("fzero/numbers/oldest", " ".join(f"old{r}" for r in range(world)))
     store.set("fzero/generation", "oldest")
@@ -142,7 +142,7 @@ def with_a_group_of_the_users() -> tuple[float, bool]:
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     inner = dist.PrefixStore("default_pg", store)  # as PyTorch names it
-    for name in ("agree/talks", "share/turns", "shared"):
+    for name in ("agree/counts", "share/counts", "shared"):
         inner.add(f"fzero/{name}/{rank}", 1 + rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = fz.make_mesh(data=2, timeout=20)

@@ -89,7 +89,7 @@ KEYWORDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a keyword of nobody's": (lambda: fz.remat(zzz=1), ("no argument 'zzz'\nFix: it takes step, policy",)),
     "a keyword without its name": (
         lambda: fz.tensor_parallel(fz.train_step(own_loss, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
-        ("takes 1 argument without a name, not 2 (Step, dict)\nFix: name the others: axis=, rules=, ",),
+        ("takes 1 argument by position, not 2 (Step, dict)\nFix: pass the others by name: axis=, rules=, ",),
     ),
     "no mesh": (
         lambda: fz.compile(fz.train_step(own_loss, optim.sgd(0.1))),  # type: ignore[call-arg]
@@ -105,7 +105,7 @@ def test_keywords_that_do_not_exist(name: str) -> None:
 
 
 def test_arguments_given_twice_and_swapped() -> None:
-    with pytest.raises(FzeroError, match=r"adamw: lr given twice\n  lr: <generator .*> without a name, and 0.1\n"):
+    with pytest.raises(FzeroError, match=r"adamw: lr given twice\n  lr: <generator .*> by position, and 0.1\n"):
         optim.adamw(Net().parameters(), lr=0.1)  # type: ignore[misc,arg-type]
     with pytest.raises(FzeroError, match="parameters come with train"):
         optim.adamw(Net().parameters())  # type: ignore[arg-type]

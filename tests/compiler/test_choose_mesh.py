@@ -120,8 +120,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name, "--mesh", "auto", "--seq", "64", "--include-process", "--trace", "step.json"]) == 2
     said = capsys.readouterr().err
     assert (
-        "--seq: is about --hf" in said
-        and "--include-process: is about --budget" in said
+        "--seq: applies only to --hf" in said
+        and "--include-process: applies only with --budget" in said
         and "--trace is for one mesh" in said
     )
     for mixed in (["--mesh", "auto", "--mesh", "data=2"], ["--mesh", "auto", "data=2"], ["--mesh", "auto,data=2"]):
@@ -129,7 +129,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().err
         assert "no other mesh can be given with it" in said and "Fix: give --mesh auto alone" in said
     assert main(["show", *name[1:], "--mesh", "data=2", "--mesh", "model=2"]) == 2
-    assert "is for fzero plan" in capsys.readouterr().err
+    assert "only fzero plan accepts it" in capsys.readouterr().err
 
 
 @pytest.mark.full

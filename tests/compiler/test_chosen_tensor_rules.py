@@ -187,7 +187,7 @@ def test_what_cannot_be_chosen():
     def nothing(p: Any, x: torch.Tensor) -> torch.Tensor:
         return (x * p["w"]).square().mean()
 
-    with pytest.raises(FzeroValueError, match="does nothing: no parameter is cut"):
+    with pytest.raises(FzeroValueError, match="does nothing: no parameter is sharded"):
         chosen(fz.train_step(nothing, optim.sgd(0.1)), {"w": torch.ones(8)}, torch.ones(4, 8))
 
 

@@ -328,7 +328,7 @@ def test_a_store_that_is_missing(tiered: Program, kind: str) -> None:
     program = lowered_on_device() if kind == "to_host_start" else tiered
     start, wait = next((start, wait) for start, wait in transfers(program, kind) if start.writes)
     rejects(
-        without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a part or a copy, is not"
+        without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a shard or a copy, is not"
     )
 
 
@@ -394,7 +394,7 @@ def test_a_ring_overwritten_while_it_is_written_out(memory: str, request: pytest
     source = next(places[a] for a in write.args[len(write.writes) :] if a in places)
     rejects(
         moved_to(program, start, wait, source.offset),
-        f"is written over the buffers of {write.out[0].name}: it is under way",
+        f"is written over the buffers of {write.out[0].name}: it has not been waited for",
     )
 
 
@@ -413,7 +413,7 @@ def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
     fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
     rejects(
         moved_to(program, start, wait, places[fetch.args[0]].offset),
-        f"is written over the buffers of {fetch.out[0].name}: it is under way",
+        f"is written over the buffers of {fetch.out[0].name}: it has not been waited for",
     )
 
 
@@ -444,7 +444,7 @@ def test_what_writes_where_a_copy_to_the_host_still_arrives(monkeypatch: pytest.
     program = fz.lower(fz.accumulate(2)(step), mesh, lambda key: models.gpt_init(key, 6), batch).program
     check(program)
     monkeypatch.setattr(OPS["to_host_start"], "settles", False)
-    rejects(program, "is written over what to_host_")
+    rejects(program, "is written over memory that to_host_")
 
 
 def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:
@@ -470,7 +470,7 @@ def test_a_gather_reads_its_shards_until_its_wait() -> None:
     places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     rejects(
         moved_to(program, start, wait, places[gather.args[0]].offset),
-        f"is written over the buffers of {gather.out[0].name}: it is under way",
+        f"is written over the buffers of {gather.out[0].name}: it has not been waited for",
     )
 
 

@@ -114,7 +114,9 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: passes.Pass, monkeypatch: 
         ):
             lower(name, skip=(passed.name,))
     elif passed.name == "speculate":
-        with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
+        with pytest.raises(
+            FzeroValueError, match=r"(?s)speculate: has nothing to do for this step.*these run: fuse, remat"
+        ):
             lower(name, skip=("speculate",))
         initial_options = candidates_file.initial_options
         chosen = lambda *args: replace(initial_options(*args), speculative=("disk", "host"))  # noqa: E731
@@ -143,14 +145,14 @@ def without_a_place(program: Program, temporaries: Any) -> Program:
 
 PLACE = passes.buffer_allocation.place
 BROKEN: dict[str, tuple[Any, str, Callable[[Program], Program], str, str]] = {
-    "cut_update": (passes, "cut_update", lambda program: program, "update", "the update is still whole"),
+    "cut_update": (passes, "cut_update", lambda program: program, "update", "the update is not yet partitioned"),
     "hoist_updates": (passes, "hoist_updates", moved_off, "to_device_start", "a copy between tiers, before copies"),
     "pool": (
         passes.buffer_allocation,
         "place",
         without_a_place,
         "all_gather_start",
-        "it moves without a place in the pool",
+        "it is communicated without a buffer in the arena",
     ),
 }
 
@@ -292,11 +294,11 @@ def test_a_transform_brings_its_ops() -> None:
 
     program = lower("zero-3", Doubling()).after("doubling")
     assert [x.op for x, _ in program.walk()].count("twice") == 1
-    with pytest.raises(VerifyError, match="twice is an op of doubling, which is no transform of this step"):
+    with pytest.raises(VerifyError, match="twice is an op of doubling, which is not a transform of this step"):
         verify(replace(program, transforms=()))
     for taken, of in (("twice", "doubling"), ("wait", "fzero")):
         row = type("Row", (Twice,), {"name": taken, "__doc__": "Another."})()
-        with pytest.raises(FzeroTypeError, match=f"other: ops that are there already\n  {taken}: of {of}"):
+        with pytest.raises(FzeroTypeError, match=f"other: ops of these names exist already\n  {taken}: of {of}"):
             type("Other", (Transform,), {"name": "other", "ops": (row,)})
 
 

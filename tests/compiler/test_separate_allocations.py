@@ -1,4 +1,4 @@
-"""Places apart from the arena, waits that give back what other ranks read, and reductions leaf by leaf: what they save,
+"""Separate allocations, waits that give back what other ranks read, and reductions tensor by tensor: what they save,
 and that nothing else changes."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_no_region_lies_apart_that_must_not() -> None:
 WAYS: dict[str, tuple[Any, ...]] = {
     "stage 3, bf16": (fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full")),
     "stage 3, accumulate": (fz.shard_params(), fz.accumulate(2)),
-    "stage 2, vertical": (fz.shard_grads(), fz.accumulate(2, schedule="layerwise")),
+    "stage 2, layerwise": (fz.shard_grads(), fz.accumulate(2, schedule="layerwise")),
     "stage 1": (fz.shard_opt_state(),),
     "offload": (fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
 }
@@ -127,7 +127,7 @@ def test_everything_apart(name: str, run_ranks: Any) -> None:
         ):
             assert same(a, c) and same(b, d)
             assert rooms > 10
-            if not is_late and name in ("stage 1", "stage 2, vertical"):  # gloo's thread lets go of gathers late
+            if not is_late and name in ("stage 1", "stage 2, layerwise"):  # gloo's thread lets go of gathers late
                 assert measured == pytest.approx(planned, rel=0.02, abs=8192)
 
 

@@ -24,7 +24,7 @@ import cuda_code
 import torch
 from common import model_flags, publish, script_flags, settings
 from model import Config, make_init, make_loss
-from rehearsal import Told, rehearse
+from rehearsal import IssuedOps, rehearse
 
 import fzero as fz
 from fzero import optim
@@ -58,20 +58,20 @@ def counts(config: Config, size: int, transforms: tuple[Any, ...]) -> dict[str, 
     step = fz.compose(fz.mixed_precision("bf16"), *transforms)(step)
     mesh = fz.AbstractMesh(device_type="cuda", data=size)
     batch = tuple(torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta") for _ in range(2))
-    told = rehearse(fz.lower(step, mesh, make_init(config), batch, device="h100").program)
-    return {**inside(told), **besides(told, config.layers)}
+    issued = rehearse(fz.lower(step, mesh, make_init(config), batch, device="h100").program)
+    return {**inside(issued), **besides(issued, config.layers)}
 
 
-def inside(told: Told) -> dict[str, Any]:
+def inside(issued: IssuedOps) -> dict[str, Any]:
     """Compiled functions: what is in each of them, as generated or as planned, by the number of their calls."""
     found: dict[str, Any] = {"generated": cuda_code.can_generate(), "functions": {}}
-    for name, (function, graph) in told.compiled.items():
+    for name, (function, graph) in issued.compiled.items():
         if found["generated"]:
             code = cuda_code.read(cuda_code.generate(function, graph), 0)
             row = {"launches": code.kernels + code.externs, **vars(code)}
         else:
             row = {"launches": cost_of(function).num_kernels}
-        found["functions"][name] = {"calls": told.calls[name], **row}
+        found["functions"][name] = {"calls": issued.calls[name], **row}
     rows = found["functions"].values()
     found["calls"] = sum(row["calls"] for row in rows)
     found["launches"] = sum(row["calls"] * row["launches"] for row in rows)
@@ -80,21 +80,23 @@ def inside(told: Told) -> dict[str, Any]:
     return found
 
 
-def besides(told: Told, layers: int) -> dict[str, Any]:
+def besides(issued: IssuedOps, layers: int) -> dict[str, Any]:
     """All else."""
-    collectives, launches, clones = told.collectives.total(), told.launches.total(), told.clones.total()
+    collectives, launches, clones = issued.collectives.total(), issued.launches.total(), issued.clones.total()
     return {
         "operations": launches,
-        "operations_by_line": {name: n for name, n in told.launches.most_common() if n},
-        "views": told.views.total(),
-        "listed": told.listed.total(),
+        "operations_by_line": {name: n for name, n in issued.launches.most_common() if n},
+        "views": issued.views.total(),
+        "listed": issued.listed.total(),
         "clones": clones,
-        "syncs": told.syncs.total(),
+        "syncs": issued.syncs.total(),
         "collectives": collectives,
-        "managed": told.managed.total(),
-        "leaves": told.leaves.total(),
-        "managed_leaves": sum(n for name, n in told.leaves.items() if told.managed[name]),
-        "lines": sum(n for name, n in told.lines.items() if name not in told.calls and not told.collectives[name]),
+        "managed": issued.managed.total(),
+        "leaves": issued.leaves.total(),
+        "managed_leaves": sum(n for name, n in issued.leaves.items() if issued.managed[name]),
+        "lines": sum(
+            n for name, n in issued.lines.items() if name not in issued.calls and not issued.collectives[name]
+        ),
         "a_layer": (launches + clones + collectives) / layers,
     }
 

@@ -39,7 +39,7 @@ ALIGNMENT = 16  # bytes: an argument at another address is cloned before Inducto
 
 
 @dataclass
-class Told:
+class IssuedOps:
     """All that one step tells a device, by the function or op whose line does.
 
     Attributes:
@@ -67,16 +67,16 @@ class Told:
     compiled: dict[str, tuple[Function, Recorded]] = field(default_factory=dict)
 
 
-def rehearse(program: Program) -> Told:
+def rehearse(program: Program) -> IssuedOps:
     """All that one run of a program tells a GPU and its links.
 
     Args:
         program: of a mesh of devices of type "cuda"; of rank 0.
     """
-    told = Told()
+    issued = IssuedOps()
     with (
         _ranks(program.mesh.size),
-        mock.patch.object(building.inductor, "compiled", _calls(told)),
+        mock.patch.object(building.inductor, "compiled", _calls(issued)),
         mock.patch.object(scaled_matmul, "_emulated", scaled_matmul._native),
         mock.patch.object(execute, "host_pool", lambda nbytes, mesh: torch.empty(nbytes, dtype=torch.uint8)),
     ):
@@ -85,7 +85,7 @@ def rehearse(program: Program) -> Told:
         used = {op.fn for op, _ in program.walk() if op.fn}
         functions = building.build({n: f for n, f in program.functions.items() if n in used}, "inductor", mesh)
         run: Any = execute.executable(program, functions, mesh)
-        counting = _Counting(told)
+        counting = _Counting(issued)
         names = {op.fn or op.op for op, _ in program.walk()}
         run.namespace.update({n: counting.of(n, f) for n in names if callable(f := run.namespace.get(n))})
         tensors = {v.name: torch.empty(v.held(program.mesh), dtype=v.dtype) for v in program.inputs}
@@ -95,7 +95,7 @@ def rehearse(program: Program) -> Told:
         given = [_Tree(name, tensors)() for name in (order if training else list(roots))]
         with counting, torch.no_grad():
             run(*given)
-    return told
+    return issued
 
 
 class _Cuda(str):
@@ -132,21 +132,21 @@ def _ranks(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _calls(told: Told) -> Callable[..., dict[str, Callable[..., Any]]]:
+def _calls(issued: IssuedOps) -> Callable[..., dict[str, Callable[..., Any]]]:
     """In the place of Inductor: functions whose calls are counted, and which make what they would, untouched."""
 
     def compiled(functions: Mapping[str, tuple[Function, Recorded]], *_: Any) -> dict[str, Callable[..., Any]]:
-        told.compiled |= functions
+        issued.compiled |= functions
         return {name: as_called(f, call(name, f)) for name, (f, _) in functions.items()}
 
     def call(name: str, function: Function) -> Callable[..., Any]:
         returned = [n.meta["val"] for i, n in enumerate(function.graph.outputs) if i not in function.into]
 
         def run(*args: Any) -> list[Any]:
-            told.calls[name] += 1
+            issued.calls[name] += 1
             odd = [i for i, x in enumerate(args) if x.numel() and x.data_ptr() % ALIGNMENT]
             written = {*function.writes, *range(len(function.graph.inputs), len(args))}
-            told.clones[name] += sum(2 if i in written else 1 for i in odd)
+            issued.clones[name] += sum(2 if i in written else 1 for i in odd)
             with compat.no_modes():
                 return [_like(x) for x in returned]
 
@@ -158,9 +158,9 @@ def _calls(told: Told) -> Callable[..., dict[str, Callable[..., Any]]]:
 class _Counting(compat.TorchDispatchMode):
     """Counts operations without carrying them out; views are."""
 
-    def __init__(self, told: Told):
+    def __init__(self, issued: IssuedOps):
         super().__init__()
-        self._told, self._at, self._managed = told, "outputs", False
+        self._issued, self._at, self._managed = issued, "outputs", False
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
@@ -168,8 +168,8 @@ class _Counting(compat.TorchDispatchMode):
 
         @contextlib.contextmanager
         def managed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self._told.managed[self._at] += 1
-            self._told.collectives[self._at] += 1
+            self._issued.managed[self._at] += 1
+            self._issued.collectives[self._at] += 1
             self._managed = True
             kwargs.pop("device", None)
             try:
@@ -190,7 +190,7 @@ class _Counting(compat.TorchDispatchMode):
 
         def line(*args: Any, **kwargs: Any) -> Any:
             before, self._at = self._at, name
-            self._told.lines[name] += 1
+            self._issued.lines[name] += 1
             try:
                 return function(*args, **kwargs)
             finally:
@@ -203,26 +203,26 @@ class _Counting(compat.TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._told.syncs[self._at] += 1
+            self._issued.syncs[self._at] += 1
             return torch.zeros((), dtype=args[0].dtype).item()
         if func.is_view or func.namespace == "prim":
-            self._told.views[self._at] += 1
+            self._issued.views[self._at] += 1
             return func(*args, **kwargs)
         tensors = [x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if "_foreach_" in func.__name__:
-            self._told.listed[self._at] += len(tensors)
+            self._issued.listed[self._at] += len(tensors)
         nothing = all(x.numel() == 0 for x in tensors) if tensors else False
         if _NEW.fullmatch(func._schema.name):  # memory, which no kernel fills
-            self._told.views[self._at] += 1
+            self._issued.views[self._at] += 1
         else:
-            self._told.launches[self._at] += not nothing
+            self._issued.launches[self._at] += not nothing
         return _results(func, args, kwargs)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Of tensors in the places of those, so that nothing is copied."""
         first = next(a for a in args if isinstance(a, (list, torch.Tensor)))
-        self._told.leaves[self._at] += 1 if isinstance(first, torch.Tensor) else len(tree.leaves(first))
-        self._told.collectives[self._at] += not self._managed
+        self._issued.leaves[self._at] += 1 if isinstance(first, torch.Tensor) else len(tree.leaves(first))
+        self._issued.collectives[self._at] += not self._managed
         small = tree.map(lambda x: torch.empty(0, dtype=x.dtype) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         return func(*small[0], **small[1])
 

@@ -86,7 +86,7 @@ def test_loaders_whose_batches_do_not_follow_from_the_step() -> None:
         def __iter__(self) -> Any:
             return iter(range(3))
 
-    with pytest.raises(FzeroTypeError, match="Endless gives its samples one after the other"):
+    with pytest.raises(FzeroTypeError, match="Endless is iterable, and cannot be indexed"):
         ArrayDataset.from_loader(torch.utils.data.DataLoader(Endless()))
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 10, 10)
     with pytest.raises(FzeroTypeError, match="WeightedRandomSampler"):
@@ -108,7 +108,7 @@ def test_loaders_of_samplers() -> None:
     refused: list[tuple[Any, str]] = [
         (
             DataLoader(squares, sampler=RandomSampler(squares, num_samples=4)),
-            r"num_samples=4\) takes other than all 10",
+            r"num_samples=4\) takes a number of samples other than all 10",
         ),
         (DataLoader(squares, sampler=RandomSampler(squares, replacement=True)), "with replacement"),
         (
@@ -117,7 +117,7 @@ def test_loaders_of_samplers() -> None:
         ),
         (DataLoader(squares, batch_sampler=BatchSampler(RandomSampler(part), 2, True)), "RandomSampler is of Subset"),
         (DataLoader(squares, batch_size=None), "batch_size=None"),
-        ([1, 2], "list is no torch.utils.data.DataLoader"),
+        ([1, 2], "list is not a torch.utils.data.DataLoader"),
     ]
     for loader, says in refused:
         with pytest.raises(FzeroTypeError, match=says):
@@ -188,14 +188,14 @@ def test_draws_from_the_global_generators_of_python_and_numpy(name: str, draw: A
         def __getitem__(self, i: int) -> Any:
             return draw(i)
 
-    says = rf"(?s)a global generator.*\n  {name}: drawn from in Noisy\n.*default_rng\(\(seed, index\)\).*fz.random"
+    says = rf"(?s)a global generator.*\n  {name}: used in Noisy\n.*default_rng\(\(seed, index\)\).*fz.random"
     for data in (
         ArrayDataset(Noisy(), batch=2),
         ArrayDataset.from_loader(torch.utils.data.DataLoader(Noisy(), batch_size=2)),
     ):
         with pytest.raises(FzeroValueError, match=says):
             data.batch_at(0)
-    with pytest.raises(FzeroValueError, match=rf"  {name}: drawn from in transform\n"):
+    with pytest.raises(FzeroValueError, match=rf"  {name}: used in transform\n"):
         ArrayDataset(X, batch=2, transform=lambda batch, key: draw(0)).batch_at(0)
 
 
@@ -254,7 +254,7 @@ def test_what_holds_no_samples(arrays: Any, error: type[Exception], says: str) -
 
 
 def test_what_cannot_be_shared_or_asked_for() -> None:
-    with pytest.raises(FzeroValueError, match="a batch of 4 rows cannot be shared by 3 ranks alike"):
+    with pytest.raises(FzeroValueError, match="a batch of 4 samples is not divisible by 3 ranks"):
         ArrayDataset(X, batch=4).batch_at(0, 1, 3)
     with pytest.raises(FzeroTypeError, match="collate is for data sets"):
         ArrayDataset(X, batch=4, collate=torch.stack)  # pyright: ignore

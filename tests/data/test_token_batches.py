@@ -261,7 +261,7 @@ def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
         (
             lambda: TokenDataset("tokens.bin", seq=2, batch=1),
             FzeroTypeError,
-            "tokens.bin does not say .*\nFix: pass the dtype",
+            "tokens.bin does not contain .*\nFix: pass the dtype",
         ),
         (
             lambda: TokenDataset("missing.bin", seq=2, batch=1, dtype=torch.uint16),
@@ -276,7 +276,7 @@ def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
         (
             lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(0, 0, 3),
             FzeroValueError,
-            "a batch of 8 rows cannot be shared by 3 .*\n.* e.g. 9",
+            "a batch of 8 samples is not divisible by 3 .*\n.* e.g. 9",
         ),
         (
             lambda: TokenDataset(corpus(), seq=4, batch=8).batch_at(-1, 4, 4),
@@ -333,7 +333,7 @@ def test_a_cursor_of_other_data_is_refused_with_all_differences():
         (TokenDataset(corpus(), seq=20, batch=6, seed=4), ["seq", "batch", "seed"]),
         (TokenDataset(corpus(900), seq=10, batch=12, seed=3), ["tokens", "digest"]),
     ):
-        with pytest.raises(FzeroValueError, match="with other data than this, or in another order") as caught:
+        with pytest.raises(FzeroValueError, match="with different data, or data in a different order") as caught:
             changed.resume(data.cursor(7))
         assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]] == said
     for nothing in (None, {}, 7, {"next": 3}):
@@ -372,7 +372,7 @@ def test_write_tokens_refuses_what_does_not_fit(tmp_path):
         write_tokens(path, torch.tensor([-1, 3]), torch.uint8)
     assert not list(tmp_path.iterdir())
     write_tokens(path, torch.arange(3, dtype=torch.uint8))
-    with pytest.raises(FzeroValueError, match="3 bytes are not a positive whole number of uint16 tokens of 2 bytes"):
+    with pytest.raises(FzeroValueError, match="3 bytes are not a positive multiple of uint16 tokens of 2 bytes"):
         TokenDataset(path, seq=2, batch=1, dtype=torch.uint16)
 
 

@@ -255,7 +255,7 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("scheduler", {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "steps=0: must be at least 1"),
     ("optimizer", {"type": "rmsprop"}, "optimizer.type='rmsprop': unknown: did you mean 'RMSprop'"),
     ("optimizer", {"type": "LBFGS"}, "optimizer.type='LBFGS': not there"),
-    ("optimizer", {"type": "Adam", "params": {"amsgrad": True}}, "amsgrad=True: DeepSpeed's own Adam refuses it too"),
+    ("optimizer", {"type": "Adam", "params": {"amsgrad": True}}, "amsgrad=True: DeepSpeed's own Adam rejects it too"),
     ("scheduler", {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
     ("scheduler", {"params": {"warmup_num_steps": 3}}, "scheduler.type: missing"),
     ("train_batch_size", 9, "train_batch_size=9: 4 rows x 1 micro-batches x 2 ranks are 8"),
@@ -516,11 +516,11 @@ def test_sources(tmp_path: Path) -> None:
     path.write_text("[1]")
     assert "not a section" in refused(path)
     for missing in (str(tmp_path / "nowhere.json"), "/tmp/some/where/a/config", "conf", "nowhere.json"):
-        assert "is not there" in refused(missing), missing
+        assert "does not exist" in refused(missing), missing
     for odd in (3, None):
         with pytest.raises(FzeroTypeError, match="a path or a dict"):
             load(odd)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FzeroTypeError, match="JSON has not"):
+    with pytest.raises(FzeroTypeError, match="JSON does not have"):
         load({"train_batch_size": torch.ones(2)})
 
 
@@ -750,7 +750,7 @@ def test_batches_of_other_rows() -> None:
     state = train.init(fz.functionalize(net).params)
     state, _ = train(state, (torch.ones(8, 4),))
     with pytest.raises(
-        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 parts"
+        FzeroValueError, match=r"(?s)has 8 samples \(train_batch_size\).*batch\[0\]: 6 samples of each of 1 shards"
     ):
         train(state, (torch.ones(6, 4),))
     state, _ = train(state, {"input": torch.ones(8, 4), "classes": torch.ones(3)})  # one leaf has the rows

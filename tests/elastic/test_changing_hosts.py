@@ -17,7 +17,7 @@ import resizer
 import torch
 from launchers import Launchers, launchers
 from scripts import ROOT, environment
-from test_run import ended, keepers
+from test_run import ended, supervisors
 
 import fzero as fz
 from fzero.elastic import host_directory, node_heartbeat
@@ -58,7 +58,7 @@ def calmly(out: str, steps: int) -> int:
 def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: Path) -> None:
     """From one rank to three, to two as a launcher is killed with its rank, and back to three: from memory alone, at
     most two steps done again, each loss to the bit that of a calm run on these numbers of ranks. Then rank 0, beside
-    whose keeper the store lies, is killed: its keeper alone starts it again. The run ends by itself."""
+    whose supervisor the store lies, is killed: its supervisor alone starts it again. The run ends by itself."""
     out, calm = tmp_path / "hosts", tmp_path / "calm"
     out.mkdir()
     script = [str(ROOT / "tests" / "resizer.py"), str(out), "100000"]
@@ -87,7 +87,7 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
         until(started, "the end", lambda: all(x.poll() is not None for x in started.all))
         text = started.text()
         assert [x.returncode for i, x in enumerate(started.all) if i != lost] == [0, 0, 0], text
-        assert "(--heartbeat-timeout); torchrun starts the ranks on the hosts that are left" in text, text
+        assert "(--heartbeat-timeout); torchrun restarts the ranks on the remaining hosts" in text, text
         assert "rank 0 died of SIGKILL" in text and "the store is gone" not in text, text
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in text, "it is set"
     done = segments(out)
@@ -125,12 +125,12 @@ def test_whether_torchrun_may_start_on_another_number_of_hosts() -> None:
 
 
 @pytest.mark.parametrize("nnodes", ["1:3", "1"])
-def test_a_keeper_that_may_start_again_on_other_hosts(tmp_path: Path, nnodes: str) -> None:
+def test_a_supervisor_that_may_start_again_on_other_hosts(tmp_path: Path, nnodes: str) -> None:
     """It says which variable torchrun lacks, and leaves what is in memory when it is told to stop: torchrun does not
     say whether that is the end, and counts no restart."""
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('waits', flush=True)\ntime.sleep(1000)\n")
-    with keepers(tmp_path, "", script=script, ranks=1, env={"PET_NNODES": nnodes}) as (one,):
+    with supervisors(tmp_path, "", script=script, ranks=1, env={"PET_NNODES": nnodes}) as (one,):
         assert one.stdout is not None
         said = ""
         for line in one.stdout:
@@ -187,8 +187,8 @@ def test_a_host_that_was_lost_before_it_gave_a_sign(tmp_path: Path, monkeypatch:
     assert signs.oldest()[:2] == (1, since[1])
 
 
-def test_a_keeper_forgets_what_an_earlier_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that another rank of its host has ended since, before its own keeper had begun."""
+def test_a_supervisor_forgets_what_an_earlier_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that another rank of its host has ended since, before its own supervisor had begun."""
     for rank in range(4):
         host_directory.is_absent(tmp_path, rank)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():

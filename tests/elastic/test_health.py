@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import survivor
 import torch
-from test_run import ended, keepers, logged, plainly
+from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint, held, let_go_of_damaged
@@ -111,8 +111,8 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
             assert let_go_of_damaged(tmp_path) == [Damage(0, 4, [name])], (name, bit)
             assert sorted(held(tmp_path)) == [(3, 1)]
     for path in list(newest.parent.iterdir()):  # as if another rank had sent it
-        path.with_name(path.name.replace("rank-00000", "ward-00003")).write_bytes(path.read_bytes())
-    newest.with_name(newest.name.replace("rank-00000", "ward-00003")).write_bytes(struck)
+        path.with_name(path.name.replace("rank-00000", "replica-00003")).write_bytes(path.read_bytes())
+    newest.with_name(newest.name.replace("rank-00000", "replica-00003")).write_bytes(struck)
     assert let_go_of_damaged(tmp_path, 1, 2) == [Damage(3, 4, [name], sent=True)], "the second file of two"
     newest.write_bytes(whole)
     assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(tmp_path: Path, run_r
     calm = tmp_path / "calm"
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 6)
-    with keepers(tmp_path, 6, "1.0.5:flip") as both:
+    with supervisors(tmp_path, 6, "1.0.5:flip") as both:
         texts = [ended(process) for process in both]
         assert [code for code, _ in texts] == [0, 0], texts
     assert "what rank 1 kept after 5 batches has changed in memory, and is not used: params.w" in texts[0][1]

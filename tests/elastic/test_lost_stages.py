@@ -12,7 +12,7 @@ import staged
 import torch
 from scripts import ROOT
 from test_resize import until
-from test_run import ended, keepers, logged
+from test_run import ended, logged, supervisors
 
 import fzero as fz
 from fzero.errors import FzeroValueError, TransformError
@@ -38,11 +38,11 @@ def test_a_rank_that_dies_in_the_middle_of_a_step(run_ranks: Any, tmp_path: Path
     out = tmp_path / "struck"
     out.mkdir()
     run_ranks(4, plainly, str(tmp_path / "calm"), 6)
-    with keepers(out, 6, "3.0.2:3", "0.0.4:6", ranks=4, script=SCRIPT) as started:
+    with supervisors(out, 6, "3.0.2:3", "0.0.4:6", ranks=4, script=SCRIPT) as started:
         texts = [ended(one) for one in started]
     text = "\n".join(text for _, text in texts)
     assert [code for code, _ in texts] == [0] * 4, text
-    assert "rank 3 died of SIGKILL in step 2; it is started again" in text
+    assert "rank 3 died of SIGKILL in step 2; it is restarted" in text
     assert logged(out) == logged(tmp_path / "calm")
     for rank in range(4):
         assert sources(out, rank) == [f"{at} data=2, pipe=2" for at in ("init 0", "memory 2", "memory 4")]
@@ -57,7 +57,7 @@ def test_a_lost_host_takes_its_pipeline_along(run_ranks: Any, tmp_path: Path) ->
 
     def more(steps: int, **on: int) -> None:
         before = logged(out)[-1][0] if (out / "log").exists() else 0
-        with keepers(out, 1000, script=SCRIPT, env={"STAGED_NAP": "0.2"}, **on) as started:
+        with supervisors(out, 1000, script=SCRIPT, env={"STAGED_NAP": "0.2"}, **on) as started:
             until(out, before + steps)
             early = [one for one in started if one.poll() is not None]
             assert not early, early[0].communicate()
@@ -84,14 +84,14 @@ def test_stages_of_a_lost_host_come_from_a_checkpoint(tmp_path: Path) -> None:
     """Two stages, on two hosts. What the second one had is on disk alone: the other goes on from there, with all
     blocks. Fresh interpreters."""
     env = {"STAGED_ALONE": ""}
-    with keepers(tmp_path, 1000, script=SCRIPT, ranks=2, hosts=2, env=env):
+    with supervisors(tmp_path, 1000, script=SCRIPT, ranks=2, hosts=2, env=env):
         until(tmp_path, 5)
     before = logged(tmp_path)
     shutil.rmtree(tmp_path / "memory-1")
-    with keepers(tmp_path, before[-1][0] + 3, script=SCRIPT, ranks=1, env=env) as (one,):
+    with supervisors(tmp_path, before[-1][0] + 3, script=SCRIPT, ranks=1, env=env) as (one,):
         code, text = ended(one)
     assert code == 0 and "returned" in text, text
-    assert "no host's memory has what rank 1 had: the run goes back to" in text
+    assert "no host's memory has the shards of rank 1: the run goes back to" in text
     source, step, mesh = sources(tmp_path, 0)[-1].split(" ", 2)
     assert (source, int(step) % 2, mesh) == ("disk", 0, "data=1, pipe=1")
     again = {step: numbers for step, *numbers in logged(tmp_path)[len(before) :]}
@@ -142,7 +142,9 @@ def test_what_is_sent_is_of_the_stage() -> None:
     assert sent[0].isdisjoint(sent[1]) and "params['head']" in sent[1]
     leaves = {x.path for program in lowered.programs for x in program.leaves.values() if "data" in x.layout.axes}
     assert sent[0] | sent[1] == leaves and len(leaves) == 3 * len(fz.tree.leaves(params))
-    with pytest.raises(TransformError, match="along 'pipe' ranks have different leaves: let redundant name an axis"):
+    with pytest.raises(
+        TransformError, match="along 'pipe' ranks have different parameters: let redundant name an axis"
+    ):
         fz.compose(fz.pipeline(), fz.redundant(axis="pipe"))(fz.train_step(staged.loss_fn, fz.optim.sgd(0.1)))
 
 

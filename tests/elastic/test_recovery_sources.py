@@ -102,12 +102,12 @@ def failing(root: str, how: str) -> tuple[str, str, bool]:
     """The error of a restore in which something fails on rank 1, and whether the mesh can be used afterwards."""
     mesh = fz.make_mesh(timeout=30)
     index, _ = recovery_source.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
-    assert index is not None and index.spread is not None
+    assert index is not None and index.peer_reads is not None
     if mesh.rank == 1 and how == "truncated":
         for file in index.files:
             (Path(index.directory) / file).write_bytes(b"")
     elif mesh.rank == 1:
-        index.spread._take = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
+        index.peer_reads._take = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
     train, kind, text = compiled("data_parallel", mesh), "", ""
     try:
         train.restore(index, survivor.init)
@@ -131,7 +131,7 @@ def test_what_fails_on_the_way_fails_on_all_ranks(run_ranks: Any, tmp_path: Path
         assert rank == 1 or "rank 1: MemoryError: no room" in text
     for kind, text, usable in run_ranks(3, failing, str(tmp_path), "truncated"):
         assert kind == "CheckpointError" and usable
-        assert "fzero.run: cannot read what the hosts' memory has of step 2" in text
+        assert "fzero.run: cannot read the state in the hosts' memory of step 2" in text
         assert "rank 1: " in text and "rank-00001" in text and "ends inside" in text
 
 

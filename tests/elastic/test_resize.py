@@ -11,7 +11,7 @@ import pytest
 import resizer
 import torch
 from scripts import ROOT
-from test_run import LIMIT, ended, keepers, logged
+from test_run import LIMIT, ended, logged, supervisors
 
 import fzero as fz
 
@@ -35,13 +35,13 @@ def test_three_ranks_then_two_then_three(run_ranks: Any, tmp_path: Path) -> None
     checkpoint is ever written. Programs are those of a start on that many ranks."""
     out, script = tmp_path / "resized", ROOT / "tests" / "resizer.py"
     out.mkdir()
-    with keepers(out, 1000, script=script, ranks=3, hosts=3):
+    with supervisors(out, 1000, script=script, ranks=3, hosts=3):
         until(out, 4)
     shutil.rmtree(out / "memory-2")
-    with keepers(out, 1000, script=script, ranks=2, hosts=2):
+    with supervisors(out, 1000, script=script, ranks=2, hosts=2):
         until(out, logged(out)[-1][0] + 3)
     last = logged(out)[-1][0] + 3
-    with keepers(out, last, script=script, ranks=3, hosts=3) as three:
+    with supervisors(out, last, script=script, ranks=3, hosts=3) as three:
         for process in three:
             code, text = ended(process)
             assert code == 0, text
@@ -81,7 +81,8 @@ def test_what_a_resize_is_refused_for(run_ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(fz.errors.FzeroValueError, match="on_resize='scale': must be 'keep_batch' or 'error'"):
         fz.run(main, on_resize=wrong)
     with pytest.raises(
-        fz.errors.FzeroValueError, match="Fix: follow each line; an argument that is left out has a valid"
+        fz.errors.FzeroValueError,
+        match="Fix: correct each of these arguments; an argument that is left out has a valid",
     ):
         fz.run(main, every=0)
     with pytest.raises(
@@ -106,5 +107,5 @@ def test_micro_batches_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) ->
 
     fz.run(main)
     assert {n: x for n, x in found.items() if n != 5} == {1: 6, 2: 3, 3: 2, 8: 1}
-    assert "a batch of 24 rows cannot be shared by 5 ranks alike" in found[5]
+    assert "a batch of 24 samples is not divisible by 5 ranks" in found[5]
     assert "a number of ranks that divides it (1, 2, 3, 4, 6, 8)" in found[5]

@@ -33,7 +33,7 @@ LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
 
 
 @contextlib.contextmanager
-def keepers(
+def supervisors(
     out: Path,
     steps: int | str,
     *faults: str,
@@ -97,21 +97,21 @@ def plainly(out: str, steps: int) -> int:
 
 
 def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) -> None:
-    """Rank 1 is killed; then both; rank 0 is stopped, and found by its keeper; then rank 1 fails by itself, which ends
-    the run. Every step is there once, to the bit as without faults."""
+    """Rank 1 is killed; then both; rank 0 is stopped, and found by its supervisor; then rank 1 fails by itself, which
+    ends the run. Every step is there once, to the bit as without faults."""
     faults = ["1.0.2:kill", "0.0.4.after:kill", "1.1.4.after:kill", "0.1.6:stop", "1.2.8:raise"]
     out, calm = tmp_path / "struck", tmp_path / "calm"
     out.mkdir()
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
-    with keepers(out, 9, *faults, flags=("--hang-timeout", "5")) as (zero, one):
+    with supervisors(out, 9, *faults, flags=("--hang-timeout", "5")) as (zero, one):
         code, text = ended(one)
         assert code == 1 and "a user's own error" in text, text
         zero.send_signal(signal.SIGTERM)  # as torchrun does then
         code, other = ended(zero)
         assert code == 128 + signal.SIGTERM, other
-    assert "fzero.run: rank 1 died of SIGKILL in step 2; it is started again" in text
-    assert "rank 0 has done nothing for 5 s in step 6; its stacks:" in other
+    assert "fzero.run: rank 1 died of SIGKILL in step 2; it is restarted" in text
+    assert "rank 0 has made no progress for 5 s in step 6; its stacks:" in other
     assert "fzero.run: rank 1 has raised ValueError: a user's own error, which ends the run" in other
     assert logged(out) == logged(calm)
     assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 2", "memory 4", "memory 6"]
@@ -126,10 +126,10 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
 def test_a_memory_that_is_removed_before_a_rank_is_lost_is_named(tmp_path: Path, path: bool, faults: list[str]) -> None:
     """With the rank or before it. The others know how far they were: it is no first start."""
     env = {"SURVIVOR_SAVES": ""} if path else {"SURVIVOR_NOWHERE": ""}
-    with keepers(tmp_path, 6, *faults, env=env) as started:
+    with supervisors(tmp_path, 6, *faults, env=env) as started:
         texts = [ended(one) for one in started]
     text = "\n".join(text for _, text in texts)
-    lost = re.search(r"of the state after 5 batches no host's memory has what ranks? (0, )?1 had", text)
+    lost = re.search(r"of the state after 5 batches no host's memory has the shards of ranks? (0, )?1 had", text)
     assert lost and [code for code, _ in texts] == ([0, 0] if path else [1, 1]), text
     if path:
         back = re.search(r"the run goes back to .*/step-0000000([24]), and does ([31]) batch(es)? again", text)
@@ -148,7 +148,7 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_behind_the_steps(run_ran
     out.mkdir()
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
-    with keepers(out, 8, "1.0.4:kill", "0.0.6:kill", env={"SURVIVOR_SAVES": ""}) as started:
+    with supervisors(out, 8, "1.0.4:kill", "0.0.6:kill", env={"SURVIVOR_SAVES": ""}) as started:
         for code, text in map(ended, started):
             assert code == 0 and "returned 8" in text, text
     assert logged(out) == logged(calm)
@@ -187,12 +187,12 @@ def test_a_second_run_of_a_script_does_not_go_on_from_the_first(tmp_path: Path, 
     """A rank that is lost in the second one begins with the first: alone it comes back, with others it is refused."""
     (script := tmp_path / "script.py").write_text(TWICE)
     ranks = 1 if fault == "alone" else 2
-    with keepers(tmp_path, "second" if fault == "alone" else fault, ranks=ranks, script=script) as started:
+    with supervisors(tmp_path, "second" if fault == "alone" else fault, ranks=ranks, script=script) as started:
         codes, texts = zip(*map(ended, started), strict=True)
     assert "second init 0" in texts[0], texts
     if fault == "second":
         text = "".join(texts)  # one rank says it
-        assert codes == (1, 1) and "cannot come back to this run" in text, texts
+        assert codes == (1, 1) and "cannot rejoin this run" in text, texts
         assert "rank 0: in run 2 of its script" in text and "rank 1: in run 1 of its script" in text
         return
     assert codes == (0,) * ranks and "ended [-1.0, -1.0, -1.0, -1.0] []" in texts[0], texts
@@ -201,8 +201,8 @@ def test_a_second_run_of_a_script_does_not_go_on_from_the_first(tmp_path: Path, 
 
 def test_told_to_stop_and_started_again(tmp_path: Path) -> None:
     """On two hosts a rank goes on from its own host's memory. SIGTERM at one stops both after the same step, with what
-    the next start goes on from."""
-    with keepers(tmp_path, 100_000, "1.0.2:kill", hosts=2) as both:
+    the next start continues from."""
+    with supervisors(tmp_path, 100_000, "1.0.2:kill", hosts=2) as both:
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline and not ((tmp_path / "log").exists() and len(logged(tmp_path)) > 4):
             time.sleep(0.05)
@@ -219,7 +219,7 @@ def test_told_to_stop_and_started_again(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_is_lost_after_the_run_was_told_to_stop(tmp_path: Path) -> None:
     """Both ranks end, the other one says that its steps are not saved, and what was saved before is whole."""
-    with keepers(tmp_path, 10**6, env={"SURVIVOR_SAVES": ""}) as both:
+    with supervisors(tmp_path, 10**6, env={"SURVIVOR_SAVES": ""}) as both:
         deadline = time.monotonic() + LIMIT
         while not (tmp_path / "log").exists() or len(logged(tmp_path)) < 8:
             assert time.monotonic() < deadline and both[0].poll() is None
@@ -230,7 +230,7 @@ def test_a_rank_that_is_lost_after_the_run_was_told_to_stop(tmp_path: Path) -> N
         os.kill(rank, signal.SIGKILL)
         (code, text), (other_code, other) = map(ended, both)
     assert code in (128 + signal.SIGKILL, 143) and other_code == 143, text + other
-    assert "it is started again" not in text and "told to stop, and a rank was lost" in other, text + other
+    assert "it is started again" not in text and "a stop was requested, and a rank was lost" in other, text + other
     saved = fz.checkpoint.find(tmp_path / "saved")
     assert saved is not None and fz.checkpoint.verify(saved)
     assert not [*tmp_path.glob("memory-*/*")]
@@ -265,7 +265,7 @@ def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
         "import fzero as fz\n"
         "fz.run(lambda run: None, device='cpu', timeout=1000)\n"
     )
-    with keepers(tmp_path, "", script=script) as started:
+    with supervisors(tmp_path, "", script=script) as started:
         done = [ended(one) for one in started]
     assert [code for code, _ in done] == [0 if len(who) == 2 else 1] * 2, done
     for rank, (_, text) in enumerate(done):
@@ -273,7 +273,7 @@ def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
             assert f"rank {rank} has ended with code 0, before it called fz.run" in text, text
         else:
             words = (
-                f"fzero.make_mesh: not every rank comes\n  rank {who} has ended with code 0, before it called fz.run"
+                f"fzero.make_mesh: not every rank joins\n  rank {who} has ended with code 0, before it called fz.run"
             )
             assert words in text and "joining again" not in text and "a rank was lost" not in text, text
 
@@ -289,7 +289,7 @@ def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: 
         "    raise fz.errors.FzeroValueError('no such thing')\n"
         "fz.run(main)\n"
     )
-    with keepers(tmp_path, "", script=script) as started:
+    with supervisors(tmp_path, "", script=script) as started:
         codes, texts = zip(*map(ended, started), strict=True)
     assert codes == (1, 1) and "no such thing" in texts[0] and "joining" not in texts[1], texts
 
@@ -346,9 +346,9 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
         (["--heartbeat-timeout", "inf", "x.py"], "--heartbeat-timeout must be greater than 0 and finite"),
         (["--hang-timeout", "nan", "x.py"], "--hang-timeout and --heartbeat-timeout must be greater than 0 and finite"),
         (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
-        (["--memory", "", "x.py"], "names no directory"),
+        (["--memory", "", "x.py"], "is not a directory"),
         (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-failures is not guessed
-        (["nowhere.py"], "there is no file nowhere.py"),
+        (["nowhere.py"], "the file nowhere.py"),
         ([], "the following arguments are required: script"),
     ],
 )
@@ -446,7 +446,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def main(run: Any, transform: Any = lambda step: step) -> None:
         run.commit(run.state(fz.compile(transform(step), run.mesh, backend="eager"), params))
 
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)run.commit: 2 leaves rest on disk.*run.save"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)run.commit: 2 tensors are stored on disk.*run.save"):
         fz.run(lambda run: main(run, fz.offload("nvme", "opt_state", path=tmp_path / "disk")), memory=tmp_path)
 
     def train_state(params: Any) -> Any:
@@ -460,13 +460,13 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take.*No space left.*fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", whole)
-    monkeypatch.setenv(host_directory.KEEPER, "1")
+    monkeypatch.setenv(host_directory.SUPERVISOR, "1")
     with pytest.raises(fz.errors.FzeroValueError, match=r"python -m fzero.run --memory DIR"):
         fz.run(main, memory=tmp_path)
-    monkeypatch.delenv(host_directory.KEEPER)
+    monkeypatch.delenv(host_directory.SUPERVISOR)
     other = train_state({"w": torch.ones(3)})
     wrongs: Any = (
-        (other, r"(?s)not the run's state.*params.w: float32\[3\].*params.w: float32\[65536\] is not there"),
+        (other, r"(?s)not the run's state.*params.w: float32\[3\].*params.w: float32\[65536\] is missing"),
         (None, "NoneType is not a state"),
     )
     for wrong, words in wrongs:
@@ -475,13 +475,13 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file.*\nFix: fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path / "file")
-    monkeypatch.setenv(host_directory.KEEPER, "1")
+    monkeypatch.setenv(host_directory.SUPERVISOR, "1")
     monkeypatch.setenv(host_directory.MEMORY, str(tmp_path / "file"))
     with pytest.raises(
         fz.errors.FzeroValueError, match=r"cannot be used\n.*file.*\nFix: python -m fzero.run --memory DIR"
     ):
         fz.run(main)
-    monkeypatch.delenv(host_directory.KEEPER)
+    monkeypatch.delenv(host_directory.SUPERVISOR)
     monkeypatch.delenv(host_directory.MEMORY)
     with pytest.raises(fz.errors.FzeroValueError, match=r"every=0: must be a whole number"):
         fz.run(main, every=0)
@@ -520,7 +520,7 @@ def test_wrong_arguments() -> None:
             call()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "a")
-        with pytest.raises(fz.errors.FzeroValueError, match="no whole numbers in\n  RANK='a'"):
+        with pytest.raises(fz.errors.FzeroValueError, match="no integers in\n  RANK='a'"):
             fz.run(dir)
         with pytest.raises(SystemExit):
             supervisor.main(["x.py"])
@@ -590,7 +590,7 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
 
     counts, ahead = (
         r"run\.(commit|save): the state has taken \d steps, and had",
-        r"(?s)run.steps: it is read ahead.*skip=",
+        r"(?s)run.steps: the iterator is read in advance.*skip=",
     )
     words = {own: counts, twice: counts, saved: counts, short: ahead, listed: ahead, loaded: ahead, again: "one state"}
     for loop, said in words.items():

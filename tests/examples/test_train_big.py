@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(run_ranks, tmp_
         done.stderr,
     )
     done = EXAMPLE.on(run_ranks, "--path", tmp_path / "never", code=2)
-    assert "never: there is no such directory" in done.stderr and "Fix: " in done.stderr
+    assert "never: the directory does not exist" in done.stderr and "Fix: " in done.stderr
     done = EXAMPLE.on(
         run_ranks, "--params", "5000B", "--width", 1 << 18, "--memory", "99000GB", "--path", tmp_path, code=2
     )

@@ -300,7 +300,7 @@ PROGRAMS: dict[str, Callable[[], Case]] = {
     "zero_2": lambda: train_gpt(fz.shard_grads(), fz.accumulate(2)),
     "zero_3": lambda: train_gpt(fz.shard_params()),
     "zero_3_two_axes": lambda: train_gpt(fz.shard_params(axis=BOTH), mesh=TWO_AXES),
-    "zero_3_once_a_step": lambda: train_gpt(
+    "zero_3_hierarchical": lambda: train_gpt(
         fz.shard_params(axis=BOTH), fz.accumulate(2), fz.hierarchical(axis="node"), mesh=TWO_AXES
     ),
     "redundant": lambda: train_gpt(fz.shard_params(), fz.redundant()),

@@ -261,9 +261,9 @@ def test_callbacks_that_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, r"group 0: weight_decay=0\.0, the step was made with 0\.1", Decay)
     refused(tmp_path, r"Anneal, in on_step_end, changes attributes.*\n  drop\.p: 0\.0 then, 0\.5 now", Anneal)
     refused(tmp_path, r"Hook, in on_train_begin, .*\n  inner\._forward_hooks: none then, <lambda> now", Hook)
-    refused(tmp_path, r"Put, in on_step_end, puts other parameters.*\n  head\.weight", Put)
+    refused(tmp_path, r"Put, in on_step_end, replaces parameters.*\n  head\.weight", Put)
     refused(tmp_path, r"moments are not in torch's optimizer", Moments)
-    refused(tmp_path, r"changed in training\n  args\.max_grad_norm", Clip)
+    refused(tmp_path, r"changed during training\n  args\.max_grad_norm", Clip)
     refused(tmp_path, r"Norms, in on_optimizer_step, looks at gradients", Norms)
     refused(tmp_path, r"Before, in on_pre_optimizer_step, looks at the model before its update", Before)
     refused(tmp_path, r"Within, in on_substep_end, changes weights", Within, gradient_accumulation_steps=2)
@@ -332,7 +332,7 @@ def test_what_is_not_declared_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"Reads, in on_step_end.*\n.*\nFix: Trainer\(\.\.\., sync=\[Reads\]\)"):
         trainer.train()
     model = Net()
-    refused(tmp_path, r"ahead of it\n  head\.bias", Replaced, sync=[], model=model)
+    refused(tmp_path, r"newer than the module\n  head\.bias", Replaced, sync=[], model=model)
     refused(tmp_path, r"write a list, sync=\[MyCallback\]", sync=Sums)
     refused(tmp_path, r"sync: 'Sums' is no callback.*\n.*sync: .*Linear", sync=["Sums", torch.nn.Linear])
 
@@ -537,7 +537,7 @@ def test_groups(tmp_path: Path) -> None:
     both(tmp_path, optimizers=grouped)
     both(tmp_path, optimizers=functools.partial(cycled, cycle_momentum=False))
     assert "cycle_momentum=False" in refused(tmp_path, r"group 0: betas=", optimizers=cycled)
-    refused(tmp_path, r"group 0: 1 of its parameters are none of the model's", optimizers=foreign)
+    refused(tmp_path, r"group 0: 1 of its parameters do not belong to the model", optimizers=foreign)
 
 
 def test_trained_twice(tmp_path: Path) -> None:

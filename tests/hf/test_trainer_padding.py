@@ -344,7 +344,8 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 5 to 7: the batch has no attention_mask"):
         trained(Trainer, tmp_path, rows=lengths, **settings | {"DATA_COLLATOR": unmasked, "model": Unmasked})
     with pytest.raises(
-        fz.errors.FzeroValueError, match=r"has 2 rows, and those of its step 4\n.*none can be added: a loss of your own"
+        fz.errors.FzeroValueError,
+        match=r"has 2 rows, and those of its step 4\n.*no samples can be added: a custom loss",
     ):
         same = [row | {"input_ids": [1 + i, 2, 3]} for i, row in enumerate(classes(6))]
         trained(type("Own", (Regular, Trainer), {}), tmp_path, rows=same, **settings | {"max_steps": -1})

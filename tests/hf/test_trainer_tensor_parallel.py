@@ -210,8 +210,8 @@ def test_refused(tmp_path: Path) -> None:
         ({"tensor_parallel": 0}, "tensor_parallel=0: must be a whole number"),
         ({"tensor_parallel": 2}, "tensor_parallel=2: does not divide 1 processes"),
         ({"tensor_parallel": 4, "mesh": mesh}, "tensor_parallel=4: the mesh has data=2, model=2"),
-        ({"transforms": [spec]}, "transforms: tensor_parallel wants tensor_parallel=N, or mesh="),
-        ({"transforms": [fz.sequence_parallel()]}, "transforms: sequence_parallel has no place in a Trainer"),
+        ({"transforms": [spec]}, "transforms: tensor_parallel needs tensor_parallel=N, or mesh="),
+        ({"transforms": [fz.sequence_parallel()]}, "transforms: sequence_parallel is not supported in a Trainer"),
     ):
         with pytest.raises(fz.errors.FzeroValueError, match=text):
             Trainer(llama(), args, **data, **given)

@@ -170,7 +170,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     error = fz.errors.CheckpointError
     with pytest.raises(error, match="is a directory of 'gpt2', LlamaForCausalLM is of 'llama'"):
         fz.hf.from_pretrained(transformers.LlamaForCausalLM, tmp_path / "gpt2")
-    with pytest.raises(error, match=r"(?s)AutoModelForImageClassification cannot be made of .*LlamaForCausalLM"):
+    with pytest.raises(error, match=r"(?s)AutoModelForImageClassification cannot be made from .*LlamaForCausalLM"):
         fz.hf.from_pretrained(transformers.AutoModelForImageClassification, tmp_path / "llama")
     with pytest.raises(error, match=r"has no config\.json"):
         fz.hf.from_pretrained(cls, tmp_path)

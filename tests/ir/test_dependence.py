@@ -115,7 +115,7 @@ STEPS = {
     "zero-1": [fz.shard_opt_state(), fz.mixed_precision("bf16")],
     "zero-3, clipped": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.remat("full")],
     "loop": [fz.shard_params(), fz.accumulate(2)],
-    "vertical": [fz.shard_params(), fz.accumulate(2, schedule="layerwise")],
+    "layerwise": [fz.shard_params(), fz.accumulate(2, schedule="layerwise")],
     "host": [fz.offload("cpu", ("opt_state", "params", "activations")), fz.shard_params()],
     "device": [fz.offload("cpu", "opt_state", update_on="device")],
     "disk": [fz.offload("nvme", ("opt_state", "params"), path="/scratch")],
@@ -173,7 +173,7 @@ def test_a_graph_that_knows_less_breaks_them(
 
 
 @pytest.mark.parametrize(
-    "transforms", [STEPS["zero-1"][:1], STEPS["loop"], STEPS["vertical"]], ids=["zero-1", "loop", "vertical"]
+    "transforms", [STEPS["zero-1"][:1], STEPS["loop"], STEPS["layerwise"]], ids=["zero-1", "loop", "layerwise"]
 )
 def test_every_order_computes_the_same(transforms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"layers": [{"w": fz.random.normal(fz.random.key(i), (5, 5))} for i in range(2)]}

@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")),
         fz.AbstractMesh(data=3),
     ),
-    "stage_3_vertical": (
+    "stage_3_layerwise": (
         fz.compose(fz.shard_params(), fz.accumulate(3, schedule="layerwise")),
         fz.AbstractMesh(data=2),
     ),

@@ -19,7 +19,7 @@ from fzero.compiler.passes import Pass
 from fzero.errors import VerifyError
 from fzero.ir.attributes import Attrs
 from fzero.ir.ops import OPS
-from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told
+from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text
 from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.ir.value_names import Names
 from fzero.ir.verifier import verify
@@ -66,10 +66,12 @@ class Clamp(Op[ClampAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda x, bound, into=(None,): torch.clamp(x, -bound, bound, out=into[0])
 
-    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+    def reference(
+        self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
         return [args[0].clamp(-op.attrs.bound, op.attrs.bound)]
 
-    def stands(self, op: Instruction, of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction, of: Meanings, micro: int, iteration: int) -> None:
         pass  # for nothing that the plain step has
 
 
@@ -206,7 +208,7 @@ def test_each_row_is_complete() -> None:
         assert row.name == name and type(row).__doc__
         assert type(row).check is not Op.check
         if not row.body and name != "update":
-            assert type(row).means is not Op.means, name
+            assert type(row).reference is not Op.reference, name
 
 
 def test_a_row_is_checked_when_it_is_defined() -> None:

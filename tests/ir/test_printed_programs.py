@@ -33,7 +33,7 @@ VARIANTS = {
     "stage_3": STAGES[3](),
     "stage_2_accumulate": fz.compose(STAGES[2](), fz.accumulate(2)),
     "stage_3_accumulate_bf16": fz.compose(STAGES[3](), fz.accumulate(2), fz.mixed_precision("bf16")),
-    "stage_3_vertical": fz.compose(STAGES[3](), fz.accumulate(3, schedule="layerwise")),
+    "stage_3_layerwise": fz.compose(STAGES[3](), fz.accumulate(3, schedule="layerwise")),
     "stage_1_bf16": fz.compose(STAGES[1](), fz.mixed_precision("bf16")),
     "stage_2_fp16": fz.compose(STAGES[2](), fz.mixed_precision("fp16", where=lambda path, leaf: leaf.dim() > 1)),
     "plain": lambda step: step,

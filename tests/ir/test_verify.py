@@ -171,7 +171,7 @@ def test_wait_that_hands_back_something_else(stage3: Program) -> None:
         rejects(
             changed(stage3, at, replace(wait, out=(out, *wait.out[1:]))),
             f"wait  -> {out.name}",
-            "other shapes or dtypes",
+            "different shapes or dtypes",
         )
 
 
@@ -433,7 +433,7 @@ def test_writes_of_other_things(stage3: Program) -> None:
     op = stage3.instructions[at]
     rejects(
         changed(stage3, at, replace(op, writes=("batch", *op.writes[1:]))),
-        "batch is written, but is not a leaf of the state",
+        "batch is written, but is not a tensor of the state",
     )
     rejects(changed(stage3, at, replace(op, writes=("nowhere",))), "writes nowhere, which does not exist")
 
@@ -497,7 +497,9 @@ def test_assigned_something_else(stage1: Program) -> None:
 def test_waited_for_by_the_device_alone(stage3: Program) -> None:
     """What is no copy to the host; what the host reads; what is handed out."""
     at = first(stage3, lambda op: op.op == "wait" and bool(op.out))
-    rejects(changed(stage3, at, stage3.instructions[at].saying(host=False)), "which is no copy of values to the host")
+    rejects(
+        changed(stage3, at, stage3.instructions[at].saying(host=False)), "which is not a copy of values to the host"
+    )
     step = fz.offload("cpu")(fz.train_step(loss_fn, optim.adamw(0.1)))
     mesh = fz.AbstractMesh(data=1, unified_memory=False)
     program = fz.lower(step, mesh, PARAMS, torch.ones(4, 4)).program
@@ -505,6 +507,6 @@ def test_waited_for_by_the_device_alone(stage3: Program) -> None:
     at = first(program, lambda op: op.op == "wait" and op.args[0] in starts)
     op = program.instructions[at].saying(host=False)
     name = op.out[0].name
-    rejects(changed(program, at, op), f"{name} is read on the host, and the device alone has waited for it")
+    rejects(changed(program, at, op), f"{name} is read on the host, and only the device has waited for it")
     handed_out = replace(changed(program, at, op), outputs=(*program.outputs, name))
-    rejects(handed_out, f"output {name} is handed out, and the device alone has waited for it")
+    rejects(handed_out, f"output {name} is returned, and only the device has waited for it")

@@ -673,7 +673,7 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = str(caught.value).splitlines()
     assert lines[0] == f"fzero.offload: cannot keep {2**20:.2f} TiB a rank on disk"
     assert lines[1:4] == [
-        f"  {tmp_path / 'none'}: there is no such directory",
+        f"  {tmp_path / 'none'}: the directory does not exist",
         f"  {file}: it is not a directory",
         f"  {closed}: it is not writable",
     ]
@@ -810,7 +810,7 @@ def test_parts_of_leaves(tmp_path: Path, nbytes: int) -> None:
 def test_parts_that_are_not_the_leafs(tmp_path: Path) -> None:
     (tensor,) = disk.rest([leaf("w", (10,))], MESH, tmp_path)
     for given, said in (
-        ([9], "36 bytes in all for params['w'], which is 40 bytes"),
+        ([9], "36 bytes in total for params['w'], which is 40 bytes"),
         ([6, 6], "bytes 24 to 48 of torch.float32 for params['w']"),
     ):
         with pytest.raises(FzeroValueError) as caught, disk.write_pieces(tensor) as write:
@@ -820,10 +820,10 @@ def test_parts_that_are_not_the_leafs(tmp_path: Path) -> None:
     with pytest.raises(FzeroValueError, match=r"torch\.float64"), disk.write_pieces(tensor) as write:
         write(torch.ones(10, dtype=torch.float64))
     with pytest.raises(
-        FzeroValueError, match=r"torch.float32\[5, 2\] for params\['w'\], which rests as torch.float32\[10\]"
+        FzeroValueError, match=r"torch.float32\[5, 2\] for params\['w'\], which is stored as torch.float32\[10\]"
     ):
         disk.store(torch.ones(5, 2), tensor)
-    with pytest.raises(FzeroValueError, match="params\\['w'\\] does not rest on disk"):
+    with pytest.raises(FzeroValueError, match="params\\['w'\\] is not stored on disk"):
         disk.load(place(torch.ones(10), leaf("w", (10,)), MESH))
     with pytest.raises(ZeroDivisionError), disk.write_pieces(tensor) as write:
         write(torch.ones(3) / (1 // 0))

@@ -114,7 +114,7 @@ def test_a_change_is_refused_by_name(what: str) -> None:
     ):
         with pytest.raises(FzeroValueError, match=re.escape(says)) as error:
             act()
-        assert "Net is not what it was when it was given to functionalize" in str(error.value)
+        assert "Net has changed since it was given to functionalize" in str(error.value)
 
 
 class Slotted:

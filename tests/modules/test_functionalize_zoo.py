@@ -46,7 +46,7 @@ REFUSED = {
     "recurrent_gemma": r"rg_lru.recurrent_states: None before, a tensor now",
     "ibert": r"needs the value of a tensor.*\n.*quant_modules.py:\d+: if self.x_min.min",
     "longformer": r"needs the value of a tensor.*\n.*modeling_longformer.py:\d+: is_global_attn",
-    "reformer": r"draws from a seed of its own",
+    "reformer": r"draws from its own seed",
 }
 """Those that are refused, and what the error says."""
 

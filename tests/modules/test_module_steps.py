@@ -73,11 +73,11 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "a model for a step": (
         lambda: fz.shard_params(fz.functionalize(Net())),
-        ("transforms a step, not Functional", "Fix: a model has a step of its own: model.train_step(optimizer)"),
+        ("transforms a step, not Functional", "Fix: a model makes its own step: model.train_step(optimizer)"),
     ),
     "init of a state dict": (
         _init_of_a_state_dict,
-        ("params['a.bias']: float32[8], not of the model", "give model.params"),
+        ("params['a.bias']: float32[8], not in the model", "give model.params"),
     ),
     "the plain step's": (
         _plain_init_of_a_state_dict,
@@ -92,7 +92,7 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "no rows": (
         lambda: _trained(Net(), (FEATURES[:0], FEATURES[:0, :3]), loss=lambda out, batch: F.mse_loss(out, batch[1])),
-        ("a batch without rows\n", "batch[0]: float32[0, 4]\n  batch[1]: float32[0, 3]"),
+        ("an empty batch\n", "batch[0]: float32[0, 4]\n  batch[1]: float32[0, 3]"),
     ),
     "a label that no class has": (
         lambda: _trained(Net(), (FEATURES, LABELS + 1)),

@@ -67,7 +67,7 @@ def test_what_is_of_another_model_is_refused_before_a_step(which: str, tmp_path:
             act(made(Net())[1])
         for line in SAYS[which] if what != "a plain call" else ():
             assert re.search(line, str(caught.value)) or re.search(_reversed(line), str(caught.value)), what
-    assert int(theirs(state, BATCH)[0].step) == 1, "the state is as it was"
+    assert int(theirs(state, BATCH)[0].step) == 1, "the state is unchanged"
 
 
 def _reversed(line: str) -> str:
@@ -92,7 +92,9 @@ def test_parameters_may_begin_in_another_dtype(tmp_path: Path) -> None:
     params = fz.tree.map(lambda x: x.to(torch.bfloat16), model.params)
     state, _ = train(train.init(params), (BATCH[0].bfloat16(), BATCH[1].bfloat16()))
     fz.checkpoint.save(tmp_path, state)
-    with pytest.raises(CheckpointError, match=r"params\.a\.weight: another dtype, the checkpoint has bfloat16\[8, 6\]"):
+    with pytest.raises(
+        CheckpointError, match=r"params\.a\.weight: different dtype, the checkpoint has bfloat16\[8, 6\]"
+    ):
         made(Net())[1].restore(tmp_path)
     again = made(Net())[1].restore(tmp_path, params)
     assert again.params["a"]["weight"].dtype == torch.bfloat16

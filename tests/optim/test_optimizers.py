@@ -260,7 +260,7 @@ def test_adafactor_of_odd_leaves():
     updates, state = opt.update(params, state, params)
     assert updates["x"] is None and all(x.isfinite().all() for x in tree.leaves((updates, state)))
     for other in ({"b": torch.ones(3)}, {**params, "w": torch.ones(2, 5, 3)}):
-        with pytest.raises(FzeroValueError, match="the state is of other params"):
+        with pytest.raises(FzeroValueError, match="the state belongs to other params"):
             opt.update(other, state, other)
     with pytest.raises(FzeroValueError, match=r"clip=0.5: must be at least 1\n  beta2_decay=0.1: must be at most 0"):
         optim.adafactor(0.1, 0.1, clip=0.5)
@@ -811,7 +811,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: optim.clip_by_global_norm(-1.0), "max_norm=-1.0: must be greater than 0"),
     (lambda: optim.sgd(math.inf), "lr=inf: must be at least 0 and finite"),
     (lambda: optim.sgd(0.1, momentum=None), "momentum=None: must be a Python number"),
-    (lambda: optim.sgd(0.1, 0.9, nesterov="yes"), "nesterov='yes': neither True nor False"),
+    (lambda: optim.sgd(0.1, 0.9, nesterov="yes"), "nesterov='yes': must be True or False"),
     (lambda: optim.trace(0.9, nesterov=1), "nesterov=1"),
     (lambda: optim.adamw(1e-3, b1="x", eps=None, weight_decay=NAN), "b1='x'"),
     (lambda: optim.adamw(lambda: 1e-3), "must be a function of (step)"),
@@ -823,10 +823,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: optim.add_decayed_weights(0.1, mask=lambda p: True),
         "mask=<lambda>(p): must be a function of (path, leaf)",
     ),
-    (lambda: optim.masked(3, True), "inner=3: no optimizer"),
+    (lambda: optim.masked(3, True), "inner=3: not an optimizer"),
     (lambda: optim.masked(optim.sgd(0.1), 3), "mask=3"),
     (lambda: optim.partition([optim.sgd(0.1)], lambda path, leaf: 0), "a dict of label -> optimizer"),
-    (lambda: optim.partition({"a": 3}, lambda path, leaf: "a"), "transformations['a']=3: no optimizer"),
+    (lambda: optim.partition({"a": 3}, lambda path, leaf: "a"), "transformations['a']=3: not an optimizer"),
     (lambda: optim.constant(None), "value=None"),
     (lambda: optim.linear("a", 0, "10"), "steps='10': must be a Python number"),
     (lambda: optim.cosine(1, NAN, 3), "end=nan"),

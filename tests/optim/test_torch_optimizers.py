@@ -67,7 +67,7 @@ MESHES: dict[str, tuple[Any, Axes]] = {
     "stage 1": (fz.shard_opt_state(), {"data": 3}),
     "stage 2": (fz.compose(fz.shard_grads(), fz.accumulate(2)), {"data": 4}),
     "stage 3": (fz.shard_params(), {"data": 3}),
-    "vertical": (fz.compose(fz.shard_params(), fz.accumulate(2, schedule="layerwise")), {"data": 2}),
+    "layerwise": (fz.compose(fz.shard_params(), fz.accumulate(2, schedule="layerwise")), {"data": 2}),
     "replicas": (fz.compose(fz.shard_params(), fz.data_parallel(axis="replica")), {"replica": 2, "data": 2}),
     "tensor": (
         fz.compose(fz.tensor_parallel(rules={"layers.*.w": 1, "layers.*.b": 0}), fz.shard_params()),

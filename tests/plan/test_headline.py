@@ -100,7 +100,7 @@ def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
     found = lowered("opt_state", "params", "activations", "gradients")
     assert found.peak_bytes <= 48e6 and found.host_peak_bytes <= 84e6
     assert found.decisions[0].what == "offload" and found.decisions[0].chosen.endswith("gradients on disk")
-    assert "params" in found.decisions[0].chosen and "the rest of them stays on the device" in found.decisions[0].why
+    assert "params" in found.decisions[0].chosen and "the others stay on the device" in found.decisions[0].why
     assert found.host_breakdown["gradients"] < 32e6 and found.disk_bytes > 64e6
     with pytest.raises(BudgetError, match="makes the step fit") as caught:
         lowered("opt_state", "params", "activations")
@@ -137,7 +137,7 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
         grads=4,
         activations=3,
         inside=0,
-        turns=1,
+        iterations=1,
         waits=True,
         forward_seconds=2.0,
         backward_seconds=3.0,
@@ -164,33 +164,39 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
     at_once = replace(sizes, waits=False).lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device)
     assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
-    shares = lambda rests, *tiers: speculate_pass.shares(tiers, rests, copies=True)  # noqa: E731
+    shares = lambda tier_shares, *tiers: speculate_pass.shares(tiers, tier_shares, copies=True)  # noqa: E731
     early = shares(TierShares(state=(1.0, 0.0)), "disk", "host")
-    guessed = sizes.lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device, early)
-    assert guessed.host == on_host.host + 14 and guessed.seconds == 2.0 + 34.0 + 2 * 14, "copies of what is overwritten"
+    speculative = sizes.lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device, early)
+    assert speculative.host == on_host.host + 14 and speculative.seconds == 2.0 + 34.0 + 2 * 14, (
+        "copies of what is overwritten"
+    )
     streamed = sizes.lower_bound(TierShares(state=(1.0, 0.0)), False, "update", device)
     assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.phases[2] == (0.0, 0.0, 14.0, 14.0, 0.0)
     left = sizes.lower_bound(TierShares(state=(1.0, 0.0)), False, "host", device)
     assert left[:3] == (1 + 2 + 3, 18, 0) and left.phases[1][3] + left.phases[2][2] == 4 + 18
-    rests = TierShares(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0)
-    on_disk = sizes.lower_bound(rests, True, "update", device)
+    tier_shares = TierShares(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0)
+    on_disk = sizes.lower_bound(tier_shares, True, "update", device)
     assert on_disk[:3] == (1, 4, 16) and [queues[1] for queues in on_disk.phases] == [2, 2, 14 + 16 / 0.5]
-    guessed = sizes.lower_bound(rests, True, "update", device, shares(rests, "disk"))
-    assert guessed[:3] == (1, 4, 2 * 16) and guessed.seconds == 3 + 2 + 14 + 16 / 0.5, "activations leave meanwhile"
+    speculative = sizes.lower_bound(tier_shares, True, "update", device, shares(tier_shares, "disk"))
+    assert speculative[:3] == (1, 4, 2 * 16) and speculative.seconds == 3 + 2 + 14 + 16 / 0.5, (
+        "activations leave meanwhile"
+    )
     rests_apart = TierShares(state=(0.0, 1.0), params=(1.0, 0.0))
     apart = sizes.lower_bound(rests_apart, True, "update", device, shares(rests_apart, "disk"))
-    assert apart.disk == 10 and apart.phases[2][1], "not on a guess: what it would overwrite in host memory has no copy"
-    stored = sizes.lower_bound(rests._replace(gradients=1.0), True, "update", device)
+    assert apart.disk == 10 and apart.phases[2][1], (
+        "not speculative: what it would overwrite in host memory has no copy"
+    )
+    stored = sizes.lower_bound(tier_shares._replace(gradients=1.0), True, "update", device)
     assert stored[:3] == (1, 3, 16 + 4) and [queues[1] for queues in stored.phases] == [
         2,
         2 + 4 / 0.5,
         14 + 4 + 16 / 0.5,
     ], "written, and read by the update"
-    stored = sizes.lower_bound(rests._replace(gradients=1.0), True, "update", device, shares(rests, "disk"))
+    stored = sizes.lower_bound(tier_shares._replace(gradients=1.0), True, "update", device, shares(tier_shares, "disk"))
     assert [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5 + 14 + 16 / 0.5, 0], (
         "a guess reads what is still in memory"
     )
-    looped = replace(sizes, turns=3).lower_bound(TierShares(state=(1.0, 0.0)), True, "device", device)
+    looped = replace(sizes, iterations=3).lower_bound(TierShares(state=(1.0, 0.0)), True, "device", device)
     assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 
 

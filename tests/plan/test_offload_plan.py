@@ -21,7 +21,7 @@ from fzero._utils.host_memory import padded
 from fzero.compiler.auto_offload import _Tiers
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.options import Options
-from fzero.ir.attributes import CallAttrs, TurnsAttrs
+from fzero.ir.attributes import CallAttrs, LoopAttrs
 from fzero.ir.ops import COPIES
 from fzero.ir.printer import source
 from fzero.ir.program import Instruction, Placement, Program, Value
@@ -147,7 +147,7 @@ def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
 @pytest.mark.parametrize("update", [0.5, 4.0])
 def test_a_loop_with_functions_on_the_host_is_exact(update: float) -> None:
     times = {**TIMES, "update": update}
-    one = timed([Instruction("loop", attrs=TurnsAttrs(count=40), body=tuple(update_on_host()))], times)
+    one = timed([Instruction("loop", attrs=LoopAttrs(count=40), body=tuple(update_on_host()))], times)
     other = timed(update_on_host() * 40, times)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
         assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-9)
@@ -464,7 +464,7 @@ def auto(share: float, path: str | None = None, **kwargs: Any) -> fz.Lowered:
 def test_what_fits_is_left_where_it_is() -> None:
     found = auto(1.0)
     assert not off(found) and source(found.program) == source(lowered(device="h100").program)
-    assert found.plan.decisions[0] == ("offload", "nothing", "the step fits as it is")
+    assert found.plan.decisions[0] == ("offload", "nothing", "the step fits unchanged")
 
 
 @pytest.mark.full
@@ -532,7 +532,7 @@ def test_no_two_layouts_are_the_same() -> None:
     budget, record = Budget(1, KNOWN["h100"], host=1), Offload("auto", ROLES, ("/scratch",))
     layouts = _Tiers(lambda _: None, Options(), record, budget, False, print)._layouts()  # type: ignore[arg-type]
     each = lambda share: share.roles if 8 in (share.host, share.disk) else (" and ".join(share.roles),)  # noqa: E731
-    meant = [{(role, share.host, share.disk) for share in rests for role in each(share)} for rests in layouts]
+    meant = [{(role, share.host, share.disk) for share in shares for role in each(share)} for shares in layouts]
     assert len(layouts) > 100 and all(one not in meant[:i] for i, one in enumerate(meant))
 
 
@@ -577,12 +577,12 @@ def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None
 
 
 def test_auto_needs_budgets_a_path_and_a_batch() -> None:
-    with pytest.raises(errors.FzeroValueError, match="memory_budget: what may stay"):
+    with pytest.raises(errors.FzeroValueError, match="memory_budget: the memory that the device may use"):
         lowered(fz.offload("auto"), device="h100")
     with pytest.raises(errors.FzeroValueError, match="disk_budget of 7 B, and no path"):
         lowered(fz.offload("auto"), device="h100", memory_budget="1B", disk_budget="7B")
     step = fz.offload(fz.train_step(models.gpt_loss, optim.sgd(0.1)), "auto")
-    with pytest.raises(errors.FzeroValueError, match="batch: where the state rests is decided before"):
+    with pytest.raises(errors.FzeroValueError, match="batch: where the state is stored is decided before"):
         fz.compile(step, fz.make_mesh(data=1), memory_budget="1GB")
     with pytest.raises(errors.FzeroValueError, match="'auto' chooses it"):
         fz.offload("auto", fraction=0.5)

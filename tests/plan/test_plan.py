@@ -18,7 +18,7 @@ import fzero as fz
 from fzero import errors, optim
 from fzero._compat import compat
 from fzero._utils.units import duration, parse_bytes, size
-from fzero.ir.attributes import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
+from fzero.ir.attributes import GatherAttrs, LoopAttrs, PartAttrs, ReduceAttrs, ScatterAttrs
 from fzero.ir.ops import transfer_bytes
 from fzero.ir.program import Function, Instruction, Placement, Program, Value
 from fzero.plan.cost import channel
@@ -165,11 +165,11 @@ def test_a_total_lives_across_the_turns_of_its_loop():
         call("double", ("p",), ("g", (100,))),
         Instruction("accumulate", ("g",), (Value("total", (100,), F32),)),
     )
-    loop = Instruction("loop", attrs=TurnsAttrs(count=3), body=body)
+    loop = Instruction("loop", attrs=LoopAttrs(count=3), body=body)
     program = program_of([loop, call("double", ("total",), ("out", (100,)))], [double], ("out",), [("batch", (300,))])
     samples = memory_of(program, lambda _: 0)
     assert [s.total for s in samples] == [1200, 1600, 2000, 1600, 2000, 2000, 2000]
-    assert [(s.line, s.turn) for s in samples] == [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (4, 0)]
+    assert [(s.line, s.iteration) for s in samples] == [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (4, 0)]
 
 
 def test_the_pool_counts_once_for_all_that_lies_in_it():
@@ -247,7 +247,7 @@ def test_a_loop_of_many_turns_is_exact(asynchronous):
     """As its unrolled self; and what is not simulated is added up."""
     program = two_gathers()
     times = {"g_1": 3.0, "g_2": 4.0, "work": 2.0}
-    loop = replace(program, instructions=(Instruction("loop", attrs=TurnsAttrs(count=50), body=program.instructions),))
+    loop = replace(program, instructions=(Instruction("loop", attrs=LoopAttrs(count=50), body=program.instructions),))
     unrolled = replace(program, instructions=tuple(op for _ in range(50) for op in program.instructions))
     one, other = timed(loop, times, asynchronous), timed(unrolled, times, asynchronous)
     for field in ("step_seconds", "compute_seconds", "exposed_seconds"):
@@ -427,8 +427,8 @@ CASES = {
     "none": (fz.remat("none"),),
     "accumulate": (fz.accumulate(2),),
     "bf16": (fz.mixed_precision("bf16"),),
-    "vertical": (fz.accumulate(3, schedule="layerwise"),),
-    "bf16_vertical": (fz.mixed_precision("bf16"), fz.accumulate(3, schedule="layerwise"), fz.remat("none")),
+    "layerwise": (fz.accumulate(3, schedule="layerwise"),),
+    "bf16_layerwise": (fz.mixed_precision("bf16"), fz.accumulate(3, schedule="layerwise"), fz.remat("none")),
     "bf16_accumulate": (fz.mixed_precision("bf16"), fz.accumulate(3), fz.remat("none")),
 }
 
@@ -460,10 +460,10 @@ def test_the_peak_on_one_process_is_what_is_measured(case, model):
 
 
 ON_RANKS = {
-    0: ("plain", "vertical"),
+    0: ("plain", "layerwise"),
     1: ("plain", "bf16_accumulate"),
-    2: ("bf16_accumulate", "vertical"),
-    3: ("plain", "bf16_accumulate", "vertical"),
+    2: ("bf16_accumulate", "layerwise"),
+    3: ("plain", "bf16_accumulate", "layerwise"),
 }
 
 
@@ -477,7 +477,7 @@ def test_the_peak_on_two_ranks_is_what_is_measured(run_ranks, stage):
 
 def test_a_compiled_step_has_the_plan_of_what_ran_last():
     train = fz.compile(fz.train_step(models.gpt_loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
-    with pytest.raises(errors.FzeroValueError, match="there is no program yet"):
+    with pytest.raises(errors.FzeroValueError, match="no program has been made yet"):
         _ = train.plan
     state = train.init(models.gpt_init)
     state, _ = train(state, batches(1)[0])
@@ -579,7 +579,9 @@ def test_a_picture(tmp_path):
     text = (tmp_path / "memory.svg").read_text()
     assert "<svg" in text
     assert all(f"<!-- {queue} -->" in text for queue in ("compute", "gather:data", "reduce:data", "memory"))
-    assert "<!-- compute waits -->" in text and "<!-- peak -->" in text and "<!-- more turns" not in text, "its legend"
+    assert "<!-- compute waits -->" in text and "<!-- peak -->" in text and "<!-- more iterations" not in text, (
+        "its legend"
+    )
     found.save_picture(tmp_path / "both.svg", measured=found.events)
     text = (tmp_path / "both.svg").read_text()
     assert "<!-- predicted: " in text and "<!-- measured: " in text
@@ -589,7 +591,7 @@ def test_a_picture(tmp_path):
     for path in (5, None):
         with pytest.raises(errors.FzeroTypeError, match=f"path={path}: must be a path"):
             found.save_picture(path)
-    with pytest.raises(errors.FzeroValueError, match=r"(?s)the directory of .*nodir.* is not there.*mkdir -p"):
+    with pytest.raises(errors.FzeroValueError, match=r"(?s)the directory of .*nodir.* does not exist.*mkdir -p"):
         found.save_picture(tmp_path / "nodir" / "p.png")
 
 

@@ -228,7 +228,7 @@ def test_disk_falls_back_to_the_page_cache(monkeypatch, tmp_path):
 
 
 def test_a_directory_that_is_not_there_is_told_before_anything_is_measured(folder):
-    with pytest.raises(FzeroValueError, match="no such directory"):
+    with pytest.raises(FzeroValueError, match="the directory does not exist"):
         calibrate(seconds=0.1, directory=folder / "missing")
     assert not calibration_path().exists()
 

@@ -401,7 +401,9 @@ def test_a_function_that_is_not_plain_is_compiled_by_inductor_itself(folder, mon
     with caplog.at_level(logging.INFO, "fzero"), config.patch({"cpp.vec_isa_ok": True}):  # no probes
         run = building.build(one, "inductor", fz.make_mesh())["literal"]
     torch.testing.assert_close(run(torch.ones(N, N)), literal(torch.ones(N, N))[0])
-    assert any("literal is compiled at every start, for its code holds a surprise" in r.message for r in caplog.records)
+    assert any(
+        "literal is compiled at every start, because its code contains a surprise" in r.message for r in caplog.records
+    )
 
 
 # --- the key ---
@@ -620,7 +622,7 @@ def test_a_plain_function_is_cut_out():
         (lowered("return (extern_kernels.bias_addmm(arg0_1), )"), "extern_kernels.bias_addmm"),
         (lowered("return (arg0_1, )", "k = async_compile.triton('k', 'source')"), "kernels of the kind triton"),
         (lowered("return (arg0_1, )", KERNEL.replace("{}", "{ kernel(a, b); }")), "several functions"),
-        (lowered("if arg0_1:\n    return (arg0_1, )\nreturn (arg0_1, )"), "results of another form"),
+        (lowered("if arg0_1:\n    return (arg0_1, )\nreturn (arg0_1, )"), "results of an unexpected form"),
         (compat.InductorOutput("x = 1", 2, ()), "0 functions"),
     ],
 )

@@ -75,7 +75,7 @@ def test_one_rank_differs(run_ranks: Any, name: str) -> None:
     for r in ranks:
         assert r.type == "DivergenceError", r
         lines = r.message.splitlines()
-        assert "rank 1 would run another program than rank 0" in lines[0] and lines[-1].startswith("Fix: ")
+        assert "rank 1 would run a different program than rank 0" in lines[0] and lines[-1].startswith("Fix: ")
         at = next(i for i, line in enumerate(lines) if "first difference, line" in line)
         assert lines[at + 1].strip().startswith("rank 0: ") and here in lines[at + 1]
         assert lines[at + 2].strip().startswith("rank 1: ") and there in lines[at + 2]
@@ -126,7 +126,7 @@ def test_the_last_of_three_differs(run_ranks: Any) -> None:
     for r in run_ranks(3, _runs, 2, {"scale": 3.0}, 3, expect_error=True, timeout=60):
         assert (
             r.type == "DivergenceError"
-            and "rank 2 would run another program than rank 0" in r.message
+            and "rank 2 would run a different program than rank 0" in r.message
             and "3.0" in r.message
         ), r
 

@@ -20,7 +20,7 @@ from torch_db import databases, operator_cases
 
 import fzero as fz
 from fzero._compat.compat import FakeTensorMode
-from fzero.sharding.dim_propagation import CutFunction, Place, Wanted, all_reduce, propagate
+from fzero.sharding.dim_propagation import CutFunction, OutputPlacement, Place, all_reduce, propagate
 from fzero.sharding.shard_regions import Dim
 from fzero.trace.recorder import Recorded
 
@@ -144,7 +144,7 @@ def test_an_operation_and_its_gradients(name: str) -> None:
     for n, most in ((2, 9), (4, 4)):
         for k, places in enumerate(choices(inputs, n, most)):
             places = (*places, *[None] * len(tangents))
-            wanted = [[Wanted.FREE, Wanted.SUMMAND, None][k % 3]] * len(expected)
+            wanted = [[OutputPlacement.FREE, OutputPlacement.SUMMAND, None][k % 3]] * len(expected)
             cut = propagate(graph, n, places, wanted)
             equal(run_cut(cut, everything, places, n), expected, f"{name} by {n}: {places}")
 
@@ -248,7 +248,7 @@ def test_the_same_graph_each_time() -> None:
 
     def once() -> str:
         graph, tangents = with_gradients(fn, inputs)
-        wanted = [Wanted.FREE] * len(graph.outputs)
+        wanted = [OutputPlacement.FREE] * len(graph.outputs)
         return text(propagate(graph, 2, [*places, *[None] * len(tangents)], wanted))
 
     assert once() == once()
@@ -285,7 +285,7 @@ def test_a_head_with_a_cut_vocabulary() -> None:
     graph, tangents = with_gradients(head, inputs)
     everything = [*inputs, *tangents]
     places = [None, None, COLUMN, *[None] * (len(everything) - 3)]
-    wanted = [*[Wanted.SUMMAND] * 3, None, Wanted.SUMMAND, COLUMN]
+    wanted = [*[OutputPlacement.SUMMAND] * 3, None, OutputPlacement.SUMMAND, COLUMN]
     cut = propagate(graph, 4, places, wanted, leaves=frozenset({1, 2}))
     equal(run_cut(cut, everything, places, 4), run(graph, [everything])[0], "head")
     assert {*collectives(cut)} == {"all_reduce"} and not cut.whole
@@ -297,7 +297,7 @@ def test_draws_are_those_of_the_whole(place: Dim) -> None:
     inputs = [r(4, 8, 6), fz.random.key(3)]
     graph, tangents = with_gradients(lambda x, key: fz.random.dropout(key, x, 0.3), inputs)
     places: list[Place] = [place, None, None]
-    cut = propagate(graph, 2, places, [Wanted.FREE] * 2)
+    cut = propagate(graph, 2, places, [OutputPlacement.FREE] * 2)
     expected = run(graph, [[*inputs, *tangents]])[0]
     for a, b in zip(run_cut(cut, [*inputs, *tangents], places, 2), expected, strict=True):
         assert torch.equal(a, b)
@@ -346,11 +346,14 @@ def test_random_compositions() -> None:
         expected = run(graph, [everything])[0]
         for n in (2, 4)[seed % 2 :][:1]:
             places = [rng.choice([None, *cuts_of(x.shape, n)]) for x in everything]
-            wanted = [rng.choice([Wanted.FREE, Wanted.SUMMAND, None, *cuts_of(y.shape, n)]) for y in expected]
+            wanted = [
+                rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, None, *cuts_of(y.shape, n)])
+                for y in expected
+            ]
             leaves = frozenset(k for k in range(3) if rng.random() < 0.3)
             cut = propagate(graph, n, places, wanted, leaves=leaves)
             equal(run_cut(cut, everything, places, n), expected, f"{seed} by {n}: {places}")
-            assert all(p == w for p, w in zip(cut.places, wanted, strict=True) if not isinstance(w, Wanted))
+            assert all(p == w for p, w in zip(cut.places, wanted, strict=True) if not isinstance(w, OutputPlacement))
 
 
 # --- PyTorch's operators ---
@@ -392,7 +395,9 @@ def test_pytorchs_operators() -> None:
             continue
         n = rng.choice(of)
         places = [rng.choice([*cuts_of(x.shape, n), None][: 1 + (k > 0)]) for k, x in enumerate(everything)]
-        cut = propagate(graph, n, places, [rng.choice([Wanted.FREE, Wanted.SUMMAND, None]) for _ in expected])
+        cut = propagate(
+            graph, n, places, [rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, None]) for _ in expected]
+        )
         with warnings.catch_warnings(action="ignore"):
             equal(run_cut(cut, everything, places, n), expected, f"{name} by {n}: {places}")
         outcomes["whole" if cut.whole else "cut" if any(places) else "uncut"] += 1
@@ -461,7 +466,7 @@ def test_attention_of_accelerators(name: str) -> None:
     graph.output((y[0], y[1], state, *grads[:3]))
     for place in (Dim(1), Dim(0)):
         places = [place] * 4 + [None] * (len(inputs) - 4)
-        cut = propagate(Recorded(graph), 2, places, [Wanted.FREE] * 6)
+        cut = propagate(Recorded(graph), 2, places, [OutputPlacement.FREE] * 6)
         assert cut.places == (place, place, None, place, place, place)
         assert not cut.whole and not collectives(cut) and cut.graph.outputs[2] not in cut.varies
 
@@ -483,6 +488,6 @@ def test_wrong_rules_are_listed() -> None:
 
 def test_what_has_no_rule_is_made_whole_and_listed() -> None:
     x = r(4, 12)
-    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Dim(1), None], [Wanted.FREE])
+    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Dim(1), None], [OutputPlacement.FREE])
     assert [(m.op, m.nbytes, m.inputs) for m in cut.whole] == [("aten.cumsum.default", 4 * 12 * 4, (0,))]
     assert cut.places == (None,) and collectives(cut) == ["all_gather"]

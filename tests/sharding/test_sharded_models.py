@@ -18,7 +18,7 @@ from fzero.compiler.abstract_values import batch_inputs
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.traced_step import trace_step
 from fzero.ir.program import Program
-from fzero.sharding.dim_propagation import Place, Wanted, propagate
+from fzero.sharding.dim_propagation import OutputPlacement, Place, propagate
 from fzero.sharding.shard_regions import Dim
 from fzero.transforms import remat_pass
 
@@ -105,7 +105,7 @@ def test_a_layer_reduces_twice_each_way(name: str) -> None:
     at |= {n: place_of(leaf.path, rules) for n, leaf in leaves.items() if leaf.role == "params"}
     assert any(at.values())
     trained = {n: program.grads[leaf.path] for n, leaf in leaves.items() if leaf.path in program.grads}
-    wanted = {grad: at[n] or Wanted.SUMMAND for n, grad in trained.items()}
+    wanted = {grad: at[n] or OutputPlacement.SUMMAND for n, grad in trained.items()}
     layers = 0
     for op in program.instructions:
         if op.op != "call":
@@ -114,7 +114,7 @@ def test_a_layer_reduces_twice_each_way(name: str) -> None:
         graph = program.functions[str(op.fn)].graph
         places = [at[a] for a in op.args]
         params = frozenset(i for i, a in enumerate(op.args) if a in leaves)
-        cut = propagate(graph, 2, places, [wanted.get(v.name, Wanted.FREE) for v in op.out], leaves=params)
+        cut = propagate(graph, 2, places, [wanted.get(v.name, OutputPlacement.FREE) for v in op.out], leaves=params)
         at |= {v.name: p for v, p in zip(op.out, cut.places, strict=True)}
         assert not cut.whole, (op.fn, cut.whole)
         if op.block is None:

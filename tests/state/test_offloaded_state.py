@@ -176,7 +176,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     ):
         assert part in text
     with pytest.raises(
-        FzeroValueError, match=r"(?s)'nvme' needs a directory.*a tier asked for a role it cannot hold.*fraction=1\.5"
+        FzeroValueError, match=r"(?s)'nvme' needs a directory.*activations exist only within a step.*fraction=1\.5"
     ):
         fz.offload("nvme", "activations", fraction=1.5)
     with pytest.raises(FzeroValueError, match=r"of='gradients': .* send them to 'nvme'"):
@@ -363,7 +363,7 @@ def test_a_checkpoint_goes_to_any_tier_and_back(
 def test_reading_a_leaf_on_disk_asks_for_its_place(tmp_path: Path) -> None:
     fz.checkpoint.save(tmp_path, plain().init(init))
     leaf = Leaf("params['w']", "params", (7, 5), Layout(torch.float32, tier="disk"))
-    with pytest.raises(CheckpointError, match=r"params\['w'\]: rests on disk, and no place for it is given"):
+    with pytest.raises(CheckpointError, match=r"params\['w'\]: is stored on disk, and no file for it is given"):
         fz.checkpoint.read(tmp_path, {"params.w": leaf}, fz.make_mesh(data=1))
 
 
@@ -556,7 +556,10 @@ def test_a_path_that_cannot_hold_the_state_is_said_before_anything_is_made(tmp_p
             fz.checkpoint.save(tmp_path / "run", plain().init(init))
         with pytest.raises(FzeroValueError) as raised:
             act()
-        assert all(text in str(raised.value) for text in (*paths, "no such directory", "it is not a directory", "Fix:"))
+        assert all(
+            text in str(raised.value)
+            for text in (*paths, "the directory does not exist", "it is not a directory", "Fix:")
+        )
     assert len(made) == 1, "traced, not run"
 
 
@@ -577,8 +580,8 @@ def test_a_path_that_one_rank_lacks_is_every_ranks_error(run_ranks: Any, tmp_pat
     first, second = run_ranks(2, _with_a_path_of_its_own, str(tmp_path), 2)
     assert first == second and len(first) == 2
     assert (
-        first[0].startswith("FzeroValueError: fzero.init: not every rank could do its part\n  rank 1: ")
-        and "no such directory" in first[0]
+        first[0].startswith("FzeroValueError: fzero.init: the work of some ranks failed\n  rank 1: ")
+        and "the directory does not exist" in first[0]
     )
     assert "rank 0" not in first[0] and os.listdir(tmp_path) == []
 
@@ -613,10 +616,11 @@ def test_a_state_on_another_tier_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(FzeroValueError) as raised:
         in_memory(on_disk.init(init), BATCH)
-    assert "params['w']: float32[7, 5] whole, on disk in the state, float32[7, 5] whole, on device in this step" in str(
-        raised.value
+    assert (
+        "params['w']: float32[7, 5] unsharded, on disk in the state, float32[7, 5] unsharded, on device in this step"
+        in str(raised.value)
     )
-    with pytest.raises(FzeroValueError, match="rest otherwise than this evaluation expects"):
+    with pytest.raises(FzeroValueError, match="differ from those that this evaluation expects"):
         fz.compile(fz.eval_step(loss), mesh, backend="eager")(on_disk.init(init).params, BATCH)
 
 
@@ -628,7 +632,7 @@ def test_a_batch_without_values_is_refused() -> None:
 
 def test_a_state_on_disk_is_not_copied(tmp_path: Path) -> None:
     state = fz.compile(PLACES["disk"](str(tmp_path))(plain()), fz.make_mesh(data=1), backend="eager").init(init)
-    with pytest.raises(FzeroTypeError, match="a leaf on disk cannot be copied"):
+    with pytest.raises(FzeroTypeError, match="a tensor on disk cannot be copied"):
         copy.deepcopy(state)
 
 
@@ -661,7 +665,7 @@ def _moved(place: str, spread: str, path: str, size: int, unified: bool) -> list
             assert home_of(state.params["w"]).tier == home.tier
             out.append(train.gather(state))
         train._inputs(state)
-        assert [extent_of(x) for x in fz.tree.leaves(state)] == extents, "what rests on disk keeps its place there"
+        assert [extent_of(x) for x in fz.tree.leaves(state)] == extents, "what is stored on disk keeps its place there"
     return out
 
 
@@ -714,7 +718,7 @@ def test_a_moved_state_and_what_it_left_are_refused(tmp_path: Path) -> None:
         lambda: train.gather(old),
         lambda: fz.checkpoint.save(tmp_path / "run", old),
     ):
-        with pytest.raises(FzeroValueError, match=r"is not here any more, it was moved"):
+        with pytest.raises(FzeroValueError, match=r"is no longer valid, because it was moved"):
             act()
     fz.checkpoint.save(tmp_path / "run", state)
     assert equal(train.gather(train.restore(tmp_path / "run")), train.gather(fz.move(state, "home")))
@@ -736,14 +740,14 @@ def test_moves_that_cannot_be(tmp_path: Path) -> None:
     state = train.init(init)
     with pytest.raises(
         FzeroValueError,
-        match=r"(?s)tier='disk': not one of 'cpu', 'nvme', 'device', 'home'.*state\['w'\]: float32\[2\] that no",
+        match=r"(?s)tier='disk': not one of 'cpu', 'nvme', 'device', 'home'.*state\['w'\]: float32\[2\] that was not",
     ):
         fz.move({"w": torch.ones(2)}, "disk")
     with pytest.raises(FzeroValueError, match="only 'nvme' has one"):
         fz.move(state, "cpu", path=tmp_path)
     with pytest.raises(FzeroValueError, match="'nvme' needs a directory"):
         fz.move(state, "nvme")
-    with pytest.raises(FzeroValueError, match="no such directory"):
+    with pytest.raises(FzeroValueError, match="the directory does not exist"):
         fz.move(state, "nvme", path=tmp_path / "missing")
     train(state, BATCH)  # it is where it was
     assert fz.move({}, "cpu") == {}
@@ -757,7 +761,7 @@ def test_a_move_from_disk_holds_no_leaf_twice(tmp_path: Path) -> None:
     assert memory.peak <= (18 + 4) * 4 * LARGE  # the state, and buffers that busy threads hold for a while
     with measured() as memory:
         state = fz.move(state, "home")
-    assert memory.peak <= BOUND, "a leaf, buffers, and those of the leaf before; the state is let go leaf by leaf"
+    assert memory.peak <= BOUND, "a leaf, buffers, and those of the leaf before; the state is let go tensor by tensor"
     assert storage.load(state.opt_state.mu[0], torch.device("cpu")).any() == torch.tensor(False)
 
 

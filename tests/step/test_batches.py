@@ -88,7 +88,7 @@ def test_a_batch_whose_leaves_have_different_numbers_of_rows(schedule):
     raises(
         FzeroValueError,
         lambda: fz.lower(lost, ONE, WIDE, COLUMNS),
-        "batch['columns'] [2]: other leaves have 8 rows",
+        "batch['columns'] [2]: the others have 8 samples",
         "replicated=lambda path, leaf:",
     )
     wrong = fz.accumulate(step, 3, schedule=schedule, replicated=lambda path, leaf: "columns" in path)

@@ -72,7 +72,7 @@ def _averaged() -> str:
 def test_what_is_computed_from_shards_has_no_layout(run_ranks: Any) -> None:
     for text in run_ranks(2, _averaged):
         assert (
-            "params['w']: float32[8] without a layout, which is then taken to be whole, in the state, float32[8] "
+            "params['w']: float32[8] without a layout, which is then assumed to be unsharded, in the state, float32[8] "
             "sharded over data in this step" in text
         )
         assert "\nFix: give the trees of the state as they are: what is computed from their leaves" in text
@@ -111,7 +111,7 @@ def test_an_evaluation_of_each_ranks_own_mean_says_so_once(run_ranks: Any) -> No
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key of its own"),
+    (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key"),
     (lambda: fz.eval_step(3), "fn=3: must be a function of (params, ...)"),
     (lambda: fz.eval_step(lambda: 3), "must be a function of (params, ...)"),
     (lambda: fz.eval_step(STEP), "fn is Step, a step"),

@@ -147,7 +147,7 @@ def test_a_term_added_to_the_total_of_a_weighted_loss_is_exact():
         states.append(train(train.init({"w": torch.ones(5)}), batch)[0].params["w"])
     torch.testing.assert_close(*states)
     step = fz.train_step(added, optim.sgd(1.0), has_aux=True)
-    with pytest.raises(fz.errors.FzeroTypeError, match="has no arithmetic"):
+    with pytest.raises(fz.errors.FzeroTypeError, match="does not support arithmetic"):
         step(step.init({"w": torch.ones(5)}), batch)
 
 
@@ -360,7 +360,7 @@ NAN = math.nan
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: make(has_aux="yes"), "has_aux='yes': neither True nor False"),
+    (lambda: make(has_aux="yes"), "has_aux='yes': must be True or False"),
     (
         lambda: make(trainable=lambda p: True),
         "trainable=<lambda>(p): a predicate is a function of (path, leaf)",

@@ -384,9 +384,9 @@ def returning(new: Any, **kwargs: Any) -> fz.Step:
         (
             lambda p: ({**p, "w": p["w"] + 1},),
             {},
-            ["params['w']: a new value, and `mutable` does not accept it: leave it out, or accept it in `mutable`"],
+            ["params['w']: a new value, but `mutable` does not match it: leave it out, or match it in `mutable`"],
         ),
-        (lambda p: ({**p, "ema": p["w"]},), {}, ["params['ema']: params has no such leaf"]),
+        (lambda p: ({**p, "ema": p["w"]},), {}, ["params['ema']: params has no such tensor"]),
         (lambda p: (), {}, ["mutable, but the loss function returned float32[]", "return (loss, new)"]),
         (
             lambda p: (p,),
@@ -420,7 +420,7 @@ def test_wrong_predicates():
     raises(
         FzeroValueError,
         lambda: torn.init(tied),
-        "params['a'] and params['b'] are one tensor: `mutable` accepts params['a']",
+        "params['a'] and params['b'] are one tensor: `mutable` matches params['a']",
     )
     two = fz.train_step(
         lambda p, x: ((x @ p["w"]).mean(), {"a": p["a"] + 1, "b": p["b"] + 1}),

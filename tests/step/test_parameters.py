@@ -98,7 +98,7 @@ def test_complex_leaves_that_would_be_trained():
         raises(
             FzeroTypeError,
             act,
-            "complex leaves are not trained",
+            "complex parameters cannot be trained",
             "params['w']: complex64[4, 3]",
             "view_as_real",
             "not leaf.is_complex()",

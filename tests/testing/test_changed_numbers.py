@@ -23,7 +23,7 @@ def test_tensor_parallel_of_a_fused_projection_of_width_zero_says_that_it_cuts_n
     numbers = {**changed_numbers.MODELS["gpt"].numbers, "rows": 4, "width": 0}
     case = changed_numbers.build_case("gpt", numbers, ["tensor"], "adamw", {"model": 2}, 200, "width")
     found, text = changed_numbers.outcome_of(case)  # ended in a ZeroDivisionError
-    assert found == "rejected" and "width=0" in text and "no parameter is cut" in text, text
+    assert found == "rejected" and "width=0" in text and "no parameter is sharded" in text, text
 
 
 @pytest.mark.exhaustive

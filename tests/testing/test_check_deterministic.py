@@ -68,7 +68,7 @@ def test_wrong_arguments_and_a_state_on_disk(tmp_path: Path) -> None:
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.adamw(0.5))
     train = fz.compile(fz.offload("nvme", "opt_state", path=tmp_path)(step), fz.make_mesh(data=1), backend="eager")
     state = train.init({"w": torch.ones(1 << 16)})
-    with pytest.raises(fz.errors.FzeroTypeError, match="a leaf on disk cannot be copied"):
+    with pytest.raises(fz.errors.FzeroTypeError, match="a tensor on disk cannot be copied"):
         fz.testing.check_deterministic(train, state, torch.ones(1 << 16))
     with pytest.raises(fz.errors.FzeroTypeError, match="not of Step, dict"):
         fz.testing.check_deterministic(step, {}, torch.ones(1))  # type: ignore[arg-type]

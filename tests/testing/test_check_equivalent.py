@@ -632,7 +632,7 @@ def test_the_command_on_every_rank(run_ranks, target):
     (code, out, err), other = run_ranks(2, command, f"{target}:target", "--json")
     found = json.loads(out)
     assert code == 0 and found["equivalent"] and found["mesh"] == "data=2" and found["steps"] == 3
-    assert err == f"2 leaves of {target}:target have no values: drawn at random\n"
+    assert err == f"2 leaves of {target}:target have no values: they are initialized at random\n"
     assert other == (0, "", "")  # rank 0 speaks for all
 
 
@@ -670,7 +670,10 @@ def test_a_loss_or_an_optimizer_that_does_something_else_each_time_is_told() -> 
     for step in steps:
         with pytest.raises(
             fz.errors.TraceError,
-            match=r"(?s)lambda> computes something else each time it is called\n.*the first time: .*the second: .*Fix:",
+            match=(
+                r"(?s)lambda> computes a different result each time it is "
+                r"called\n.*the first time: .*the second: .*Fix:"
+            ),
         ):
             fz.testing.check_equivalent(step, {"w": torch.ones(4)}, torch.ones(2, 4), fz.make_mesh(data=1), steps=1)
 

@@ -235,7 +235,7 @@ def test_a_block_within_a_block_may_change_a_container_but_not_a_copy_that_was_c
 def test_what_no_block_takes_or_returns_names_its_line() -> None:
     calls = {
         "result is int": lambda p, x: fz.block(lambda p, x: 3)(p, x),
-        "no tensor at all": lambda p, x: fz.block(lambda p, x: None)(p, x),
+        "no tensor": lambda p, x: fz.block(lambda p, x: None)(p, x),
         r"params\['n'\]: int": lambda p, x: fz.block(lambda p, x: x)({"w": p["w"], "n": 3}, x),
     }
     for says, loss in calls.items():

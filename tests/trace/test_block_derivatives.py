@@ -206,7 +206,7 @@ def test_refused_by_name() -> None:
 
     with pytest.raises(
         fz.errors.TraceError,
-        match=r"(?s)block body: is differentiated under other settings.*kernels of attention.*Fix: ask for both",
+        match=r"(?s)block body: is differentiated under different settings.*kernels of attention.*Fix: use the same",
     ):
         in_fzero(other_kernels)
 

@@ -495,7 +495,7 @@ def test_what_a_block_would_not_see_is_refused(around: Callable[[], Any]) -> Non
 
     with pytest.raises(
         fz.errors.TraceError,
-        match=r"(?s)block tanh: is called under what.*(Watching|saved_tensors_hooks).*Fix: enter it inside the block",
+        match=r"(?s)block tanh: is called under a mode.*(Watching|saved_tensors_hooks).*Fix: enter it inside the block",
     ):
         functions(loss, PARAMS)
 
@@ -527,7 +527,7 @@ def test_a_dispatch_mode_around_a_step_sees_what_it_sees_in_pytorch_or_is_refuse
     with (
         DoubledBelow(),
         pytest.raises(
-            fz.errors.FzeroValueError, match=r"(?s)is called under what.*DoubledBelow\nFix: enter it.*backend='eager'"
+            fz.errors.FzeroValueError, match=r"(?s)is called under a mode.*DoubledBelow\nFix: enter it.*backend='eager'"
         ),
     ):
         train(state, BATCH)
@@ -549,7 +549,7 @@ def test_autocast_around_some_steps() -> None:
             around(),
             pytest.raises(
                 fz.errors.FzeroValueError,
-                match=r"(?s)called under what.*(Doubled|saved_tensors_hooks).*Fix: enter it in the function",
+                match=r"(?s)called under a mode.*(Doubled|saved_tensors_hooks).*Fix: enter it in the function",
             ),
         ):
             train(state, BATCH)
@@ -706,7 +706,8 @@ def test_what_a_block_changes_and_the_loss_reads_is_refused_by_name() -> None:
     for loss, text in ((reads_list, r"seen: a list of \d before"), (reads_number, r"count\['calls'\]: \d before")):
         with pytest.raises(
             fz.errors.TraceError,
-            match=rf"(?s)block \w+: changes what is read outside of it.*test_block_settings.py:\d+.*{text}.*Fix: "
+            match=rf"(?s)block \w+: changes values that are read outside of "
+            rf"it.*test_block_settings.py:\d+.*{text}.*Fix: "
             rf"return it",
         ):
             functions(loss, PARAMS)
@@ -828,7 +829,7 @@ def test_what_is_not_the_same_twice_is_refused() -> None:
     run = fz.block(lambda p, x: x @ p["w"] * next(numbers_))
     with pytest.raises(
         fz.errors.TraceError,
-        match=r"(?s)block lambda: computes something else each time it is called.*test_block_settings.py:\d+.*Fix: "
+        match=r"(?s)block lambda: computes a different result each time it is called.*test_block_settings.py:\d+.*Fix: "
         r"pass",
     ):
         numbers(fz.train_step(lambda p, x: run(p, x).mean(), optim.sgd(0.1)))
@@ -843,5 +844,7 @@ def test_what_is_not_the_same_twice_is_refused() -> None:
             total = total + seeded(p, x).mean()
         return total
 
-    with pytest.raises(fz.errors.TraceError, match="block lambda: computes something else than at an earlier call"):
+    with pytest.raises(
+        fz.errors.TraceError, match="block lambda: computes something different than at an earlier call"
+    ):
         fz.testing.check_equivalent(fz.train_step(loss, optim.sgd(0.1)), PARAMS, BATCH, fz.make_mesh(data=1))

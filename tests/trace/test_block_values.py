@@ -219,7 +219,7 @@ def test_asking_where_a_batch_or_a_result_lies_is_refused_by_name() -> None:
         train = compiled(loss)
         with pytest.raises(
             TraceError,
-            match=r"(?s)train_step: asks where a tensor lies.*test_block_values.py:\d+.*Fix: index or view it",
+            match=r"(?s)train_step: reads the memory address.*test_block_values.py:\d+.*Fix: index or view it",
         ):
             train(train.init(PARAMS), BATCH)
 

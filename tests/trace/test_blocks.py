@@ -61,7 +61,7 @@ def test_mutated_arguments(fn: Any, word: str) -> None:
 RETURNS = {
     "number": (lambda p, x: 1.0, "result is float"),
     "string": (lambda p, x: (x @ p["w"], {"note": "text"}), "result[1]['note'] is str"),
-    "none": (lambda p, x: None, "no tensor at all"),
+    "none": (lambda p, x: None, "no tensor"),
 }
 
 

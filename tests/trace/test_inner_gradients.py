@@ -53,10 +53,10 @@ def hooked(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED = {
-    backward: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)", "return the loss"),
-    of_autograd: ("adds gradients up itself", "['w'].grad", "inputs=[p", "torch.autograd.grad("),
-    caught: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)"),
-    stepping: ("adds gradients up itself", "['w'].grad", "scaled(p, x).backward()"),
+    backward: ("accumulates gradients itself", "['w'].grad", "loss.backward(retain_graph=True)", "return the loss"),
+    of_autograd: ("accumulates gradients itself", "['w'].grad", "inputs=[p", "torch.autograd.grad("),
+    caught: ("accumulates gradients itself", "['w'].grad", "loss.backward(retain_graph=True)"),
+    stepping: ("accumulates gradients itself", "['w'].grad", "scaled(p, x).backward()"),
     assigned: ("sets gradients itself", "['w'].grad"),
     hooked: ("register_post_accumulate_grad_hook", "['w']"),
 }

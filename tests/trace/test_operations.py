@@ -427,7 +427,7 @@ REFUSED: dict[Callable[[Any, Any], Any], tuple[str, ...]] = {
     inference: ("inference_mode", 'return y @ p["w"]', "torch.no_grad()"),
     reentrant: ("use_reentrant=True", "the backward of", "torch.tanh(y", "fz.remat"),
     assigned: ("assigns to .data", "y.data = torch.zeros(8, 4)"),
-    overwritten: ("overwrites what its backward needs", "y.add_(1)"),
+    overwritten: ("overwrites a value that its backward needs", "y.add_(1)"),
     through_data: ("in place", "params['w']", 'p["w"].data.mul_(2)'),
     renormed: ("in place", "params['rows']", "max_norm=1.0"),
     batch_norm: ("in place", "params['mean']", "params['var']", "F.batch_norm(", "clones of its running statistics"),

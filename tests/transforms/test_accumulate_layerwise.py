@@ -151,11 +151,11 @@ APART = {0: "gpt", 1: "mixed", 2: "bare", 3: "gpt"}
 
 
 def on_ranks(num: int, folder: Path) -> list[Any]:
-    """Of each model and stage: vertically, vertically from every tier, and if that is the same sum, in a loop."""
+    """Of each model and stage: layerwise, layerwise from every tier, and if that is the same sum, in a loop."""
     mesh, out = fz.make_mesh(data=-1), []
     for name, stage in ON_RANKS.items():
-        vertical = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
-        forms = [vertical, (*vertical, fz.offload("nvme", ("opt_state", "params"), path=folder))]
+        layerwise = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
+        forms = [layerwise, (*layerwise, fz.offload("nvme", ("opt_state", "params"), path=folder))]
         if stage < 2:  # in a loop too gradients are added up and then reduced
             forms.append((STAGES[stage](), fz.accumulate(num)))
         out.append([trained(mesh, name, *transforms)[0] for transforms in forms])
@@ -165,11 +165,11 @@ def on_ranks(num: int, folder: Path) -> list[Any]:
 def apart_on_ranks(num: int) -> list[Any]:
     mesh, out = fz.make_mesh(data=-1, unified_memory=False), []
     for stage, name in APART.items():
-        vertical = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
+        layerwise = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
         out.append(
             [
-                trained(mesh, name, *vertical)[0],
-                trained(mesh, name, *vertical, fz.offload("cpu", ("opt_state", "params", "activations")))[0],
+                trained(mesh, name, *layerwise)[0],
+                trained(mesh, name, *layerwise, fz.offload("cpu", ("opt_state", "params", "activations")))[0],
             ]
         )
     return out
@@ -236,15 +236,15 @@ def moved(program: Program) -> dict[str, tuple[int, int]]:
 )
 def test_parameters_and_gradients_travel_once_a_step(num, more):
     """A part of what a loop moves, and just what the step without micro-batches does."""
-    vertical, looped, once = (
+    layerwise, looped, once = (
         moved(lowered(fz.shard_params(), *t, *more))
         for t in ((fz.accumulate(num, schedule="layerwise"),), (fz.accumulate(num),), ())
     )
-    assert vertical == once
+    assert layerwise == once
     for op in ("all_gather_start", "reduce_scatter_start"):
-        assert [num * n for n in vertical[op]] == list(looped[op])
+        assert [num * n for n in layerwise[op]] == list(looped[op])
     whole = moved(lowered(fz.shard_opt_state(), fz.accumulate(num), *more))
-    assert vertical["reduce_scatter_start"] == whole["reduce_scatter_start"]
+    assert layerwise["reduce_scatter_start"] == whole["reduce_scatter_start"]
 
 
 @pytest.mark.full
@@ -326,11 +326,11 @@ def test_a_line_and_its_repetitions_stand_together():
 def test_no_function_is_compiled_twice(stage, device):
     """What makes a total and what makes a part of it is one function, writing to places of its caller's."""
     more = (fz.mixed_precision("bf16"),) if (stage + (device == "cuda")) % 2 else ()
-    vertical, looped = (
+    layerwise, looped = (
         lowered(STAGES[stage](), a, *more, device_type=device)
         for a in (fz.accumulate(3, schedule="layerwise"), fz.accumulate(3))
     )
-    assert len(vertical.functions) <= len(looped.functions)
+    assert len(layerwise.functions) <= len(looped.functions)
 
 
 def whole_blocks(program: Program) -> int:
@@ -449,13 +449,13 @@ def test_broken_sums_are_rejected():
 
 def test_it_is_a_choice_of_a_step():
     step = fz.train_step(models.gpt_loss, optim.sgd(0.1))
-    vertical = fz.accumulate(step, 2, schedule="layerwise")
+    layerwise = fz.accumulate(step, 2, schedule="layerwise")
     assert (
-        vertical == fz.accumulate(2, schedule="layerwise")(step)
-        and str(vertical.transforms[0]) == "accumulate(num_micro_batches=2, schedule='layerwise')"
+        layerwise == fz.accumulate(2, schedule="layerwise")(step)
+        and str(layerwise.transforms[0]) == "accumulate(num_micro_batches=2, schedule='layerwise')"
     )
     with pytest.raises(TransformError, match="two different accumulate"):
-        fz.accumulate(vertical, 2)
+        fz.accumulate(layerwise, 2)
     with pytest.raises(FzeroValueError, match="schedule=2: must be one of 'sequential', 'layerwise'"):
         fz.accumulate(2, schedule=2)  # type: ignore[arg-type]
     both = fz.shard_params(), fz.accumulate(2, schedule="layerwise")

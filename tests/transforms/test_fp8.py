@@ -541,7 +541,7 @@ def test_of_a_tied_leaf_all_paths_are_asked():
     step = fz.fp8(fz.train_step(loss, optim.sgd(LR)))
     assert product_nodes(fz.lower(step, fz.AbstractMesh(data=1), tied, batch).program) == {"scaled_mm": 5}
     step = fz.fp8(fz.train_step(loss, optim.sgd(LR)), where=lambda path, leaf: "a" in path.removeprefix("params"))
-    with pytest.raises(TransformError, match="no leaf is selected"):
+    with pytest.raises(TransformError, match="no parameter is selected"):
         fz.lower(step, fz.AbstractMesh(data=1), tied, batch)
 
 
@@ -574,7 +574,7 @@ def test_a_step_without_any_product_in_8_bits():
         fz.lower(step, fz.AbstractMesh(data=1), params, torch.zeros(6, 16))
     assert "params['w']: its products are of 6 x 16 x 32" in str(
         caught.value
-    ) and "params['read']: no product reads the whole of it" in str(caught.value)
+    ) and "params['read']: no product reads all of it" in str(caught.value)
 
 
 def test_arguments():

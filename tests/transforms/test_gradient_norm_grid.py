@@ -35,7 +35,7 @@ MESHES = {
     "expert=2 x seq=2, capacity of ranks": {"expert": 2, "seq": 2},
 }
 STAGES = ("none", "shard_opt_state", "shard_grads", "shard_params")
-TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "vertical": [fz.accumulate(2, schedule="layerwise")]}
+TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "layerwise": [fz.accumulate(2, schedule="layerwise")]}
 RULES = {"emb": 0, "qkv": (1, 3), "out": 0, "head": 1}
 STEPS, WANTED = 3, 1e-5
 
@@ -87,7 +87,7 @@ def grid(mesh: str) -> list[Case]:
 QUICK = [
     Case("data=2 x seq=2", "shard_opt_state", "accumulate(2)"),
     Case("seq=2 x model=2", "shard_grads", "once"),
-    Case("data=2 x expert=2", "shard_grads", "vertical"),
+    Case("data=2 x expert=2", "shard_grads", "layerwise"),
     Case("expert=2 x seq=2", "shard_params", "once"),
 ]
 

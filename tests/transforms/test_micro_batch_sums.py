@@ -28,7 +28,7 @@ CASES: dict[str, Any] = {
     "stage 2": (8, (BF16, fz.shard_grads(), fz.accumulate(2))),
     "stage 3": (8, (BF16, fz.shard_params())),
     "stage 3, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(3))),
-    "vertical": (8, (BF16, fz.shard_params(), fz.accumulate(2, schedule="layerwise"))),
+    "layerwise": (8, (BF16, fz.shard_params(), fz.accumulate(2, schedule="layerwise"))),
     "offload": (8, (BF16, fz.shard_params(), fz.offload("cpu", ("opt_state", "params", "activations")))),
     "offload, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(2), fz.offload("cpu", ("opt_state", "params")))),
 }
@@ -48,11 +48,11 @@ def every(program: Program) -> Iterator[Instruction]:
 
 
 @pytest.mark.full(keep=["alone"])
-@pytest.mark.parametrize("name", ["alone", "stage 3, accumulate", "vertical"])
+@pytest.mark.parametrize("name", ["alone", "stage 3, accumulate", "layerwise"])
 def test_a_block_has_few_of_them(name: str) -> None:
     """However many leaves it has: at most three casts and one sum."""
     four, eight = (Counter(op.op for op in every(lowered(name, num_layers=n))) for n in (4, 8))
-    turns = 2 if name == "vertical" else 1
+    turns = 2 if name == "layerwise" else 1
     assert (eight["cast"] - four["cast"]) / 4 <= 3 * turns
     assert (eight["accumulate"] - four["accumulate"]) / 4 <= 1
 
@@ -111,7 +111,7 @@ def _runs(together: bool) -> list[Any]:
     late."""
     found = []
     least = lambda *args: few_launches(initial_options(*args))  # noqa: E731
-    for name in ("stage 2", "stage 3, accumulate", "vertical", "offload"):
+    for name in ("stage 2", "stage 3, accumulate", "layerwise", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(passes.batch, "launches", lambda program: together)

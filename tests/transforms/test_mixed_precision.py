@@ -224,7 +224,7 @@ CASES = {
     "data_parallel": (STAGES[0](),),
     "zero_1": (STAGES[1](), fz.accumulate(2)),
     "zero_3, accumulate": (STAGES[3](), fz.accumulate(4)),
-    "vertical": (STAGES[2](), fz.accumulate(2, schedule="layerwise"), fz.remat("none")),
+    "layerwise": (STAGES[2](), fz.accumulate(2, schedule="layerwise"), fz.remat("none")),
     "offload": (STAGES[3](), fz.offload("cpu", "opt_state")),
     "offload all": (STAGES[1](), fz.accumulate(2), fz.offload("cpu", ("params", "opt_state"), update_on="device")),
 }
@@ -512,7 +512,7 @@ def test_two_precisions_for_a_tied_leaf():
         lambda: fz.lower(step, fz.AbstractMesh(data=2), tied, torch.ones(2, 3)),
     ):
         raises(
-            TransformError, act, "params['a'] and params['b'] are one tensor", "accepts params['a'], not params['b']"
+            TransformError, act, "params['a'] and params['b'] are one tensor", "matches params['a'], not params['b']"
         )
 
 

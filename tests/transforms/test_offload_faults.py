@@ -256,9 +256,9 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 
 def test_a_path_is_checked_before_anything_is_made(tmp_path: Path) -> None:
     mesh = fz.make_mesh(data=1)
-    with pytest.raises(fz.errors.FzeroValueError, match="there is no such directory"):
+    with pytest.raises(fz.errors.FzeroValueError, match="the directory does not exist"):
         compiled(mesh, str(tmp_path / "none")).init(MODEL.init)
     train = compiled(mesh, str(tmp_path))
     fz.checkpoint.save(tmp_path / "saved", train.init(MODEL.init))
-    with pytest.raises(fz.errors.FzeroValueError, match="there is no such directory"):
+    with pytest.raises(fz.errors.FzeroValueError, match="the directory does not exist"):
         compiled(mesh, str(tmp_path / "none")).restore(tmp_path / "saved", MODEL.init)

@@ -110,28 +110,28 @@ def differences(names: Iterable[str]) -> list[str]:
     return simulated.differences(step, mesh, params(experts), batch(), STEPS, plain)
 
 
-PARAMS = ("zero_3", "zero_3_two_axes", "zero_3_state_two_axes", "zero_3_replicated", "once_a_step")
+PARAMS = ("zero_3", "zero_3_two_axes", "zero_3_state_two_axes", "zero_3_replicated", "hierarchical")
 PIPELINES = ("pipeline", "pipeline_zb")
-TWO_PARAMS = itertools.product(("zero_3", "zero_3_replicated"), ("zero_3_two_axes", "once_a_step"))
+TWO_PARAMS = itertools.product(("zero_3", "zero_3_replicated"), ("zero_3_two_axes", "hierarchical"))
 REASONS: dict[str, Iterable[tuple[str, str]]] = {
-    "does nothing: no leaf is sharded over axis 'data'": [("data_parallel", "redundant")],
+    "does nothing: no tensor is sharded over axis 'data'": [("data_parallel", "redundant")],
     r"shard_grads \(ZeRO-2\) does all that shard_opt_state \(ZeRO-1\) does": [("zero_1", "zero_2")],
     r"shard_params \(ZeRO-3\) does all that shard_(opt_state|grads) \(ZeRO-[12]\) does": [
         *itertools.product(("zero_1", "zero_2"), PARAMS),
-        ("zero_3_state_two_axes", "once_a_step"),
+        ("zero_3_state_two_axes", "hierarchical"),
     ],
     "two different shard_params": [*TWO_PARAMS, ("zero_3_two_axes", "zero_3_state_two_axes")],
     "two different tensor_parallel": [("tensor", "tensor_sequence")],
-    "two axes would cut positions: leave sequence=True out": [("tensor_sequence", "sequence")],
-    "values are cut over one axis: leave one out": [("tensor", "expert"), ("tensor_sequence", "expert")],
-    "fp8 scales whole (parameters|values), and these are computed in parts": [
+    "two axes would shard positions: leave sequence=True out": [("tensor_sequence", "sequence")],
+    "values are sharded over one axis: leave one out": [("tensor", "expert"), ("tensor_sequence", "expert")],
+    "fp8 scales unsharded (parameters|values), and these are sharded": [
         (name, "fp8") for name in ("tensor", "tensor_sequence", "sequence", "expert")
     ],
-    "knows nothing of leaves that a rank does not have": [
+    "does not support parameters that a rank does not have": [
         *itertools.product(PIPELINES, ("fp8", "offload_host", "offload_disk")),
-        *(("once_a_step", name) for name in PIPELINES),
+        *(("hierarchical", name) for name in PIPELINES),
     ],
-    "stages divide transfers value by value, and codes are made of several at once": [
+    "pipeline stages split transfers by value, and several values are encoded together": [
         (x, "compress") for x in PIPELINES
     ],
     "two different pipeline": [PIPELINES],
@@ -139,7 +139,7 @@ REASONS: dict[str, Iterable[tuple[str, str]]] = {
     "two different remat": [("remat_full", "remat_none")],
     "two different mixed_precision": [*itertools.combinations(("bf16", "bf16_stored", "fp16"), 2)],
     "opt_state, params: one tensor sent to two tiers": [("offload_host", "offload_disk")],
-    r"(?s)leaves rest on disk, and are not sent.*params\['embedding'\]": [("offload_disk", "redundant")],
+    r"(?s)tensors are stored on disk, and are not sent.*params\['embedding'\]": [("offload_disk", "redundant")],
 }
 REJECTED = {tuple(sorted(pair, key=NAMES.index)): reason for reason, pairs in REASONS.items() for pair in pairs}
 

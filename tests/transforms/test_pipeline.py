@@ -619,11 +619,11 @@ def test_tables_of_units() -> None:
         "rank 1 has besides F2": [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "F2", "B1"]],
         "rank 0 repeats F0": [["F0", "F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]],
         "1 orders, and 2 ranks": [["F0", "F1", "B0", "B1"]],
-        "rank 1 has behind a later micro-batch of its kind and chunk B0": [
+        "rank 1 has after a later micro-batch of its kind and chunk B0": [
             ["F0", "F1", "B0", "B1"],
             ["F0", "F1", "B1", "B0"],
         ],
-        "runs the units F0 to F1, B0 to B1 and W0 to W1 once": [
+        "runs the actions F0 to F1, B0 to B1 and W0 to W1 once": [
             ["F0", "B0", "W0", "F1", "B1"],
             ["F0", "B0", "F1", "B1"],
         ],
@@ -638,7 +638,7 @@ def test_tables_of_units() -> None:
             fz.lower(pipelined(2, schedule=orders), AbstractMesh(pipe=2), params(), batch())
         assert text in str(found.value)
     for given in ([["F0", "X"]], [3], 3, [["F0", 1]]):
-        with pytest.raises(FzeroTypeError, match="a schedule is a name, or a list of units for each rank"):
+        with pytest.raises(FzeroTypeError, match="a schedule is a name, or a list of actions for each rank"):
             fz.pipeline(schedule=given)
     for how, chunks in (("interleaved", 1), ("1f1b", 2)):
         with pytest.raises(FzeroValueError, match=f"schedule='{how}' with chunks={chunks}"):
@@ -679,7 +679,7 @@ def test_what_cannot_be_divided() -> None:
         fz.pipeline(stages=[0, 2])
     with pytest.raises(TransformError, match="let data_parallel name another axis"):
         pipelined(2, fz.data_parallel(axis="pipe"))
-    with pytest.raises(TransformError, match="offload knows nothing of leaves that a rank does not have"):
+    with pytest.raises(TransformError, match="offload does not support parameters that a rank does not have"):
         pipelined(2, fz.offload("cpu"))
     with pytest.raises(TransformError, match="statistics of all blocks are one value"):
         pipelined(2, fz.mixed_precision("bf16", watch=True))
@@ -725,7 +725,7 @@ def together(grads: Any, state: Any, params: Any) -> Any:
 
 
 def test_an_update_of_leaves_of_two_stages_is_refused() -> None:
-    with pytest.raises(FzeroValueError, match=r"reads leaves of several stages at once\n.*: stage 0"):
+    with pytest.raises(FzeroValueError, match=r"reads tensors of several stages at once\n.*: stage 0"):
         chained(optim.GradientTransformation(lambda params: {}, together))
 
 

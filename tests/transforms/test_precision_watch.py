@@ -23,7 +23,7 @@ CASES: dict[str, tuple[tuple[Any, ...], int]] = {  # and micro-batches
     "no remat": ((fz.shard_grads, fz.remat("none"), fz.accumulate(2)), 2),
     "remat": ((fz.shard_params, fz.remat("full")), 1),
     "offload": ((fz.shard_params, fz.offload("cpu", ("opt_state", "activations"))), 1),
-    "vertical": (
+    "layerwise": (
         (fz.shard_params, fz.accumulate(3, schedule="layerwise"), fz.offload("cpu", ("params", "opt_state"))),
         3,
     ),
@@ -85,7 +85,7 @@ def both(case: str, dtype: str) -> Any:
 WATCHED = [  # every case in float32 on two ranks or one, every dtype on both
     *(("fp32", case, 2) for case in CASES if case != "plain"),
     *(("fp32", "plain", 1), ("fp32", "offload", 1)),
-    *(("bf16", "no remat", 1), ("bf16", "plain", 2), ("fp16", "accumulate", 1), ("fp16", "vertical", 2)),
+    *(("bf16", "no remat", 1), ("bf16", "plain", 2), ("fp16", "accumulate", 1), ("fp16", "layerwise", 2)),
 ]
 
 

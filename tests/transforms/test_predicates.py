@@ -16,7 +16,7 @@ def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
     w = torch.ones(4, 4)
     params, loss = {"a": w, "b": w, "c": torch.ones(4, 4)}, lambda p, x: (x @ p["a"] @ p["b"] @ p["c"]).mean()
     torn = (
-        "params['a'] and params['b'] are one tensor: `trainable` accepts params['b'], not params['a']",
+        "params['a'] and params['b'] are one tensor: `trainable` matches params['b'], not params['a']",
         "Fix: accept all",
     )
     step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['a']")
@@ -67,7 +67,7 @@ def test_a_predicate_of_paths_that_accepts_none():
                 TransformError,
                 act,
                 "does nothing",
-                "`where` accepts none of 1 leaves; the nearest:\n  params['w']",
+                "`where` matches none of 1 tensors; the nearest:\n  params['w']",
                 "leave `where` out",
             )
         assert i or all(fz.compile(transform(where=where)(step), mesh, backend="eager").init(VECTOR) for where in MEANT)
@@ -78,8 +78,8 @@ def test_a_predicate_of_paths_that_accepts_none():
     raises(
         FzeroValueError,
         lambda: running(running.init(params), ROWS),
-        "no leaf is mutable",
-        "none of 7 leaves; the nearest:\n  params['running_mean']",
+        "no tensor is mutable",
+        "none of 7 tensors; the nearest:\n  params['running_mean']",
     )
 
     def traced(p, x):
@@ -88,9 +88,9 @@ def test_a_predicate_of_paths_that_accepts_none():
     step = fz.train_step(traced, optim.sgd(0.1))
     cut = fz.accumulate(step, 2, replicated=lambda path, leaf: "mask" in path)
     refused = lambda x, *words: raises(FzeroValueError, lambda: fz.lower(cut, ONE, VECTOR, x), *words)  # noqa: E731
-    refused(ROWS, "all leaves of the batch are cut", "none of 1 leaves")
-    tied = "batch['mask'] and batch['rows'] are one tensor: `replicated` accepts batch['mask'], not batch['rows']"
-    refused({"mask": ROWS, "rows": ROWS}, "`replicated` accepts some of its paths", tied, "give x.clone()")
+    refused(ROWS, "all tensors of the batch are already split", "none of 1 tensors")
+    tied = "batch['mask'] and batch['rows'] are one tensor: `replicated` matches batch['mask'], not batch['rows']"
+    refused({"mask": ROWS, "rows": ROWS}, "`replicated` matches only some of its paths", tied, "give x.clone()")
 
 
 def test_a_predicate_answers_true_or_false() -> None:
@@ -111,6 +111,6 @@ def test_a_predicate_answers_true_or_false() -> None:
                 fz.lower(step, MESH, PARAMS, BATCH)
             text = str(caught.value)
             assert (
-                f"`{name}` answers neither True nor False\n  {'batch' if name == 'replicated' else 'params['}" in text
+                f"`{name}` does not return a bool\n  {'batch' if name == 'replicated' else 'params['}" in text
                 and "Fix: return a bool" in text
             ), text

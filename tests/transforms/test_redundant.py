@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_run import ended, keepers, logged, plainly
+from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero import optim
@@ -137,9 +137,9 @@ def test_numbers_stay_and_what_arrives_is_the_owners(run_ranks: Any, tmp_path: P
         assert sorted(mine) == [(2, 2), (3, 2), (4, 2)]
         # what rank 1 has sent of state 3 lies on rank 0's host, and with rank 0's own it is the whole
         assert is_whole(mine[3, 2]) and not is_whole(mine[4, 2]), name
-        sent, owners = values_of(mine[3, 2], "ward-00001"), values_of(other[3, 2], "rank-00001")
+        sent, owners = values_of(mine[3, 2], "replica-00001"), values_of(other[3, 2], "rank-00001")
         assert sent and sent.items() <= owners.items(), name
-        assert set(values_of(other[3, 2], "ward-00000")) and len(sent) >= 7
+        assert set(values_of(other[3, 2], "replica-00000")) and len(sent) >= 7
 
 
 def over_two_axes(memory: str) -> list[str]:
@@ -158,7 +158,7 @@ def test_over_an_axis_of_two(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(4, over_two_axes, str(tmp_path)) == [[]] * 4
     for rank in range(4):
         mine, owner = held(tmp_path / f"host-{rank}"), (rank + 2) % 4
-        sent = values_of(mine[0, 4], f"ward-{owner:05d}")
+        sent = values_of(mine[0, 4], f"replica-{owner:05d}")
         assert sorted(mine) == [(0, 4), (1, 4), (2, 4)] and len(sent) >= 7
         assert sent.keys() <= values_of(held(tmp_path / f"host-{owner}")[1, 4], f"rank-{owner:05d}").keys()
 
@@ -172,7 +172,7 @@ def test_a_host_is_lost_and_then_another(run_ranks: Any, tmp_path: Path) -> None
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
     faults = ["1.0.3:node", "0.0.5.after:node"]
-    with keepers(out, 8, *faults, hosts=2, env={"SURVIVOR_SENDS": "1"}) as processes:
+    with supervisors(out, 8, *faults, hosts=2, env={"SURVIVOR_SENDS": "1"}) as processes:
         texts = [ended(process) for process in processes]
     assert all(code == 0 and "is not what it kept" not in text for code, text in texts), texts
     steps = logged(out)
@@ -184,11 +184,11 @@ def test_a_host_is_lost_and_then_another(run_ranks: Any, tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
-    with keepers(tmp_path, 8, "1.0.3:node", hosts=2, env={"SURVIVOR_NOWHERE": ""}) as processes:
+    with supervisors(tmp_path, 8, "1.0.3:node", hosts=2, env={"SURVIVOR_NOWHERE": ""}) as processes:
         texts = [ended(process) for process in processes]
     text = "\n".join(text for _, text in texts)  # an error of all ranks is printed by one
     assert [code for code, _ in texts] == [1, 1] and "run.state: the state of this run is lost" in text, text
-    assert "of the state after 3 batches no host's memory has what rank 1 had" in text, text
+    assert "of the state after 3 batches no host's memory has the shards of rank 1 had" in text, text
     assert not re.search(r"\[rank\d\]: \[rank", text), "ranks that joined twice say once who they are"
 
 
@@ -247,7 +247,7 @@ def test_of_a_turn_its_first_state_is_sent_whole_or_not_at_all(run_ranks: Any, t
     mine, other = (held(tmp_path / f"then-{rank}") for rank in range(2))
     assert is_whole(mine[3, 2]) and is_whole(mine[6, 2]) and not is_whole(mine[9, 2])
     for seen in (3, 6):
-        sent, owners = values_of(mine[seen, 2], "ward-00001"), values_of(other[seen, 2], "rank-00001")
+        sent, owners = values_of(mine[seen, 2], "replica-00001"), values_of(other[seen, 2], "rank-00001")
         assert sent and sent.items() <= owners.items() and any("scale" in name for name, *_ in sent)
 
 
@@ -314,7 +314,7 @@ def test_one_rank_along_the_axis_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("mesh", "transforms", "words"),
     [
-        ({"data": 2}, [fz.data_parallel(), fz.redundant()], r"does nothing: no leaf is sharded over axis 'data'"),
+        ({"data": 2}, [fz.data_parallel(), fz.redundant()], r"does nothing: no tensor is sharded over axis 'data'"),
         (
             {"data": 2},
             [fz.shard_params(), fz.redundant(axis="node")],
@@ -323,7 +323,7 @@ def test_one_rank_along_the_axis_sends_nothing() -> None:
         (
             {"data": 2},
             [fz.shard_params(), fz.offload("nvme", "opt_state", path="/scratch"), fz.redundant()],
-            r"(?s)\d+ leaves rest on disk, and are not sent.*opt_state",
+            r"(?s)\d+ tensors are stored on disk, and are not sent.*opt_state",
         ),
     ],
 )
@@ -362,7 +362,7 @@ def test_it_goes_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.shift(mesh(data=16)) == 4
     assert on("node").shift(mesh(node=4, data=4)) == 1
     assert spec.shift(mesh(node=4, data=4)) == 0
-    with pytest.raises(FzeroValueError, match=r"(?s)axis 'data' does not leave a host.*4 ranks on each host"):
+    with pytest.raises(FzeroValueError, match=r"(?s)axis 'data' does not cross hosts.*4 ranks on each host"):
         spec.check([], mesh(node=4, data=4))
     assert spec.shift(mesh(data=8, model=2)) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -306,7 +306,7 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(data=2), fz.data_parallel())
     with pytest.raises(TransformError, match="let data_parallel name another axis"):
         step(fz.data_parallel(axis="seq"))
-    with pytest.raises(TransformError, match="two axes would cut positions: leave sequence=True out"):
+    with pytest.raises(TransformError, match="two axes would shard positions: leave sequence=True out"):
         step(fz.tensor_parallel(rules={"up": 1}, sequence=True))
     with pytest.raises(TransformError, match="let tensor_parallel name another axis"):
         step(fz.tensor_parallel(rules={"up": 1}, axis="seq"))
@@ -324,8 +324,8 @@ def test_what_reads_all_positions_is_equal_and_named():
     made = step(loss=loss_of(last=sliced))
     fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2), steps=2)
     (note,) = lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced)).program.notes
-    assert "aten.slice.Tensor of" in note and "is computed whole on every rank of seq: 6.0 KiB" in note
-    with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*slice.*shift labels, not logits"):
+    assert "aten.slice.Tensor of" in note and "is computed unsharded on every rank of seq: 6.0 KiB" in note
+    with pytest.raises(FzeroValueError, match=r"(?s)would be computed unsharded.*slice.*shift labels, not logits"):
         lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced), max_replicated_bytes="1KiB")
 
 

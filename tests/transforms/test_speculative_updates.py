@@ -107,7 +107,7 @@ OFFLOADS = {
     "half": lambda d: (fz.offload("nvme", "opt_state", path=d, fraction=0.5),),
     "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("nvme", BOTH, path=d)),
     "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("nvme", BOTH, path=d)),
-    "vertical": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("nvme", BOTH, path=d)),
+    "layerwise": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("nvme", BOTH, path=d)),
 }
 
 
@@ -119,7 +119,7 @@ def test_right_and_wrong_guesses_come_to_what_waiting_comes_to(tmp_path: Path, n
     mesh = fz.make_mesh(data=1, unified_memory=unified)
     offloaded = OFFLOADS[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
-    plain = [fz.accumulate(2)] if name == "vertical" else plain
+    plain = [fz.accumulate(2)] if name == "layerwise" else plain
     want = waited(*plain)
     found, moved, train = run(mesh, offloaded)
     assert guesses(train.program)
@@ -137,11 +137,11 @@ ON_HOST = {
     "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("cpu", BOTH)),
     "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("cpu", "opt_state")),
     "and disk": lambda d: (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path=d)),
-    "vertical": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("cpu", BOTH)),
+    "layerwise": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("cpu", BOTH)),
 }
 
 
-@pytest.mark.full(keep=["vertical-one memory", "bf16-one memory", "half-one memory"])
+@pytest.mark.full(keep=["layerwise-one memory", "bf16-one memory", "half-one memory"])
 @pytest.mark.parametrize("unified", [True, False], ids=["one memory", "apart"])
 @pytest.mark.parametrize("name", ON_HOST)
 @pytest.mark.usefixtures("guessing")
@@ -153,7 +153,7 @@ def test_on_the_host_with_room_for_copies(
     monkeypatch.setattr(Attempt, "rollback", lambda *args: redone.append(rollback(*args)) or redone[-1])
     offloaded = ON_HOST[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
-    plain = [fz.accumulate(2)] if name == "vertical" else plain
+    plain = [fz.accumulate(2)] if name == "layerwise" else plain
     want = waited(*plain)
     found, _, _ = run(fz.make_mesh(data=1, unified_memory=unified), offloaded, host_budget="1GB")
     assert redone == REDONE
@@ -179,7 +179,7 @@ def test_a_host_budget_decides() -> None:
         "12 bytes of copies; gradients wait there for a rollback, too"
     )
     assert roomy.plan.step_seconds < unsaid.plan.step_seconds
-    assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["on a guess"]
+    assert [d.chosen for d in roomy.plan.decisions if d.what == "update"] == ["speculative"]
     assert not guesses(lower(roomy.plan.host_peak_bytes - 1).program)
 
 
@@ -271,7 +271,7 @@ def test_budgets_decide(tmp_path: Path) -> None:
     assert free.plan.disk_bytes > 200_000 >= once.plan.disk_bytes == free.plan.disk_bytes // 2
     assert guesses(free.program)
     assert not guesses(once.program)
-    assert [d.chosen for d in free.plan.decisions if d.what == "update"] == ["on a guess"]
+    assert [d.chosen for d in free.plan.decisions if d.what == "update"] == ["speculative"]
 
 
 def test_no_guess_where_it_could_not_be_right(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_profile_has_an_event_for_what_ran(tmp_path: Path) -> None:
         state, events = train.profile(state, batch, steps=1)
         counts[scale] = sum(e.name.startswith("update") for e in events)
         assert {e.queue for e in events} == {"compute", "disk", "to_host", "to_device"}
-    assert counts == {9.0: 3, 0.1: 3}  # as the rollback, and on a guess: each update once
+    assert counts == {9.0: 3, 0.1: 3}  # as the rollback, and speculative: each update once
 
 
 # --- what would break a guess is found ---
@@ -318,7 +318,7 @@ def mutated(program: Any, what: str) -> Any:
             body = [x for x in rollback.body if not (x.op == "assign" and x.attrs.restores)]
         case "nothing is done again":
             return replace(program, instructions=(*program.instructions[:at], *program.instructions[at + 1 :]))
-        case "a write is still under way":
+        case "has not been waited for":
             start = next(x for x in reversed(program.instructions[:at]) if x.op == "disk_write_start")
             wait = next(x for x in program.instructions if x.op == "wait" and x.args[0] == start.out[0].name)
             ops = [x for x in program.instructions if x is not wait]
@@ -337,7 +337,7 @@ def mutated(program: Any, what: str) -> Any:
         ("one leaf is not written again", "was written speculatively, and is not written again"),
         ("what is not on disk is not put back", "has been overwritten"),
         ("nothing is done again", "was written speculatively"),
-        ("a write is still under way", "still under way"),
+        ("has not been waited for", "has not been waited for"),
     ],
 )
 def test_the_verifier_finds(tmp_path: Path, what: str, said: str) -> None:

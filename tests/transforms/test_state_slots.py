@@ -223,7 +223,7 @@ def settings(tmp_path: Path) -> dict[str, tuple[Any, int, torch.dtype]]:
     return {
         "alone": ((), 1, fp32),
         "accumulate": ((fz.accumulate(2),), 2, fp32),
-        "vertical": ((fz.accumulate(2, schedule="layerwise"),), 2, fp32),
+        "layerwise": ((fz.accumulate(2, schedule="layerwise"),), 2, fp32),
         "bf16": ((fz.mixed_precision("bf16"),), 1, torch.bfloat16),
         "host": ((fz.offload("cpu", ("opt_state", "params")),), 1, fp32),
         "disk": ((fz.offload("nvme", "opt_state", path=str(tmp_path)),), 1, fp32),
@@ -236,7 +236,7 @@ def settings(tmp_path: Path) -> dict[str, tuple[Any, int, torch.dtype]]:
     [
         ("data_parallel", ["alone", "accumulate", "bf16"]),
         ("shard_opt_state", ["accumulate", "disk"]),
-        ("shard_grads", ["alone", "vertical"]),
+        ("shard_grads", ["alone", "layerwise"]),
         ("shard_params", ["accumulate", "bf16", "host"]),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_checkpoint_goes_on_on_another_number_of_ranks(run_ranks: Any, tmp_pat
     begun, got, _, _ = run_ranks(ranks, trained, case, given[3:], path, go_on=True)[0]
     kept = [(x.params, x.extras["ema"], x.extras["outer"]) for x in (begun, saved)]
     assert all(torch.equal(a, b) for a, b in zip(*map(fz.tree.leaves, kept), strict=True))
-    for k, rows in begun.extras["residual"].items():  # has values of each rank, so it begins anew
+    for k, rows in begun.extras["residual"].items():  # has values of each rank, so the run begins from scratch
         assert saved.extras["residual"][k].any() and torch.equal(rows, rows.new_zeros(ranks, *rows.shape[1:]))
     before = {
         "params": begun.params,
@@ -402,7 +402,7 @@ class Unused(Transform):
         ("no dict", FzeroTypeError, r"slots returned list"),
         ("another shape", FzeroTypeError, r"slots\['own'\]\['w'\]: float32\[8, 70\] before, float32\[2, 8, 70\] after"),
         ("another dtype", FzeroTypeError, r"slots\['own'\]\['b'\]: float32\[\] before, bfloat16\[\] after"),
-        ("a slot of another", FzeroTypeError, r"slots\['ema'\]\['b'\]: not given to it"),
+        ("a slot of another", FzeroTypeError, r"slots\['ema'\]\['b'\]: not among the tensors given to it"),
         ("twice", FzeroTypeError, "update called inner 2 times"),
         ("no pair", FzeroTypeError, r"update called inner 1 times and returned dict"),
         (

@@ -150,9 +150,9 @@ def test_rules_that_cut_badly_are_equal_and_named(op, rules):
     simulated(AbstractMesh(model=2), rules=rules)
     program = lowered(AbstractMesh(model=2), rules=rules).program
     named = rf"aten\.{op}\.\w+ of layer"
-    assert any(re.search(f"{named} is computed whole on every rank of model", x) for x in program.notes)
+    assert any(re.search(f"{named} is computed unsharded on every rank of model", x) for x in program.notes)
     assert all(f"#   {x}" in str(program) for x in program.notes)
-    with pytest.raises(FzeroValueError, match=rf"(?s)would be computed whole.*{named}"):
+    with pytest.raises(FzeroValueError, match=rf"(?s)would be computed unsharded.*{named}"):
         lowered(AbstractMesh(model=2), rules=rules, max_replicated_bytes=0)
 
 
@@ -171,11 +171,11 @@ def problem(**given: Any) -> str:
 def test_what_cannot_be_meant():
     assert "did you mean layers.0.qkv" in problem(rules={"qvk": 1})
     assert "did you mean layers.0.up" in problem(rules={"up_proj.weight": 1})
-    assert "rules={}: no parameter is cut; None chooses" in problem(rules={})
-    with pytest.raises(FzeroTypeError, match="step: a mapping, which no step is: name it, rules="):
+    assert "rules={}: no parameter is sharded; None chooses" in problem(rules={})
+    with pytest.raises(FzeroTypeError, match="step: a mapping is not a step: pass it by name, rules="):
         fz.tensor_parallel({"qkv": 1})
     assert "rules['qkv']='1': a dim, a pair" in problem(rules={"qkv": "1"})
-    assert "no parameter is cut" in problem(rules={"qkv": None})
+    assert "no parameter is sharded" in problem(rules={"qkv": None})
     assert "it has no dim 7" in problem(rules={"qkv": 7})
     assert "rules returned 'x'" in problem(rules=lambda path, leaf: "x")
     with pytest.raises(TransformError, match="let data_parallel name another axis"):
@@ -190,13 +190,13 @@ def test_what_cannot_be_meant():
 
     w = torch.zeros(4, 4)
     step = fz.tensor_parallel(fz.train_step(tied, fz.optim.sgd(0.1)), rules={"a": 0, "b": 1})
-    with pytest.raises(TransformError, match="tied leaves have two rules"):
+    with pytest.raises(TransformError, match="tied parameters have two rules"):
         fz.lower(step, AbstractMesh(model=2), {"a": w, "b": w}, torch.zeros(2, 4))
 
 
 ON_RANKS = {  # besides: in a loop with shard_params below, by position
     "plain": [fz.data_parallel()],
-    "vertical": [fz.shard_grads(), fz.accumulate(2, schedule="layerwise")],
+    "layerwise": [fz.shard_grads(), fz.accumulate(2, schedule="layerwise")],
     "all on the host": [fz.shard_params(), fz.offload("cpu"), fz.mixed_precision("bf16")],
 }
 

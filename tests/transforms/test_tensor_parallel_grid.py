@@ -32,7 +32,7 @@ MESHES = {
     "node=2 x data=2 x model=2": {"node": 2, "data": 2, "model": 2},
 }
 STAGES = ("plain", "data_parallel", "shard_opt_state", "shard_grads", "shard_params")
-TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "vertical": [fz.accumulate(2, schedule="layerwise")]}
+TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "layerwise": [fz.accumulate(2, schedule="layerwise")]}
 REMATS = ("min_cut", "none", "full")
 STEPS = 4  # of which the first has the same parameters in each
 
@@ -134,7 +134,7 @@ def test_the_loss_is_clipped():
 @pytest.mark.full
 def test_some_cases():
     cases = [
-        Case("model=2", "plain", "vertical", "full"),
+        Case("model=2", "plain", "layerwise", "full"),
         Case("model=4", "shard_grads", "once", "none"),
         Case("node=2 x data=2 x model=2", "shard_params", "accumulate(2)", "min_cut"),
     ]
@@ -145,7 +145,7 @@ def test_some_cases():
 def test_some_cases_in_bf16():
     cases = [
         Case("model=4", "plain", "once", "min_cut"),
-        Case("data=2 x model=2", "shard_params", "vertical", "none"),
+        Case("data=2 x model=2", "shard_params", "layerwise", "none"),
     ]
     assert not faults("bf16", cases)
 

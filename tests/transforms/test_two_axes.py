@@ -195,7 +195,7 @@ def test_masters_rest_as_their_state_and_their_copies_are_gathered_once():
 
 
 @pytest.mark.parametrize("way", ["once", "grads once", "gathers once", "reductions once"])
-def test_once_a_step_is_once_a_step(way):
+def test_hierarchical_parameters_are_gathered_once_per_step(way):
     """Whatever the number of micro-batches; what is not asked for crosses once a micro-batch, or twice."""
     one = moved(lowered(way, 1).program)
     for num_micro in (2, 4):
@@ -374,7 +374,7 @@ def of_another_step() -> str:
 def test_a_state_that_is_padded_otherwise_is_refused_with_both_sides(run_ranks):
     for text in run_ranks(4, of_another_step):
         assert "['up']: float32[5, 11] sharded over data in the state" in text
-        assert "float32[5, 11] sharded over data (parts of shards over data, node) in this step" in text
+        assert "float32[5, 11] sharded over data (chunks of shards over data, node) in this step" in text
 
 
 def mean_loss(params: Any, batch: torch.Tensor) -> Any:
@@ -481,7 +481,7 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
     "once of nothing": (
         lambda: built(fz.shard_opt_state(axis=BOTH), fz.hierarchical()),
         FzeroValueError,
-        "crosses it once a step already",
+        "once per step",
     ),
     "once unknown": (
         lambda: built(fz.shard_params(), fz.hierarchical(), axes={"data": 4}),
@@ -491,7 +491,7 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
     "once no leaf": (
         lambda: built(fz.shard_params(axis=BOTH, where=lambda path, leaf: leaf.numel() > 10**6), fz.hierarchical()),
         FzeroValueError,
-        "does nothing over axis 'node': no parameter is cut over it",
+        "does nothing over axis 'node': no parameter is sharded over it",
     ),
     "once small leaves": (
         lambda: built(fz.shard_params(axis=BOTH), fz.hierarchical(), axes={"node": 50, "data": 50}),

@@ -70,7 +70,7 @@ ON_DISK = {"all on disk": LAYERS, "all on disk, streamed": LAYERS, "gradients on
 ACCUMULATE: dict[str, Any] = {
     "once": (),
     "loop": (fz.accumulate(4),),
-    "vertical": (fz.accumulate(4, schedule="layerwise"),),
+    "layerwise": (fz.accumulate(4, schedule="layerwise"),),
 }
 PRECISION: dict[str, Any] = {
     "fp32": (),
@@ -98,8 +98,8 @@ CASES = [
     ("loop", "bf16", ("host", "disk", "host, streamed", "half")),
     ("loop", "fp32", ("host, parameters stay", "disk, streamed")),
     ("loop", "reduced in bf16", ("disk",)),
-    ("vertical", "bf16", ("disk", "host, streamed", "all on disk", "two thirds of them")),
-    ("vertical", "reduced in bf16", ("host", "disk, streamed", "all on disk")),
+    ("layerwise", "bf16", ("disk", "host, streamed", "all on disk", "two thirds of them")),
+    ("layerwise", "reduced in bf16", ("host", "disk, streamed", "all on disk")),
 ]
 
 
@@ -328,9 +328,9 @@ def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, m
 def on_ranks(path: str) -> list[bool]:
     found, mesh, apart = [], fz.make_mesh(data=2), fz.make_mesh(data=2, unified_memory=False)
     with leaving():
-        vertical = (fz.accumulate(2, schedule="layerwise"), fz.mixed_precision("bf16", reduce="bf16"))
-        cases = [("host", (fz.accumulate(2),), fz.shard_params()), ("disk, streamed", vertical, fz.shard_params())]
-        cases += [("all on disk", vertical, fz.shard_params()), ("gradients on disk", (), fz.shard_opt_state())]
+        layerwise = (fz.accumulate(2, schedule="layerwise"), fz.mixed_precision("bf16", reduce="bf16"))
+        cases = [("host", (fz.accumulate(2),), fz.shard_params()), ("disk, streamed", layerwise, fz.shard_params())]
+        cases += [("all on disk", layerwise, fz.shard_params()), ("gradients on disk", (), fz.shard_opt_state())]
         for name, more, stage in cases:
             resident, _ = trained(mesh, (stage, *more))
             off, program = trained(apart, (stage, *more, *OFFLOADS[name](path)))

@@ -50,7 +50,7 @@ def bring(rows: Iterable[Op[Any]], owner: str) -> None:
     rows = [*rows]
     taken = [x.name for x in rows if x.name in OPS and OWNERS.get(x.name) != owner]
     if problems := [f"{name}: {f'of {OWNERS[name]}' if name in OWNERS else 'of fzero'}" for name in taken]:
-        raise FzeroTypeError(owner, "ops that are there already", problems, "give them other names")
+        raise FzeroTypeError(owner, "ops of these names exist already", problems, "give them other names")
     OPS.update((x.name, x) for x in rows)
     OWNERS.update((x.name, owner) for x in rows)
 
@@ -84,11 +84,11 @@ def unsaid(op: str) -> Attrs:
     return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
-def turns(op: Instruction) -> int:
+def iterations(op: Instruction) -> int:
     """Returns how often to go through an op's body to see all its effects: two iterations of a loop, because one
     iteration leaves values to the next.
     """
-    return OPS[op.op].turns(op) if op.body else 0
+    return OPS[op.op].iterations(op) if op.body else 0
 
 
 def from_to(op: Instruction) -> tuple[str, str]:
@@ -159,7 +159,7 @@ __all__ = [
     "replicated_leaves",
     "stays",
     "transfer_bytes",
-    "turns",
+    "iterations",
     "unsaid",
     "written_aside",
 ]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fzero._compat import compat
-from fzero.ir.attributes import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
-from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, join_text
+from fzero.ir.attributes import AddAttrs, AssignAttrs, JoinAttrs, LoopAttrs, UpdateAttrs
+from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text, into, join_text
 from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 
@@ -53,29 +53,29 @@ class Update(Op[UpdateAttrs]):
             rules.bad(op, f"{name} is not among its arguments")
 
 
-class Loop(Op[TurnsAttrs]):
+class Loop(Op[LoopAttrs]):
     """Runs its body once per micro-batch."""
 
     name = "loop"
     in_text = False
     args = 0
     out = 0
-    attrs = TurnsAttrs
+    attrs = LoopAttrs
     body = True
     computes = ""
 
-    def check(self, op: Instruction[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[LoopAttrs], args: list[Value], rules: Rules) -> None:
         if op.attrs.count < 2 or not op.body:
             rules.bad(op, f"repeats {len(op.body)} lines {op.attrs.count} times")
 
-    def turns(self, op: Instruction[TurnsAttrs]) -> int:
+    def iterations(self, op: Instruction[LoopAttrs]) -> int:
         """Returns two: the second iteration shows the values that one iteration leaves to the next."""
         return min(op.attrs.count, 2)
 
-    def turns_run(self, op: Instruction[TurnsAttrs], result: Any) -> int:
+    def iterations_run(self, op: Instruction[LoopAttrs], result: Any) -> int:
         return op.attrs.count
 
-    def text(self, op: Instruction[TurnsAttrs], program: Program) -> Text:
+    def text(self, op: Instruction[LoopAttrs], program: Program) -> Text:
         return Text(f"for micro in range({op.attrs.count}):")
 
 
@@ -94,8 +94,8 @@ class Accumulation(Op[JoinAttrs]):
 
     def check(self, op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
         _joins(op, args, rules)
-        if rules.turns == 1 or op.attrs.reduction not in JOINS:
-            rules.bad(op, f"accumulates by {op.attrs.reduction!r} over {rules.turns} turns")
+        if rules.iterations == 1 or op.attrs.reduction not in JOINS:
+            rules.bad(op, f"accumulates by {op.attrs.reduction!r} over {rules.iterations} iterations")
         if not args or len(args) != len(op.out):
             rules.bad(op, f"accumulates {len(args)} values to {len(op.out)}")
         for part, total in zip(args, op.out, strict=False):
@@ -129,16 +129,16 @@ class Accumulation(Op[JoinAttrs]):
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
-    def means(
-        self, op: Instruction[JoinAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[JoinAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         pairs = zip(op.out, args, strict=True)
-        return [_joined(op, told.values[v.name], x) if turn else x.clone() for v, x in pairs]
+        return [_joined(op, interpreter.values[v.name], x) if iteration else x.clone() for v, x in pairs]
 
-    def stands(self, op: Instruction[JoinAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[JoinAttrs], of: Meanings, micro: int, iteration: int) -> None:
         if op.attrs.reduction == "sum":
             for value, part in zip(op.out, op.args, strict=True):
-                of.total(value.name, value.name if turn else None, part)
+                of.total(value.name, value.name if iteration else None, part)
 
 
 class Add(Op[AddAttrs]):
@@ -179,13 +179,13 @@ class Add(Op[AddAttrs]):
 
         return on.tiers.settled(add, lambda *args: args[0])
 
-    def means(
-        self, op: Instruction[AddAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[AddAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         num = len(op.out)
         return [_joined(op, total, part) for total, part in zip(args[:num], args[num:], strict=True)]
 
-    def stands(self, op: Instruction[AddAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[AddAttrs], of: Meanings, micro: int, iteration: int) -> None:
         if op.attrs.reduction == "sum":
             for value, total, part in zip(op.out, *_halves(op), strict=True):
                 of.total(value.name, total, part)
@@ -239,13 +239,13 @@ class Assign(Op[AssignAttrs]):
 
         return on.tiers.settled(assign, lambda *args: args[0])
 
-    def means(
-        self, op: Instruction[AssignAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[AssignAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        told.write(op.writes, args[len(op.writes) :])
+        interpreter.write(op.writes, args[len(op.writes) :])
         return ()
 
-    def stands(self, op: Instruction[AssignAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[AssignAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.written(op.writes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.ir.attributes import DealAttrs, Over
-from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, over
+from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text, into, over
 from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import cut_over
@@ -79,12 +79,14 @@ class Rearranged(Op[Over]):
 
         return on.tiers.settled(rearranged, lambda *args: args[-1])
 
-    def means(self, op: Instruction[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        shape, dim = self.cut(op, told.program.values_by_name[op.args[0]], told.mesh)
-        out = args[0].new_empty(op.out[0].held(told.mesh))
-        return [self.rearrange(args[0], out, shape, DimShard(*dim, told.mesh.axis_size(op.attrs.axes)))]
+    def reference(
+        self, op: Instruction[Over], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
+        shape, dim = self.cut(op, interpreter.program.values_by_name[op.args[0]], interpreter.mesh)
+        out = args[0].new_empty(op.out[0].held(interpreter.mesh))
+        return [self.rearrange(args[0], out, shape, DimShard(*dim, interpreter.mesh.axis_size(op.attrs.axes)))]
 
-    def stands(self, op: Instruction[Over], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[Over], of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
 
 
@@ -155,10 +157,12 @@ class Reshaped(Op):
     def runs(self, on: Running) -> Callable[..., Any]:
         return _reshaped
 
-    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [_reshaped(args[0], op.out[0].held(told.mesh)).clone()]
+    def reference(
+        self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
+        return [_reshaped(args[0], op.out[0].held(interpreter.mesh)).clone()]
 
-    def stands(self, op: Instruction, of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction, of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
 
 
@@ -200,12 +204,12 @@ class Deal(Op[DealAttrs]):
 
     def check(self, op: Instruction[DealAttrs], args: list[Value], rules: Rules) -> None:
         if len(op.attrs.axes) != 1 or not args or not op.out:
-            rules.bad(op, f"deals {len(args)} values over {len(op.attrs.axes)} axes")
+            rules.bad(op, f"distributes {len(args)} values over {len(op.attrs.axes)} axes")
             return
         shards, stack = self.ends(op, args)
         size, first = rules.program.mesh.axis_size(op.attrs.axes), shards[0]
         if not {*first.placement.grid} <= {*rules.program.mesh.axes}:
-            rules.bad(op, f"deals {first}")
+            rules.bad(op, f"distributes {first}")
             return
         alike = all(replace(v, name=first.name) == first for v in shards)
         wanted = replace(
@@ -248,8 +252,8 @@ class StackShards(Deal):
 
         return on.tiers.settled(stack_shards, lambda *args: args[-1])
 
-    def means(
-        self, op: Instruction[DealAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[DealAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         return [_stacked(args, args[0].new_empty(op.out[0].shape))]
 
@@ -278,8 +282,8 @@ class UnstackShards(Deal):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda stack, count: stack[:count].unbind()
 
-    def means(
-        self, op: Instruction[DealAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[DealAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         return [x.clone() for x in args[0][: len(op.out)]]
 

@@ -66,7 +66,7 @@ class Rules(Protocol):
     carried: set[str]
     overwritten: set[str]
     device_only: set[str]
-    turns: int
+    iterations: int
     aliases: dict[str, str]
     batch_axes: frozenset[str]
 
@@ -104,7 +104,7 @@ class Running(Protocol):
     ) -> Any: ...
 
 
-class Told(Protocol):
+class InterpreterState(Protocol):
     """The interpreter as an op's reference semantics see it (fzero/testing/interpreter.py)."""
 
     mesh: Mesh
@@ -123,7 +123,7 @@ class Told(Protocol):
     def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]: ...
 
 
-class Standing(Protocol):
+class Meanings(Protocol):
     """The meanings of a program's values, as the search for the first difference follows them
     (fzero/testing/first_difference.py).
     """
@@ -193,20 +193,22 @@ class Op(Generic[A]):
         """Raises FzeroTypeError at the definition of the class if a field has a value that no op can have."""
         super().__init_subclass__()
         problems = [
-            f"{f}={v!r}: is one of {sorted(may)}" for f, may in _WORDS.items() if (v := getattr(cls, f)) not in may
+            f"{f}={v!r}: must be one of {sorted(may)}" for f, may in _WORDS.items() if (v := getattr(cls, f)) not in may
         ]
-        problems += [f"{f}={getattr(cls, f)!r}: is a bool" for f in _FLAGS if not isinstance(getattr(cls, f), bool)]
+        problems += [
+            f"{f}={getattr(cls, f)!r}: must be a bool" for f in _FLAGS if not isinstance(getattr(cls, f), bool)
+        ]
         if not isinstance(cls.writes, bool) and cls.writes != "always":
-            problems.append(f"writes={cls.writes!r}: is a bool or 'always'")
+            problems.append(f"writes={cls.writes!r}: must be a bool or 'always'")
         for field in ("args", "out"):
             if type(num := getattr(cls, field)) is not int or num < ANY:
-                problems.append(f"{field}={num!r}: is a number of values, or ANY")
+                problems.append(f"{field}={num!r}: must be a number of values, or ANY")
         if not (isinstance(cls.attrs, type) and issubclass(cls.attrs, Attrs)):
-            problems.append(f"attrs={cls.attrs!r}: is a class of attributes, as those of fzero/ir/attributes.py")
+            problems.append(f"attrs={cls.attrs!r}: must be a class of attributes, as those of fzero/ir/attributes.py")
         if not str(name := getattr(cls, "name", "_")).isidentifier():
-            problems.append(f"name={name!r}: is what the text of a program calls")
+            problems.append(f"name={name!r}: must be an identifier, because the text of a program calls it")
         if problems:
-            fix = "see fzero.ir.ops.op.Op for what each field says"
+            fix = "see fzero.ir.ops.op.Op for the meaning of each field"
             raise FzeroTypeError("ops", f"the row {cls.__name__} is invalid", problems, fix)
 
     # --- what is checked ---
@@ -233,11 +235,11 @@ class Op(Generic[A]):
             else self.computes == "there" and first is not None and first.tier == "host"
         )
 
-    def turns(self, op: Instruction[A]) -> int:
+    def iterations(self, op: Instruction[A]) -> int:
         """Returns how often to go through its body to see all its effects."""
         return 0
 
-    def turns_run(self, op: Instruction[A], result: Any) -> int:
+    def iterations_run(self, op: Instruction[A], result: Any) -> int:
         """Returns how often its body runs, given the value that the op returned."""
         return 0
 
@@ -277,13 +279,15 @@ class Op(Generic[A]):
         found = self.runs(on)
         return {} if found is None else {self.name: found}
 
-    def means(self, op: Instruction[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        """Computes the results of an op in the simplest way: its reference semantics. `turn`: the iteration of the
+    def reference(
+        self, op: Instruction[A], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
+        """Computes the results of an op in the simplest way: its reference semantics. `iteration`: the iteration of the
         enclosing loop.
         """
         raise AssertionError(f"a line that no program has when it is run: {self.name}")
 
-    def stands(self, op: Instruction[A], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[A], of: Meanings, micro: int, iteration: int) -> None:
         """Records the meaning of each result, and the tensors of the state that the op writes."""
         of.made(op.out, micro)
 
@@ -302,7 +306,8 @@ class Start(Op[A]):
         direct: whether it sends directly to one rank.
         meets: whether every rank along its axes takes part each time, so that its end shows that they have finished
             earlier transfers.
-        hands_out: whether its wait returns the moved values. Shards of another rank's state are not values of a step.
+        returns_values: whether its wait returns the moved values. Shards of another rank's state are not values of a
+            step.
         by_message: whether ranks send messages even if they share memory.
         sinks: whether its wait moves down to the first reader of its results. Otherwise the wait stays in place.
         hoisted: where it starts (fzero/compiler/overlap.py): "ahead" of its first reader, "at once" after the op that
@@ -317,7 +322,7 @@ class Start(Op[A]):
     tree: ClassVar[bool] = False
     direct: ClassVar[bool] = False
     meets: ClassVar[bool] = True
-    hands_out: ClassVar[bool] = True
+    returns_values: ClassVar[bool] = True
     by_message: ClassVar[bool] = False
     sinks: ClassVar[bool] = True
     hoisted: ClassVar[str] = ""
@@ -345,13 +350,13 @@ class Start(Op[A]):
         """Returns the placement of a value after it has arrived."""
         return placement
 
-    def handed_out(
-        self, op: Instruction[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self, op: Instruction[A], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
     ) -> Sequence[torch.Tensor]:
         """Returns the results of its wait."""
         raise NotImplementedError(self.name)
 
-    def stands(self, op: Instruction[A], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[A], of: Meanings, micro: int, iteration: int) -> None:
         of.written(op.writes)
 
 
@@ -387,8 +392,8 @@ def over(op: Instruction) -> str:
     return f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
 
 
-def micro_of(op: Instruction, turn: int) -> tuple[int, int]:
-    """Returns the micro-batch that an op is for in one iteration (`turn`) of the enclosing loop, and how many there
+def micro_of(op: Instruction, iteration: int) -> tuple[int, int]:
+    """Returns the micro-batch that an op is for in one iteration of the enclosing loop, and how many there
     are.
     """
-    return (turn, op.count) if op.micro is None else op.micro
+    return (iteration, op.count) if op.micro is None else op.micro

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fzero.ir.attributes import AssignAttrs, TurnsAttrs
+from fzero.ir.attributes import AssignAttrs, LoopAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text
 from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
 from fzero.ir.program import WHOLE, Instruction, Program, Value
 
 
-class Rollback(Op[TurnsAttrs]):
+class Rollback(Op[LoopAttrs]):
     """Compares scalars with the values that speculative ops (those with `speculative`) assumed, and runs its body if
     they differ.
     """
@@ -26,13 +26,13 @@ class Rollback(Op[TurnsAttrs]):
     name = "rollback"
     words = ("speculative",)
     out = 0
-    attrs = TurnsAttrs
+    attrs = LoopAttrs
     body = True
     reads_old = True
     computes = ""
     uncaptured = "waits for the device, to see whether a speculative update was right"
 
-    def check(self, op: Instruction[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[LoopAttrs], args: list[Value], rules: Rules) -> None:
         """Checks a `rollback` and undoes the effects of the speculative ops before it on the verifier's state.
 
         The body of a `rollback` reads tensors of the state as they were. A tensor on disk that was written
@@ -50,7 +50,7 @@ class Rollback(Op[TurnsAttrs]):
         rules.overwritten -= on_disk | computed if placed else speculated
         rules.written -= speculated
         for handle in (h for h, start in rules.started.items() if start.speculative):
-            rules.bad(op, f"{handle}, which is speculative, is still under way")
+            rules.bad(op, f"{handle}, which is speculative, has not been waited for")
         for scalar, assumed in zip(*_compared(op), strict=False):
             one, other = rules.known.get(scalar), rules.known.get(assumed)
             if (
@@ -61,7 +61,7 @@ class Rollback(Op[TurnsAttrs]):
                 rules.bad(op, f"compares {one} with {other}")
         for x in op.body:
             if x.op in STARTS and STARTS[x.op].between == "ranks":
-                rules.bad(x, "ranks exchange something in what may not be carried out")
+                rules.bad(x, "ranks communicate inside a rollback, which may not run")
 
     def check_program(self, program: Program) -> Iterable[str]:
         speculated, again = set[str](), set[str]()
@@ -71,13 +71,13 @@ class Rollback(Op[TurnsAttrs]):
                 again = {w for inner in op.with_body() if not _restores(inner) for w in inner.writes}
         return [f"{name} was written speculatively, and is not written again" for name in sorted(speculated - again)]
 
-    def turns(self, op: Instruction[TurnsAttrs]) -> int:
+    def iterations(self, op: Instruction[LoopAttrs]) -> int:
         return 1
 
-    def turns_run(self, op: Instruction[TurnsAttrs], result: Any) -> int:
+    def iterations_run(self, op: Instruction[LoopAttrs], result: Any) -> int:
         return int(result is True)
 
-    def text(self, op: Instruction[TurnsAttrs], program: Program) -> Text:
+    def text(self, op: Instruction[LoopAttrs], program: Program) -> Text:
         scalars, assumed = _compared(op)
         return Text(
             f"if rollback([{', '.join(scalars)}], [{', '.join(assumed)}]):", "only if the assumed values were wrong"

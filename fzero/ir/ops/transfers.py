@@ -23,7 +23,7 @@ from fzero.ir.attributes import (
     SentValue,
     WaitAttrs,
 )
-from fzero.ir.ops.op import Op, Rules, Running, Standing, Start, Text, Told, into, over
+from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Start, Text, into, over
 from fzero.ir.program import MOVING, Instruction, Place, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.shard_regions import Dim
@@ -38,7 +38,7 @@ def _starts(op: Instruction, rules: Rules) -> None:
     handle = op.out[0]
     rules.started[handle.name] = op
     if handle.placement != MOVING:
-        rules.bad(op, f"{handle.name}, which is under way, is {handle.placement}")
+        rules.bad(op, f"{handle.name}, which has been started, is {handle.placement}")
 
 
 class Collective(Start[GatherAttrs]):
@@ -96,18 +96,22 @@ class Collective(Start[GatherAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(
-        self, op: Instruction[GatherAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[GatherAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        told.started[op.out[0].name] = op, [x.clone() for x in args]
+        interpreter.started[op.out[0].name] = op, [x.clone() for x in args]
         return [args[0].new_empty(0)]
 
-    def handed_out(
-        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self,
+        op: Instruction[GatherAttrs],
+        moved: list[torch.Tensor],
+        out: Sequence[Value],
+        interpreter: InterpreterState,
     ) -> Sequence[torch.Tensor]:
         (axis,) = op.attrs.axes
         for x in moved:
-            told.reduce(x, op.says(ReduceAttrs).reduction, axis)
+            interpreter.reduce(x, op.says(ReduceAttrs).reduction, axis)
         return moved
 
 
@@ -137,12 +141,16 @@ class AllGather(Collective):
         along_dim = len(placement.axes) == len(placement.dims)
         return replace(placement, kind="parts") if along_dim else placement.joined
 
-    def handed_out(
-        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self,
+        op: Instruction[GatherAttrs],
+        moved: list[torch.Tensor],
+        out: Sequence[Value],
+        interpreter: InterpreterState,
     ) -> Sequence[torch.Tensor]:
         (axis,) = op.attrs.axes
-        gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
-        shapes = ((x, v.held(told.mesh)) for x, v in gathered)
+        gathered = zip((interpreter.gather(x.contiguous(), axis) for x in moved), out, strict=True)
+        shapes = ((x, v.held(interpreter.mesh)) for x, v in gathered)
         return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
 
 
@@ -172,14 +180,20 @@ class ReduceScatter(Collective):
         cut = replace(placement, kind="shard") if placement.kind == "parts" else placement.cut(axes, said.grid)
         return cut.left(left)
 
-    def handed_out(
-        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self,
+        op: Instruction[GatherAttrs],
+        moved: list[torch.Tensor],
+        out: Sequence[Value],
+        interpreter: InterpreterState,
     ) -> Sequence[torch.Tensor]:
-        moved = list(super().handed_out(op, moved, out, told))
+        moved = list(super().wait_results(op, moved, out, interpreter))
         if op.says(ScatterAttrs).rows:
-            return [x.chunk(told.mesh.axis_size(op.axes))[told.mesh.index(op.axes)].clone() for x in moved]
-        sources = [told.program.values_by_name[a] for a in op.args]
-        return [told.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
+            return [
+                x.chunk(interpreter.mesh.axis_size(op.axes))[interpreter.mesh.index(op.axes)].clone() for x in moved
+            ]
+        sources = [interpreter.program.values_by_name[a] for a in op.args]
+        return [interpreter.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
 class AllReduce(Collective):
@@ -221,12 +235,16 @@ class AllToAll(Collective):
     def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
 
-    def handed_out(
-        self, op: Instruction[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self,
+        op: Instruction[GatherAttrs],
+        moved: list[torch.Tensor],
+        out: Sequence[Value],
+        interpreter: InterpreterState,
     ) -> Sequence[torch.Tensor]:
         (axis,) = op.attrs.axes
-        n, here = told.mesh.axis_size(axis), told.mesh.index(axis)
-        return [told.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
+        n, here = interpreter.mesh.axis_size(axis), interpreter.mesh.index(axis)
+        return [interpreter.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
 class Replicate(Start[ReplicateAttrs]):
@@ -240,8 +258,8 @@ class Replicate(Start[ReplicateAttrs]):
     pool = "replicate"
     direct = True
     meets = False
-    hands_out = False
-    uncaptured = "sends parts of the state to other hosts"
+    returns_values = False
+    uncaptured = "sends shards of the state to other hosts"
 
     def check(self, op: Instruction[ReplicateAttrs], args: list[Value], rules: Rules) -> None:
         _starts(op, rules)
@@ -291,10 +309,10 @@ class Replicate(Start[ReplicateAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.replicate
 
-    def means(
-        self, op: Instruction[ReplicateAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[ReplicateAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        told.started[op.out[0].name] = op, []
+        interpreter.started[op.out[0].name] = op, []
         return [args[0].new_empty(0)]
 
 
@@ -307,7 +325,7 @@ class Send(Start[SendAttrs]):
     direct = True
     meets = False
     by_message = True
-    hands_out = False
+    returns_values = False
     sinks = False
     uncaptured = "sends values from stage to stage of a pipeline"
 
@@ -324,7 +342,7 @@ class Send(Start[SendAttrs]):
         if not isinstance(said, RecvAttrs) and [SentValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
             *said.values
         ]:
-            rules.bad(op, "sends other values than it says")
+            rules.bad(op, "sends different values than its attributes list")
 
     def filled(self, op: Instruction[SendAttrs]) -> Sequence[Place | None]:
         return ()
@@ -344,11 +362,11 @@ class Send(Start[SendAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def means(
-        self, op: Instruction[SendAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[SendAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        told.started[op.out[0].name] = op, []
-        told.send(args, op.axes[0], op.attrs.peer, op.attrs.number)
+        interpreter.started[op.out[0].name] = op, []
+        interpreter.send(args, op.axes[0], op.attrs.peer, op.attrs.number)
         return [args[0].new_empty(0)]
 
 
@@ -358,25 +376,25 @@ class Recv(Send):
     name = "recv_start"
     args = 0
     attrs = RecvAttrs
-    hands_out = True
+    returns_values = True
     sinks = True
 
     def text(self, op: Instruction[SendAttrs], program: Program) -> Text:
         said, comes = op.attrs, size(self.moved_bytes(op, {}, program.mesh))
         values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
-        return Text(f"recv_start({values}, {over(op)}, of={said.peer})", f"number {said.number}, {comes} comes")
+        return Text(f"recv_start({values}, {over(op)}, source={said.peer})", f"number {said.number}, {comes} comes")
 
-    def means(
-        self, op: Instruction[SendAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[SendAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in op.attrs.values]
-        told.started[op.out[0].name] = op, comes
+        comes = [torch.empty(x.shape, dtype=x.dtype, device=interpreter.mesh.device) for x in op.attrs.values]
+        interpreter.started[op.out[0].name] = op, comes
         return [torch.empty(0)]
 
-    def handed_out(
-        self, op: Instruction[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self, op: Instruction[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
     ) -> Sequence[torch.Tensor]:
-        return told.recv(moved, op.axes[0], op.attrs.peer, op.attrs.number)
+        return interpreter.recv(moved, op.axes[0], op.attrs.peer, op.attrs.number)
 
 
 class Copy(Start[CopyAttrs]):
@@ -437,16 +455,16 @@ class Copy(Start[CopyAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.tiers, self.name)
 
-    def means(
-        self, op: Instruction[CopyAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[CopyAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         moved = [x.clone() for x in args[len(op.writes) :]]
-        told.write(op.writes, moved if op.writes else ())
-        told.started[op.out[0].name] = op, moved
+        interpreter.write(op.writes, moved if op.writes else ())
+        interpreter.started[op.out[0].name] = op, moved
         return [args[0].new_empty(0)]
 
-    def handed_out(
-        self, op: Instruction[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    def wait_results(
+        self, op: Instruction[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
     ) -> Sequence[torch.Tensor]:
         return moved if out else ()
 
@@ -534,22 +552,22 @@ class Wait(Op[WaitAttrs]):
         if start is None:
             rules.bad(op, f"{op.args[0]} was not started, or is waited for twice")
             return
-        moved = STARTS[start.op].hands_out and not start.writes
+        moved = STARTS[start.op].returns_values and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, RecvAttrs):
             said, mesh = start.attrs, rules.program.mesh
             comes = [(*x, "device") for x in said.values]
             if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in op.out] != comes:
-                rules.bad(op, "hands out other values than it receives")
+                rules.bad(op, "returns different values than it receives")
             return
         if [(v.shape, v.dtype) for v in op.out] != [(v.shape, v.dtype) for v in sent]:
-            rules.bad(op, "hands back other shapes or dtypes than were sent")
+            rules.bad(op, "returns different shapes or dtypes than were sent")
             return
         row = STARTS[start.op]
         if not op.attrs.host:
             rules.device_only |= {v.name for v in op.out}
             if not row.may_hold_device_only or start.writes:
-                rules.bad(op, f"the device alone waits for {op.args[0]}, which is no copy of values to the host")
+                rules.bad(op, f"only the device waits for {op.args[0]}, which is not a copy of values to the host")
         for v, source in zip(op.out, sent, strict=True):
             if isinstance(row, Copy):
                 rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
@@ -568,13 +586,13 @@ class Wait(Op[WaitAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
 
-    def means(
-        self, op: Instruction[WaitAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[WaitAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        start, moved = told.started.pop(op.args[0])
-        return STARTS[start.op].handed_out(start, moved, op.out, told) if op.out else ()
+        start, moved = interpreter.started.pop(op.args[0])
+        return STARTS[start.op].wait_results(start, moved, op.out, interpreter) if op.out else ()
 
-    def stands(self, op: Instruction[WaitAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[WaitAttrs], of: Meanings, micro: int, iteration: int) -> None:
         start = of.start_of(op.args[0])
         reduction = start.attrs.reduction if isinstance(start.attrs, ReduceAttrs) else None
         if reduction not in (None, "sum"):

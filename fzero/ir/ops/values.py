@@ -22,7 +22,7 @@ from fzero.ir.attributes import (
     PartIndexAttrs,
     ShardOfAttrs,
 )
-from fzero.ir.ops.op import A, Op, Rules, Running, Standing, Text, Told, into, micro_of, micro_text, over
+from fzero.ir.ops.op import A, InterpreterState, Meanings, Op, Rules, Running, Text, into, micro_of, micro_text, over
 from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.shard_regions import Dim
@@ -92,13 +92,13 @@ class Call(Op[CallAttrs]):
             super().text(op, program)._replace(remark=", ".join([*(["on the host"] if op.on_host else []), *in_place]))
         )
 
-    def means(
-        self, op: Instruction[CallAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[CallAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        made = told.function(op.fn)(*args)
+        made = interpreter.function(op.fn)(*args)
         return [x.clone() if any(x is a for a in args) else x for x in made] if op.out else ()
 
-    def stands(self, op: Instruction[CallAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[CallAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.made(op.out, micro)
         of.written(op.writes)
 
@@ -138,12 +138,12 @@ class Cast(Op[CastAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
-    def means(
-        self, op: Instruction[CastAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[CastAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         return [x.to(op.attrs.dtype, copy=True) for x in args]
 
-    def stands(self, op: Instruction[CastAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[CastAttrs], of: Meanings, micro: int, iteration: int) -> None:
         for value, source in zip(op.out, op.args, strict=True):
             of.made([value], micro, source)
 
@@ -185,10 +185,10 @@ class Buffer(Op[BufferAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda into: into
 
-    def means(
-        self, op: Instruction[BufferAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[BufferAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in op.out]
+        return [torch.zeros(v.held(interpreter.mesh), dtype=v.dtype, device=interpreter.mesh.device) for v in op.out]
 
 
 class Zeros(Op):
@@ -216,8 +216,10 @@ class Zeros(Op):
 
         return on.tiers.settled(zeros, lambda *args: args[-1])
 
-    def means(self, op: Instruction, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in op.out]
+    def reference(
+        self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
+        return [torch.zeros(v.shape, dtype=v.dtype, device=interpreter.mesh.device) for v in op.out]
 
 
 class TakeShard(Op[CutAttrs]):
@@ -265,12 +267,12 @@ class TakeShard(Op[CutAttrs]):
 
         return take_shard
 
-    def means(
-        self, op: Instruction[CutAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[CutAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        return [told.cut(args[0], told.program.values_by_name[op.args[0]], op.out[0])]
+        return [interpreter.cut(args[0], interpreter.program.values_by_name[op.args[0]], op.out[0])]
 
-    def stands(self, op: Instruction[CutAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[CutAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
 
 
@@ -302,14 +304,14 @@ class TakePart(Op[PartAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda whole, index, count: whole[index * (size := whole.shape[0] // count) : (index + 1) * size]
 
-    def means(
-        self, op: Instruction[PartAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[PartAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(op, turn)
+        micro, count = micro_of(op, iteration)
         size = args[0].shape[0] // count
         return [args[0][micro * size : (micro + 1) * size].clone()]
 
-    def stands(self, op: Instruction[PartAttrs], of: Standing, micro: int, turn: int) -> None:
+    def record_meanings(self, op: Instruction[PartAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.part(op.out[0].name, op.args[0], micro)
 
 
@@ -346,11 +348,11 @@ class PartIndex(Number[PartIndexAttrs]):
 
         return part_index
 
-    def means(
-        self, op: Instruction[PartIndexAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[PartIndexAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(op, turn)
-        return [torch.tensor(told.part_index(count, micro), device=told.mesh.device)]
+        micro, count = micro_of(op, iteration)
+        return [torch.tensor(interpreter.part_index(count, micro), device=interpreter.mesh.device)]
 
 
 class CutIndex(Op[Over]):
@@ -372,8 +374,10 @@ class CutIndex(Op[Over]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
 
-    def means(self, op: Instruction[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [torch.full((1,), told.mesh.index(op.axes), dtype=torch.int64, device=told.mesh.device)]
+    def reference(
+        self, op: Instruction[Over], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+    ) -> Sequence[torch.Tensor]:
+        return [torch.full((1,), interpreter.mesh.index(op.axes), dtype=torch.int64, device=interpreter.mesh.device)]
 
 
 class NumValid(Number[ShardOfAttrs]):
@@ -390,11 +394,11 @@ class NumValid(Number[ShardOfAttrs]):
             (), on.part_of(tuple(shape), axis)[0].numel, dtype=torch.int64, device=on.mesh.device
         )
 
-    def means(
-        self, op: Instruction[ShardOfAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[ShardOfAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        start, stop = told.valid_range(op)
-        return [torch.tensor(stop - start, device=told.mesh.device)]
+        start, stop = interpreter.valid_range(op)
+        return [torch.tensor(stop - start, device=interpreter.mesh.device)]
 
 
 class DrawStart(Number[DrawAttrs]):
@@ -416,11 +420,13 @@ class DrawStart(Number[DrawAttrs]):
 
         return draw_start
 
-    def means(
-        self, op: Instruction[DrawAttrs], args: list[torch.Tensor], told: Told, turn: int
+    def reference(
+        self, op: Instruction[DrawAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         return [
-            torch.tensor(op.attrs.base + (told.valid_range(op)[0] if op.attrs.axes else 0), device=told.mesh.device)
+            torch.tensor(
+                op.attrs.base + (interpreter.valid_range(op)[0] if op.attrs.axes else 0), device=interpreter.mesh.device
+            )
         ]
 
 

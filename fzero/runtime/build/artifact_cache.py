@@ -150,7 +150,7 @@ def open_cache() -> Cache | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (why := exposed(folder)) is not None:
-            logger.warning("the cache %s is not used: %s, and what a cache holds is run", folder, why)
+            logger.warning("the cache %s is not used: %s, and the contents of a cache are executed", folder, why)
             return None
         why = not_writable(folder)
     except OSError as error:
@@ -169,7 +169,7 @@ def _limit() -> int:
         raise FzeroValueError(
             "cache",
             f"FZERO_CACHE_LIMIT={text!r} is not a size",
-            fix="give a number of bytes, or a unit too, e.g. 10GiB",
+            fix="give a number of bytes, or add a unit, e.g. 10GiB",
         ) from error
 
 

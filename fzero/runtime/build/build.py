@@ -46,9 +46,9 @@ def check_deterministic(device: torch.device) -> None:
     if why is not None:
         fix = (
             f"start the process with CUBLAS_WORKSPACE_CONFIG={deterministic_mode.WORKSPACES[0]}, or call "
-            f"torch.use_deterministic_algorithms(True, warn_only=True), which lets products be"
+            f"torch.use_deterministic_algorithms(True, warn_only=True), which does not check matrix products"
         )
-        what = "torch.use_deterministic_algorithms is on, with which cuBLAS refuses to multiply"
+        what = "torch.use_deterministic_algorithms is on, with which cuBLAS raises at matrix products"
         raise FzeroValueError("compile", what, [why], fix)
 
 

@@ -98,7 +98,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
             deterministic_mode.setting(),
         )
     )
-    answer: dict[str, Any] = {"failed": "the compiling process ended without a word"}
+    answer: dict[str, Any] = {"failed": "the compiling process ended without output"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from fzero.runtime.build.compile_worker import main; main()"],

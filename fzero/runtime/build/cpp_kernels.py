@@ -68,7 +68,7 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
         or not isinstance(body[-1].value, ast.Tuple)
         or sum(isinstance(n, ast.Return) for statement in body for n in ast.walk(statement)) != 1
     ):
-        raise NotPlain("results of another form")
+        raise NotPlain("results of an unexpected form")
     signature = len(inputs), len(body[-1].value.elts), lowered.writes
     if signature != (num_inputs, num_outputs, tuple(sorted(writes))):
         raise NotPlain(
@@ -96,7 +96,7 @@ def inputs_and_body(module: ast.Module) -> tuple[list[str], list[ast.stmt]]:
             *body,
         ]:
             return [n.id for n in names if isinstance(n, ast.Name)], body
-    raise NotPlain("arguments of another form")
+    raise NotPlain("arguments of an unexpected form")
 
 
 def _kernel(node: ast.stmt) -> tuple[str, CppKernel] | None:

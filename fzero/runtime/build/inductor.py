@@ -196,17 +196,20 @@ def _compile_apart(
         words = str(failed).strip().splitlines()[-20:]
         skipped = dict.fromkeys(functions, f"what torch {torch.__version__} cannot put in a cache: {words[-1]}")
         logger.warning(
-            "fzero.compile: every start compiles all functions anew, for this torch does not compile as expected: %s",
+            (
+                "fzero.compile: every start compiles all functions again, because "
+                "this version of torch does not compile as expected: %s"
+            ),
             words[-1],
         )
     made = {}
     for name, why in skipped.items():
-        logger.info("%s is compiled at every start, for its code holds %s", name, why)
+        logger.info("%s is compiled at every start, because its code contains %s", name, why)
         try:
             made[name] = _called(*functions[name], _artifact(*functions[name], device))
         except Exception as error:
             said = [*words, *str(error).strip().splitlines()[-20:]]
-            fix = "look at the compiler's words above; backend='eager' needs no compiler"
+            fix = "look at the compiler's output above; backend='eager' needs no compiler"
             raise FzeroError("compile", "functions cannot be compiled", said, fix) from error
         done(name)
     return made

@@ -40,8 +40,8 @@ class Share:
         self.ranks, own = [mesh.rank], own_cores()
         everyone, needs = [own], {mesh.rank: costs}
         if mesh.size > 1:
-            turn = mesh.store.add(f"fzero/share/turns/{mesh.rank}", 1)
-            self._notes = Notes(mesh.store, f"fzero/share/{turn}", mesh.rank)
+            number = mesh.store.add(f"fzero/share/counts/{mesh.rank}", 1)
+            self._notes = Notes(mesh.store, f"fzero/share/{number}", mesh.rank)
             given = {"host": host, "cache": _digest(cache), "needs": _digest(sorted(costs.items()))}
             notes = self._exchange("note", {**given, "cores": spelled(own)}, range(mesh.size))
             together = {r: note for r, note in notes.items() if (note["host"], note["cache"]) == (host, given["cache"])}
@@ -80,7 +80,7 @@ class Share:
         problems += [f"rank {r} {timed_out(self._mesh.timeout)}" for r in sorted(missing)]
         if problems:
             fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
-            raise DivergenceError("compile", "not every rank has compiled its part", problems, fix)
+            raise DivergenceError("compile", "not every rank has compiled its share", problems, fix)
         return notes
 
 

@@ -44,7 +44,7 @@ def shortened(name: str, artifact: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 short, tries = _function(name, code, artifact, args), 0
             except NotPlain as why:
-                logger.info("%s is called through all layers of Inductor's, for its code holds %s", name, why)
+                logger.info("%s is called through all layers of Inductor's, because its code contains %s", name, why)
                 tries = 0
         return results
 

@@ -72,7 +72,7 @@ def changes(old: Settings, new: Settings) -> list[str]:
         if before.get(place) != after.get(place):
             return [f"{place}: {before.get(place, 'not set')} before, {after.get(place, 'not set')} now"]
     at = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), 0)
-    return [f"{new.places[at]}: another than before"]
+    return [f"{new.places[at]}: a different object than before"]
 
 
 def counted(*values: Any) -> dict[str, Hashable]:

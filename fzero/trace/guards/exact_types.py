@@ -19,7 +19,7 @@ def check_types(owner: str, fn: Any) -> None:
     """Raises if the code of a function, or of a function that it may call, compares a type with the type of tensors.
     Libraries are not inspected."""
     if asked := list(dict.fromkeys(place for code in _codes(fn) for place in _compared(code))):
-        what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
+        what = "compares a type with that of tensors: while being traced, a tensor has another class"
         raise TraceError(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)")
 
 

@@ -98,7 +98,10 @@ def collected(owner: str) -> Iterator[Conditions]:
     except Exception as error:
         if places := _failed(error, noted):
             what = "raises if several tests fail, of which the first needs the value of a tensor"
-            fix = "test first what is no tensor (assert flag or x.all()), or test once: assert (a.all() | b.all())"
+            fix = (
+                "test conditions without tensors first (assert flag or "
+                "x.all()), or test once: assert (a.all() | b.all())"
+            )
             raise TraceError(owner, what, places, fix) from error
         raise
     finally:

@@ -90,8 +90,8 @@ def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
     except ZeroDivisionError as error:  # from the backward of a mean, as torch decomposes it
         if traced is None or not (empty := traced.empty()):
             raise
-        what = "divides by the number of rows of a batch without rows"
-        fix = "skip an empty batch, or pad it: rows that count nothing in fz.weighted(total, count)"
+        what = "divides by the number of samples of an empty batch"
+        fix = "skip an empty batch, or pad it: samples that count 0 in fz.weighted(total, count)"
         raise TraceError(owner, what, [*lines_through(error, traced), *empty], fix) from error
     except _KINDS as error:
         if _raised_by_user(error):
@@ -137,7 +137,7 @@ _OF_TRACES = (
 )
 """Errors of PyTorch that only the tensors of a trace cause."""
 _IN_PLACE = (CHANGES, NEW_VALUE)
-_OVERWRITTEN = "overwrites what its backward needs, in one of these places"
+_OVERWRITTEN = "overwrites a value that its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
 _REFUSED = [
     ("has been modified by an inplace operation", _OVERWRITTEN, "return a new value there (y = y + x for y += x)"),
@@ -149,7 +149,7 @@ _REFUSED = [
     ),
     (
         "Inference tensors cannot be saved",
-        "needs for its backward what torch.inference_mode made",
+        "needs for its backward tensors of torch.inference_mode",
         "use torch.no_grad()",
     ),
     ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
@@ -157,18 +157,18 @@ _REFUSED = [
         "One of the differentiated Tensors does not require grad",
         "asks for a gradient of what requires none, or takes that from what it is given (detach_, "
         "requires_grad_(False))",
-        "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
+        "x.detach() stops a gradient; train_step(trainable=) selects the trained parameters",
     ),
     ("mutate a captured Tensor", *_IN_PLACE),
     (
         ".numpy() is not supported for tensor subclasses",
         "needs the value of a tensor while being traced (.numpy())",
-        "keep to torch operations",
+        "use only torch operations",
     ),
     (
         "its data is not allocated yet",  # an operator that reads its arguments' values before its results are known
         "needs the value of a tensor while being traced",
-        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
+        "pass settings as numbers, not as a tensor (indices of torch.tensor_split)",
     ),
     (
         "passed to FakeTensor.__format__",
@@ -177,7 +177,8 @@ _REFUSED = [
     ),
     (
         "does not have a deterministic implementation",
-        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for "
+        "uses an operation for which PyTorch has no deterministic algorithm, "
+        "and torch.use_deterministic_algorithms(True) asks for "
         "one",
         "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
     ),

@@ -150,7 +150,7 @@ def _check_layout(traced: TracedFunction, tensor: torch.Tensor) -> None:
             "asks how a tensor is laid out that is made of tensors that are not contiguous, where PyTorch may lay it "
             "out otherwise than a trace says"
         )
-        fix = "ask of x.contiguous(), or do not ask: reshape and flatten copy where they must"
+        fix = "ask of x.contiguous(), or do not ask: reshape and flatten copy only if necessary"
         raise TraceError(traced.owner, text, traced.here(described(tensor, traced.named(tensor))), fix)
 
 
@@ -160,9 +160,9 @@ def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None
     if what in _OF_HISTORY:
         if not traced.of_block(tensor):
             return
-        text, fix = "asks where an argument comes from", "do it outside of the block"
+        text, fix = "reads which function made an argument", "do it outside of the block"
     elif what == "data_ptr" or traced.memory.may_be_part(tensor):  # the tensors of a trace have no addresses
-        text = "asks where a tensor lies that is given to it or to a block, or comes from one"
+        text = "reads the memory address of a tensor that is an argument, or an argument or a result of a block"
         fix = "index or view it, or make a copy first: x.contiguous().clone()"
     else:
         return

@@ -27,7 +27,9 @@ _VALUE_IN_UPDATE = (
 _SHAPE = "keep the shape: torch.where(mask, x, 0), or a sum weighted by the mask"
 _INSTEAD = {
     aten.linalg_lstsq.default: "torch.linalg.pinv(a) @ b, or torch.linalg.solve of the normal equations",
-    aten._pack_padded_sequence.default: "run the layer on the padded sequences, and mask what lies behind their ends",
+    aten._pack_padded_sequence.default: (
+        "run the layer on the padded sequences, and mask the positions after their ends"
+    ),
 }
 _OBSERVERS = {aten.fused_moving_avg_obs_fake_quant.default, aten._fused_moving_avg_obs_fq_helper.default}
 _PRODUCTS = {
@@ -37,7 +39,7 @@ _PRODUCTS = {
 
 def refuse_functions(traced: TracedFunction, name: str) -> NoReturn:
     """Raises because of a higher-order operator, which takes functions as arguments."""
-    what = f"uses an operator of functions, which a program has no line for ({name})"
+    what = f"uses an operator of functions, which a program cannot contain ({name})"
     fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
     raise TraceError(traced.owner, what, traced.here(), fix)
 
@@ -54,7 +56,7 @@ def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -
             "when recomputed"
         )
     elif func in overwrites.REFUSED and overwrites.given(func, args, kwargs, overwrites.REFUSED[func]):
-        what = f"overwrites {' and '.join(overwrites.REFUSED[func])} where no trace can see it ({func})"
+        what = f"overwrites {' and '.join(overwrites.REFUSED[func])} in a way that a trace cannot see ({func})"
         fix = "compute them by other operations, or with F.batch_norm on clones of them"
     elif func in _OBSERVERS and (resized := _resized(func, args, kwargs)):
         where = traced.here(*(described(x, traced.named(x) or name) for name, x in resized.items()))
@@ -123,7 +125,7 @@ def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
     for x in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
             what = f"makes a tensor that is not dense ({func})"
-            fix = "keep to dense tensors, and to dense gradients: sparse=False"
+            fix = "use only dense tensors, and to dense gradients: sparse=False"
             raise TraceError(traced.owner, what, traced.here(), fix)
 
 

@@ -54,7 +54,7 @@ def without_gradients(owner: str, arguments: Iterable[tuple[str, torch.Tensor]])
         refused.append(
             _refusal(
                 owner,
-                "adds gradients up itself (.backward())",
+                "accumulates gradients itself (.backward())",
                 [*([line(place)] if place else []), f"{paths[id(x)][0]}.grad"],
             )
         )
@@ -81,7 +81,7 @@ def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
         "return the loss, which the step differentiates; in it, a gradient is torch.autograd.grad(y, x, "
         "create_graph=True), and x.register_hook changes one"
     )
-    return TraceError(owner, f"{what}: no step reads those", where, fix)
+    return TraceError(owner, f"{what}: a step does not read those", where, fix)
 
 
 def _storage(x: torch.Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""A run on GPUs that loses a rank: no_gpu.py starts it, under keepers, on the device that computes nothing.
+"""A run on GPUs that loses a rank: no_gpu.py starts it, under supervisors, on the device that computes nothing.
 
 Rank 1 kills itself before a step. Collectives that rank 0 then begins do not end until they are aborted, and rank 0
 waits for one. Prints how long that took, and how long until all ranks were in the run again.
