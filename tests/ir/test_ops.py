@@ -181,7 +181,9 @@ def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
     assert [*lowered.stages()] == ran
     assert str(lowered.after("pool")) == str(lowered.program)
     assert {*ran[1:]} < {x.name for x in passes.PASSES}
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)'batch' does not run here.*one of trace, fuse, remat"):
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"(?s)'batch' does not run for this step.*one of trace, fuse, remat"
+    ):
         lowered.after("batch")
     assert any(op.op == "update" for op in lowered.after("shard").instructions) and not any(
         op.op == "update" for op in lowered.after("cut_update").instructions
@@ -215,7 +217,7 @@ def test_a_row_is_checked_when_it_is_defined() -> None:
     wrong = {"computes": "moon", "pool": "lake", "args": 1.5, "writes": "twice", "in_place": "no", "attrs": int}
     with pytest.raises(fz.errors.FzeroTypeError, match="the row Wrong is invalid") as found:
         type("Wrong", (Op,), {"name": "a b", **wrong})
-    assert all(f"{field}={value!r}: is " in str(found.value) for field, value in wrong.items())
+    assert all(f"{field}={value!r}: must be " in str(found.value) for field, value in wrong.items())
     assert "name='a b'" in str(found.value) and "\nFix: " in str(found.value)
 
 

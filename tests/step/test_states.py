@@ -145,7 +145,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "the state forgotten": (
         lambda train, state, run: train((ONES, ONES)),
-        "fzero.step: takes a state and a batch, not tuple alone\nFix: .* state, metrics = train(state, batch)",
+        "fzero.step: takes a state and a batch, not tuple only\nFix: .* state, metrics = train(state, batch)",
     ),
     "a pickled state": (
         lambda train, state, run: pickle.dumps(state),
@@ -272,7 +272,7 @@ PLAIN_CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: STEP(STEP.init(PARAMS), BATCH, BATCH),
         "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree",
     ),
-    (lambda: STEP((BATCH, BATCH)), "takes a state and a batch, not tuple alone\nFix: once state = train.init(params)"),
+    (lambda: STEP((BATCH, BATCH)), "takes a state and a batch, not tuple only\nFix: once state = train.init(params)"),
     (lambda: STEP(batch=BATCH), "takes a state and a batch, not Tensor alone"),
     (lambda: STEP(STEP.init(PARAMS)), "takes a state and a batch, not a state alone"),
     (lambda: STEP(), "takes a state and a batch, not nothing"),
