@@ -273,8 +273,8 @@ PLAIN_CALLS: list[tuple[Callable[[], Any], str]] = [
         "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree",
     ),
     (lambda: STEP((BATCH, BATCH)), "takes a state and a batch, not tuple only\nFix: once state = train.init(params)"),
-    (lambda: STEP(batch=BATCH), "takes a state and a batch, not Tensor alone"),
-    (lambda: STEP(STEP.init(PARAMS)), "takes a state and a batch, not a state alone"),
+    (lambda: STEP(batch=BATCH), "takes a state and a batch, not Tensor only"),
+    (lambda: STEP(STEP.init(PARAMS)), "takes a state and a batch, not a state only"),
     (lambda: STEP(), "takes a state and a batch, not nothing"),
 ]
 
