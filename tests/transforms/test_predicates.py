@@ -17,7 +17,7 @@ def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
     params, loss = {"a": w, "b": w, "c": torch.ones(4, 4)}, lambda p, x: (x @ p["a"] @ p["b"] @ p["c"]).mean()
     torn = (
         "params['a'] and params['b'] are one tensor: `trainable` matches params['b'], not params['a']",
-        "Fix: accept all",
+        "Fix: match all",
     )
     step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['a']")
     train = fz.compile(step, fz.make_mesh(), backend="eager")
