@@ -251,8 +251,8 @@ class CompiledStep(Compiled):
 
         Returns: the new state, and the metrics over the whole mesh: `loss`, `grad_norm` (before clipping), `finite`
         and, with `has_aux`, `aux`. They are 0-dim tensors that have not been waited for. With a loss scale also
-        `loss_scale`, `skipped` and `loss_scale_at_minimum`. Which entries are scalars: docs/tutorial.md, "What metrics
-        hold".
+        `loss_scale`, `skipped` and `loss_scale_at_minimum`. docs/tutorial.md, "Metrics", lists the
+        entries.
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
