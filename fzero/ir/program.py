@@ -1,21 +1,21 @@
 """Defines the program: a complete training step as a list of ops.
 
 [Note: placements] The placement of a value says how it relates to the mesh:
-  whole          replicated: the same on every rank
+  replicated     the same on every rank
   shard(axes)    each rank holds its flat shard (fzero/sharding/layout.py); an axis `along` a dim shards that dim
-  parts(axes)    permuted shards: a shard over all these axes but the last, in the order of the shards that the last
+  permuted(axes) permuted shards: a shard over all these axes but the last, in the order of the shards that the last
                  axis makes along a dim, each padded as it is stored: the result of a gather over the last axis, or the
                  operand of a reduction over it
-  local(axes)    varying: each rank has its own value: the batch, and everything that is computed from it
+  varying(axes)  each rank has its own value: the batch, and everything that is computed from it
   moving         a transfer that has been started and not yet waited for
 
-A `whole` or a `local` value may also be `cut(axes along dims)`: a rank has one of the equal shards that these axes
-make of it, as a tensor with its natural shape. Any of them may also be `partial(axes)`: each rank has a summand, and
-the value is the sum over those axes; `by` another reduction it is the maximum or the minimum. No partial value is
-stored in a state, and only a `whole` or an uncut `local` is returned. Each value has its own axes: one program
-contains shards over `data` and, padded for the same `grid` of axes, the shards over `data` and `node` that those are
-divided into (see [Note: several axes] in fzero/sharding/layout.py). A transfer is over one axis: a gather over the
-last axis of its shards, a reduction over the next axis to shard.
+A `replicated` or `varying` value may also be `sharded(axes along dims)`: a rank has one of the equal shards that
+these axes make of it, as a tensor with its natural shape. Any of them may also be `partial(axes)`: each rank has a
+summand, and the value is the sum over those axes; `by` another reduction it is the maximum or the minimum. No partial
+value is stored in a state, and only a `replicated` value, or a `varying` value that is not `sharded`, is returned.
+Each value has its own axes: one program contains shards over `data` and, padded for the same `grid` of axes, the
+shards over `data` and `node` that those are divided into (see [Note: several axes] in fzero/sharding/layout.py). A
+transfer is over one axis: a gather over the last axis of its shards, a reduction over the next axis to shard.
 
 [Note: instructions] An op (`Instruction`) calls a traced subgraph (`call`), moves data (a `..._start` and its `wait`),
 or does one of a few small things that need no trace: `cast`, `buffer` (memory that is written before it is read),
@@ -97,7 +97,7 @@ class Placement:
     dimensions.
     """
 
-    kind: str = "whole"
+    kind: str = "replicated"
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
     by: str = "sum"
@@ -125,13 +125,13 @@ class Placement:
     @property
     def is_cut(self) -> bool:
         """Whether a rank holds it as a 1-D tensor: a shard, or permuted shards."""
-        return self.kind in ("shard", "parts")
+        return self.kind in ("shard", "permuted")
 
     @property
     def joined(self) -> Placement:
         """The placement of the value that the last axis divides into these shards: one axis less."""
         left = self.axes[:-1]
-        return replace(self, kind="shard" if left else "whole", axes=left, grid=self.grid or self.axes)
+        return replace(self, kind="shard" if left else "replicated", axes=left, grid=self.grid or self.axes)
 
     @property
     def is_nested(self) -> bool:
@@ -147,18 +147,18 @@ class Placement:
         finer = f" of {', '.join(self.grid)}" if self.grid else ""
         text = f"{self.kind}({over_axes(self.axes, self.dims)}{finer})" if self.axes else self.kind
         if self.cuts:
-            parts = f"cut({over_axes(*zip(*self.cuts, strict=True))})"
-            text = parts if self.kind == "whole" else f"{text} {parts}"
+            parts = f"sharded({over_axes(*zip(*self.cuts, strict=True))})"
+            text = parts if self.kind == "replicated" else f"{text} {parts}"
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
-        return text if not self.partial else partial if text == "whole" else f"{text} {partial}"
+        return text if not self.partial else partial if text == "replicated" else f"{text} {partial}"
 
 
 def resting(layout: Layout) -> Placement:
     """Returns the placement of a stored tensor of this layout."""
-    return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else WHOLE
+    return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else REPLICATED
 
 
-WHOLE = Placement()
+REPLICATED = Placement()
 MOVING = Placement("moving")
 
 
@@ -169,7 +169,7 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    placement: Placement = WHOLE
+    placement: Placement = REPLICATED
     tier: str = "device"
 
     @property
@@ -188,12 +188,12 @@ class Value:
         if not at.is_cut:
             along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
             return part_shape(self.shape, along) if along else self.shape
-        parts = mesh.axis_size(at.axes[-1:]) if at.kind == "parts" else 1
+        parts = mesh.axis_size(at.axes[-1:]) if at.kind == "permuted" else 1
         return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-        text = text if self.placement == WHOLE else f"{text} {self.placement}"
+        text = text if self.placement == REPLICATED else f"{text} {self.placement}"
         return text if self.tier == "device" else f"{text} on {self.tier}"
 
 

@@ -2,13 +2,13 @@
 
 Every name is assigned once, before it is read. Every start is waited for once, and only its wait reads its result. A
 subgraph gets the shapes, the dtypes and the unsharded values that it was traced with; only an update gets shards. A
-result that is computed from values that differ between ranks is not `whole`. A gather takes shards, a reduction takes
-summands, and their results are placed accordingly. Only a tensor of the state (or its shard) is written, once, while
-no transfer in flight reads it, and nothing reads the old value afterwards except the gather of new shards. Outputs
-are neither partial, nor shards, nor overwritten. An op reads values of the tier it computes on; a copy between tiers
-reads those of its source tier, and a copy of a state tensor that is written is stored. Every tensor that the step
-assigns is written. The only other tensors that are written are compute copies and waiting gradients, which are read
-only after they are written.
+result that is computed from values that differ between ranks is not `replicated`. A gather takes shards, a reduction
+takes summands, and their results are placed accordingly. Only a tensor of the state (or its shard) is written, once,
+while no transfer in flight reads it, and nothing reads the old value afterwards except the gather of new shards.
+Outputs are neither partial, nor shards, nor overwritten. An op reads values of the tier it computes on; a copy between
+tiers reads those of its source tier, and a copy of a state tensor that is written is stored. Every tensor that the
+step assigns is written. The only other tensors that are written are compute copies and waiting gradients, which are
+read only after they are written.
 
 Nothing is allowed merely because no rule forbids it: an op, an attribute or a number of arguments that fzero/ir/ops
 does not list is a violation, and so is an axis that the mesh does not have. The rule of an op is in its class.
@@ -23,7 +23,7 @@ from typing import Any
 from fzero.errors import VerifyError
 from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
 from fzero.sharding.layout import cut_over
 from fzero.sharding.shard_regions import DimShard, uneven
 
@@ -101,7 +101,7 @@ class _Checker:
                 # An impossible placement is a violation already. The value is then treated as replicated, so that it
                 # causes no further violations.
                 possible = not self._impossible(value)
-                self.known[value.name] = value if possible else replace(value, placement=WHOLE)
+                self.known[value.name] = value if possible else replace(value, placement=REPLICATED)
             # A rollback puts old values back, which may then be read again.
             if isinstance(op.attrs, AssignAttrs) and op.attrs.restores:
                 self.overwritten -= {*op.writes}
@@ -142,7 +142,7 @@ class _Checker:
         """
         for name in self.program.outputs:
             value = self.known.get(name)
-            at_rest = value.placement if value else WHOLE
+            at_rest = value.placement if value else REPLICATED
             if value is None:
                 self.problems.append(f"output {name} is never made")
             elif at_rest.partial or at_rest.is_cut or at_rest.cuts or at_rest.kind == "moving":

@@ -86,7 +86,7 @@ class CompiledEval(Compiled):
         own = [
             x
             for name in lowered.program.outputs
-            if (x := made[name]).placement.kind == "local" and not x.shape and x.dtype.is_floating_point
+            if (x := made[name]).placement.kind == "varying" and not x.shape and x.dtype.is_floating_point
         ]
         if own and self.mesh.size > 1 and self.mesh.rank == 0:
             text = (

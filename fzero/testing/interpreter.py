@@ -101,10 +101,10 @@ class Interpreter:
         """Returns this rank's shard of a value that is sharded, or sharded further, to get the placement of
         another.
         """
-        if source.placement.kind not in ("shard", "parts"):
+        if source.placement.kind not in ("shard", "permuted"):
             return cut(x, out.placement, self.mesh)
         at = source.placement
-        axes = at.axes[-1:] if at.kind == "parts" else out.placement.axes[len(at.axes) :]
+        axes = at.axes[-1:] if at.kind == "permuted" else out.placement.axes[len(at.axes) :]
         return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:

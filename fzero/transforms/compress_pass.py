@@ -26,7 +26,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import GatherAttrs, ScatterAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import OPS, STARTS
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names, identifier
 from fzero.ops.block_quantization import BLOCK
 from fzero.sharding.layout import Leaf
@@ -240,7 +240,7 @@ class _Coding:
         returns permuted shards of a dim."""
         if op.op != _GATHER or self._format(op) is None:
             return False
-        return STARTS[_GATHER].arrives(op, self.values[name].placement).kind != "parts"
+        return STARTS[_GATHER].arrives(op, self.values[name].placement).kind != "permuted"
 
     def _wire(self, name: str, format: Format, numel: int) -> Wire:
         """Returns the form in which a value is sent in parts of `numel` elements."""
@@ -410,7 +410,7 @@ class _Coding:
             names = [self.names(f"{kind}{ending}_{self.num_deals}") for kind in kinds]
             return [Value(n, form.shape, form.dtype, placement) for n, form in zip(names, forms, strict=True)]
 
-        sent, come = named("", Placement("local", own)), named("_dealt", Placement("local", own))
+        sent, come = named("", Placement("varying", own)), named("_dealt", Placement("varying", own))
         encoder = compress_codes.encoder(tuple(map(self._held, sources)), wires, size, self.device)
         encode = self._call("encode_grads", encoder, [v.name for v in sources], sent)
         names = [v.name for v in come]
@@ -418,7 +418,7 @@ class _Coding:
             add = self._call("decode_sum", compress_codes.adder(wires, size, made, self.device), names, outs)
             return _Bundle(encode, sent, come, add, [], add)
         left = tuple(a for a in own if a != axis)
-        rest = Placement("local", left) if left else WHOLE
+        rest = Placement("varying", left) if left else REPLICATED
         parts, wholes = named("_part", replace(rest, cuts=((axis, Dim(0)),))), named("_sum", rest)
         add = self._call("recode", compress_codes.recoder(wires, size, self.device), names, parts)
         decoder = compress_codes.unbundler(wires, size, made, self.device)

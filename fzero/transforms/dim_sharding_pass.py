@@ -21,7 +21,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding import dim_propagation as cuts
 from fzero.sharding import expert_propagation
@@ -309,7 +309,7 @@ class _ToParts:
             by = "max" if value.name in self.maxima else at.by
             at = replace(at, partial=(*at.partial, self.axis), by=by)
         elif place is not None:
-            at = replace(at, kind="local", axes=(*at.axes, self.axis))
+            at = replace(at, kind="varying", axes=(*at.axes, self.axis))
         if isinstance(place, ExpertShard):
             value = replace(value, shape=tuple(part(value.shape, place, self.n)))
         return replace(value, placement=at)
@@ -435,7 +435,7 @@ class _ToParts:
         args, name = list(op.args), f"{op.fn}_{op.block.number}" if op.block else op.fn
         if made.has_index:
             if self.index is None:
-                at = Placement("local", (self.axis,))
+                at = Placement("varying", (self.axis,))
                 self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
             args.append(self.index.name)
         names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
@@ -481,7 +481,7 @@ class _ToParts:
         if value.name in self.before.own:
             return value
         self.before.own[value.name] = axes
-        return replace(value, placement=Placement("local", axes)) if axes else value
+        return replace(value, placement=Placement("varying", axes)) if axes else value
 
     def _between(
         self,
@@ -493,10 +493,10 @@ class _ToParts:
         axes: tuple[str, ...],
     ) -> Value:
         """Returns a value that a segment computes for another segment, or for a collective."""
-        value, axis, own = node.meta["val"], self.axis, Placement("local", axes) if axes else WHOLE
+        value, axis, own = node.meta["val"], self.axis, Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
         if sent is None or sent.kind is cuts.all_to_all:
-            return Value(name, shape, value.dtype, Placement("local", (*axes, axis)) if node in cut.own else own)
+            return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in cut.own else own)
         if sent.kind is cuts.all_gather:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((axis, Dim(0)),)))
         result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
@@ -506,11 +506,11 @@ class _ToParts:
 
     def _arrived(self, of: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
         """Returns a value that a segment receives from a collective."""
-        value, own = marker.meta["val"], Placement("local", axes) if axes else WHOLE
+        value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((self.axis, Dim(0)),)))
-        own = Placement("local", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
+        own = Placement("varying", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:

@@ -43,11 +43,11 @@ def gathered(
         start = Instruction("all_gather_start", sent, (handle(),), attrs=GatherAttrs(axes=first[-1:]), by=by)
         for key in here:
             placement = STARTS["all_gather_start"].arrives(start, now[key].placement)
-            part = f"{named(key)}_{'parts' if placement.kind == 'parts' else 'part'}"
+            part = f"{named(key)}_{'parts' if placement.kind == 'permuted' else 'part'}"
             name = names(part if placement.axes else named(key))
             now[key] = replace(now[key], name=name, placement=placement)
         ops += [start, Instruction("wait", (start.out[0].name,), tuple(now[key] for key in here), by=by)]
-        for key in (key for key in here if now[key].placement.kind == "parts"):
+        for key in (key for key in here if now[key].placement.kind == "permuted"):
             parts, placement = now[key], now[key].placement.joined
             name = names(f"{named(key)}_part" if placement.axes else named(key))
             now[key] = replace(parts, name=name, placement=placement)

@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from fzero.ir.attributes import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, moving
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding.flat_propagation import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
 from fzero.sharding.layout import TIERS, Cut, cut_over
@@ -235,10 +235,10 @@ class _Cutter:
             args: Any = node.args
             if node.target is num_valid:
                 shape, axes = args
-                self._append("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("local", axes))
+                self._append("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("varying", axes))
             elif node.target is draw_start:
                 base, shape, axes = args
-                placement = Placement("local", axes) if axes else WHOLE
+                placement = Placement("varying", axes) if axes else REPLICATED
                 self._append("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
         self._scalars([n for n in here if self._is_scalar(n)], at, stop)
         self._cuts([n for n in here if n.target is cut], stop)
@@ -310,7 +310,7 @@ class _Cutter:
             out = []
             for node in outputs:
                 across = _across(node)
-                placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
+                placement = REPLICATED if across is None else Placement(partial=across.axes, by=across.op)
                 shape, placement = self.placed.get(node, (tuple(node.meta["val"].shape), placement))
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], shape, node.meta["val"].dtype, placement))
@@ -363,7 +363,7 @@ class _Cutter:
         args: tuple[str, ...],
         node: fx.Node,
         attrs: Attrs,
-        placement: Placement = WHOLE,
+        placement: Placement = REPLICATED,
         shape: tuple[int, ...] | None = None,
     ) -> None:
         """Adds an op that computes a node. `shape` is the unsharded shape if each rank has only a shard."""

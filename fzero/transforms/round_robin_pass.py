@@ -164,7 +164,7 @@ class _Dealer:
     def _stack(self, shard: Value, axis: tuple[str, ...]) -> Value:
         mesh = self.program.mesh
         shape = (mesh.axis_size(axis), math.prod(shard.held(mesh)))
-        return Value(self.names("deal"), shape, shard.dtype, Placement("local", axis))
+        return Value(self.names("deal"), shape, shard.dtype, Placement("varying", axis))
 
     def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Instruction]:
         handle = moving(self.names("exchange_whole"))

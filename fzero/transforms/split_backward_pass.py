@@ -16,7 +16,7 @@ import torch.fx as fx
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import Segment
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
 from fzero.ir.value_names import Names
 from fzero.sharding.collective_partitions import Pieces, in_two
 from fzero.transforms.pipeline import Pipeline
@@ -103,7 +103,7 @@ def _calls(
             if position is not None:
                 out.append(op.out[position])
                 continue
-            at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
+            at, value = Placement("varying", own[x]) if own[x] else REPLICATED, x.meta["val"]
             made[x] = Value(names(f"{stem}_{x.name}"), tuple(value.shape), value.dtype, at)
             out.append(made[x])
         fn = functions.add(named(number), step.graph)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from fzero.ir.attributes import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
-from fzero.ir.program import MOVING, WHOLE, Instruction, Placement, Program, Value, moving, repeats, resting
+from fzero.ir.program import MOVING, REPLICATED, Instruction, Placement, Program, Value, moving, repeats, resting
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
@@ -82,7 +82,7 @@ class _Rewrite:
         self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
-        self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
+        self.local = Placement("varying", zero.batch_axes) if zero.batch_axes else REPLICATED
         self.own: set[str] = set()  # values that differ between ranks along a batch axis
         # by handle of a collective: the axes over which its results are the same on all ranks
         self.brought: dict[str, Sequence[str]] = {}
@@ -165,7 +165,7 @@ class _Rewrite:
                 out += self._update(op)
             else:
                 if op.of_sums:  # all values that it reads are reduced, so its results are the same on every rank
-                    made = tuple(replace(v, placement=WHOLE) for v in op.out)
+                    made = tuple(replace(v, placement=REPLICATED) for v in op.out)
                     op = replace(op.rename(self.renamed), out=made)
                 new, gathers = self._reads(op)
                 out += [*gathers, self._placed(new)]
@@ -204,7 +204,7 @@ class _Rewrite:
         wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(op.args)) if a in self.leaf_of]
         ops = self._keep(wanted)
         names = {a: self.kept.get(a, a) for a in wanted}
-        fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
+        fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != REPLICATED]
         if repeats(op) and self.gathers != "micro":
             return op.rename({**names, **{a: self.shared[a] for a in fresh}}), ops
         gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
@@ -306,9 +306,9 @@ class _Rewrite:
             if value.placement == MOVING:
                 placement = MOVING
             elif summand and self.zero.batch_axes:
-                placement = _both(Placement(partial=axes, by=by) if axes else WHOLE, value.placement)
+                placement = _both(Placement(partial=axes, by=by) if axes else REPLICATED, value.placement)
             else:
-                placement = _both(Placement("local", axes) if local and axes else WHOLE, value.placement)
+                placement = _both(Placement("varying", axes) if local and axes else REPLICATED, value.placement)
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
         op = op.saying(axes=self.zero.batch_axes) if op.op == "part_index" else op
@@ -422,7 +422,7 @@ class _Rewrite:
     ) -> Instruction:
         """Arranges a gradient as permuted shards: the parts into which an axis divides it along a dim."""
         source, value = self.placement[now[grad]], self.values[now[grad]]
-        placement = replace(source, kind="parts", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
+        placement = replace(source, kind="permuted", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
         parts = replace(value, name=self.names(f"{grad}_parts"), placement=placement)
         op = Instruction("split_parts", (now[grad],), (parts,), attrs=Over(axes=axis), by=self.by)
         now[grad], self.placement[parts.name], self.values[parts.name] = parts.name, placement, parts
@@ -494,13 +494,13 @@ class _Rewrite:
 def _both(over_batch: Placement, computed: Placement) -> Placement:
     """Combines the placement of a value over the batch axes with that over axes along which subgraphs compute on
     shards."""
-    if computed == WHOLE:
+    if computed == REPLICATED:
         return over_batch
     assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)
-    local = tuple(dict.fromkeys((*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))))
+    local = tuple(dict.fromkeys((*over_batch.axes, *(computed.axes if computed.kind == "varying" else ()))))
     return replace(
         over_batch,
-        kind="local" if local else over_batch.kind,
+        kind="varying" if local else over_batch.kind,
         axes=local,
         partial=tuple(dict.fromkeys((*over_batch.partial, *computed.partial))),
         by=computed.by if computed.partial else over_batch.by,

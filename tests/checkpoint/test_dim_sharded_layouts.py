@@ -258,7 +258,7 @@ def test_each_byte_moves_once_over_each_axis():
             sent[op.axes[0]] += times * transfer_bytes(op, program.values_by_name, program.mesh)
     parameters, uncut = 4 * (2 * (360 + 36 + 120) + 10), 4 * 10
     assert sent == {"model": pytest.approx(parameters / 2, abs=uncut), "data": pytest.approx(parameters / 4, abs=uncut)}
-    assert "parts(model along 1 in 3 groups of model, data) partial(data, model)" in str(program)
+    assert "permuted(model along 1 in 3 groups of model, data) partial(data, model)" in str(program)
 
 
 def test_a_size_of_one_is_no_cut():

@@ -176,9 +176,9 @@ def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[In
         changes |= {} if v.placement.kind == "moving" else {"dtype": other}
         if v.placement.kind == "moving":
             changes = {"placement": Placement()}
-        if v.placement.kind != "whole" or v.placement.partial:
+        if v.placement.kind != "replicated" or v.placement.partial:
             yield (
-                f"result {i} taken for whole",
+                f"result {i} taken for replicated",
                 (replace(op, out=(*op.out[:i], replace(v, placement=Placement()), *op.out[i + 1 :])),),
             )
         if v.placement.grid:

@@ -182,8 +182,8 @@ def test_wait_that_hands_back_another_placement(stage3: Program) -> None:
     rejects(changed(stage3, gather, replace(wait, out=as_shard)), f"wait  -> {wait.out[0].name}", "shard(data)")
     scatter = first(stage3, lambda op: op.op == "wait" and op.args[0].startswith("scatter"))
     wait = stage3.instructions[scatter]
-    as_whole = tuple(replace(v, placement=Placement()) for v in wait.out)
-    rejects(changed(stage3, scatter, replace(wait, out=as_whole)), f"wait  -> {wait.out[0].name}", "whole")
+    as_replicated = tuple(replace(v, placement=Placement()) for v in wait.out)
+    rejects(changed(stage3, scatter, replace(wait, out=as_replicated)), f"wait  -> {wait.out[0].name}", "replicated")
 
 
 # --- names ---
@@ -273,14 +273,14 @@ def test_arguments_of_other_shapes_and_dtypes(stage3: Program) -> None:
         )
 
 
-def test_a_block_gets_whole_values(stage3: Program) -> None:
+def test_a_block_gets_no_shards(stage3: Program) -> None:
     at = first(stage3, is_block)
     op = stage3.instructions[at]
     names = [v.name for w in stage3.instructions[:at] if w.op == "wait" for v in w.out if v.name in op.args]
     leaf = next(n for n in stage3.leaves if n.startswith("params['layers'][0]"))
     rejects(
         changed(stage3, at, replace(op, args=tuple(leaf if a == names[0] else a for a in op.args))),
-        f"{leaf} is shard(data), a block takes whole values",
+        f"{leaf} is shard(data), a block takes replicated or varying values",
     )
 
 
@@ -294,11 +294,11 @@ def test_a_block_gets_no_summands(stage3: Program) -> None:
     rejects(changed(stage3, at, stage3.instructions[at], again), f"{partial.name} is partial(data)")
 
 
-def test_what_is_computed_from_a_local_value_is_not_whole(stage3: Program) -> None:
+def test_what_is_computed_from_a_varying_value_is_not_replicated(stage3: Program) -> None:
     at = first(stage3, is_block)
     op = stage3.instructions[at]
     whole = tuple(replace(v, placement=Placement()) for v in op.out)
-    rejects(changed(stage3, at, replace(op, out=whole)), f"{whole[0].name} is whole, but reads batch")
+    rejects(changed(stage3, at, replace(op, out=whole)), f"{whole[0].name} is replicated, but reads batch")
 
 
 def test_casts(stage3: Program) -> None:
@@ -329,13 +329,13 @@ def test_a_cast_keeps_the_placement(stage3: Program) -> None:
 # --- placements ---
 
 
-def test_gather_of_a_whole_value(stage1: Program) -> None:
+def test_gather_of_a_replicated_value(stage1: Program) -> None:
     at = first(stage1, of_kind("all_gather_start"))
     op = stage1.instructions[at]
     rejects(
         changed(stage1, at, replace(op, args=("params['scale']", *op.args[1:]))),
         f"all_gather_start  -> {op.out[0].name}",
-        "params['scale'] is whole",
+        "params['scale'] is replicated",
     )
 
 
@@ -350,7 +350,7 @@ def test_gather_of_a_local_value(stage3: Program) -> None:
     rejects(
         with_instructions(stage3, *stage3.instructions[:at], *ops, *stage3.instructions[at:]),
         "all_gather_start  -> g",
-        f"{local.name} is local(data)",
+        f"{local.name} is varying(data)",
     )
 
 
@@ -361,14 +361,14 @@ def test_reduction_of_what_is_no_summand(stage1: Program, kind: str) -> None:
     rejects(
         changed(stage1, at, replace(op, args=("params['scale']",))),
         f"{kind}  -> {op.out[0].name}",
-        "params['scale'] is whole",
+        "params['scale'] is replicated",
     )
 
 
 def test_reduction_that_the_optimizer_makes_of_no_summand(stage3: Program) -> None:
     at = first(stage3, lambda op: op.op == "all_reduce_start" and op.by == "optimizer")
     op = stage3.instructions[at]
-    rejects(changed(stage3, at, replace(op, args=("step",))), "all_reduce_start", "step is whole")
+    rejects(changed(stage3, at, replace(op, args=("step",))), "all_reduce_start", "step is replicated")
 
 
 def test_a_sum_is_reduced_once(stage3: Program) -> None:
@@ -386,7 +386,9 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
         ),
         Instruction("wait", ("twice",), (replace(out, name="doubled"),)),
     )
-    rejects(changed(stage3, at, stage3.instructions[at], *ops), "all_reduce_start  -> twice", f"{out.name} is whole")
+    rejects(
+        changed(stage3, at, stage3.instructions[at], *ops), "all_reduce_start  -> twice", f"{out.name} is replicated"
+    )
 
 
 def test_take_shard_of_a_shard(stage3: Program) -> None:
@@ -404,7 +406,7 @@ def test_accumulate_keeps_shape_and_placement(looped: Program) -> None:
     loop = looped.instructions[at]
     inner = next(i for i, op in enumerate(loop.body) if op.op == "accumulate")
     op = loop.body[inner]
-    for out in (replace(op.out[0], shape=(9,)), replace(op.out[0], placement=Placement("local", ("data",)))):
+    for out in (replace(op.out[0], shape=(9,)), replace(op.out[0], placement=Placement("varying", ("data",)))):
         body = (*loop.body[:inner], replace(op, out=(out,)), *loop.body[inner + 1 :])
         rejects(changed(looped, at, replace(loop, body=body)), f"accumulate  -> {out.name}", "accumulates to")
 
@@ -412,7 +414,7 @@ def test_accumulate_keeps_shape_and_placement(looped: Program) -> None:
 # --- outputs and writes ---
 
 
-def test_outputs_are_made_and_whole(stage3: Program) -> None:
+def test_outputs_are_made_and_replicated(stage3: Program) -> None:
     values = stage3.values()
     partial = next(n for n, v in values.items() if v.placement.partial and not v.shape)
     shard = next(n for n, v in values.items() if v.placement.kind == "shard" and n not in stage3.leaves)

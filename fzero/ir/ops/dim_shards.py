@@ -45,7 +45,7 @@ class Rearranged(Op[Over]):
     def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
         parts, joined = self.parts(op, args[0])
         at = parts.placement
-        right = at.kind == "parts" and at.axes[-1:] == op.attrs.axes and len(at.axes) == len(at.dims)
+        right = at.kind == "permuted" and at.axes[-1:] == op.attrs.axes and len(at.axes) == len(at.dims)
         if not right or replace(parts, name=joined.name, placement=at.joined) != joined:
             rules.bad(op, f"{args[0]} becomes {op.out[0]}")
 
@@ -216,7 +216,7 @@ class Deal(Op[DealAttrs]):
             stack,
             shape=(size, math.prod(first.held(rules.program.mesh))),
             dtype=first.dtype,
-            placement=Placement("local", op.attrs.axes),
+            placement=Placement("varying", op.attrs.axes),
         )
         at = first.placement
         flat = at.kind == "shard" and at.axes == op.attrs.axes and not at.dims and not at.partial

@@ -15,7 +15,7 @@ import torch
 from fzero.ir.attributes import AssignAttrs, LoopAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text
 from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
-from fzero.ir.program import WHOLE, Instruction, Program, Value
+from fzero.ir.program import REPLICATED, Instruction, Program, Value
 
 
 class Rollback(Op[LoopAttrs]):
@@ -56,7 +56,8 @@ class Rollback(Op[LoopAttrs]):
             if (
                 one is None
                 or other is None
-                or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE)
+                or (one.shape, one.dtype, one.placement, other.placement)
+                != (other.shape, other.dtype, REPLICATED, REPLICATED)
             ):
                 rules.bad(op, f"compares {one} with {other}")
         for x in op.body:

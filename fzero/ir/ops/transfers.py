@@ -64,7 +64,7 @@ class Collective(Start[GatherAttrs]):
         """Returns whether the collective can move values of this placement. A reduction moves only values that are
         partial over its axes, by its own reduction.
         """
-        if placement.kind == "parts" and placement.axes[-1:] != op.attrs.axes:
+        if placement.kind == "permuted" and placement.axes[-1:] != op.attrs.axes:
             return False
         return {*op.attrs.axes} <= {*placement.partial} and placement.by == op.says(ReduceAttrs).reduction
 
@@ -139,7 +139,7 @@ class AllGather(Collective):
         if placement.cuts:
             return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in op.attrs.axes))
         along_dim = len(placement.axes) == len(placement.dims)
-        return replace(placement, kind="parts") if along_dim else placement.joined
+        return replace(placement, kind="permuted") if along_dim else placement.joined
 
     def wait_results(
         self,
@@ -177,7 +177,7 @@ class ReduceScatter(Collective):
         left = tuple(a for a in placement.partial if a not in axes)
         if said.rows:
             return replace(placement, cuts=(*placement.cuts, *((axis, _ROWS) for axis in axes))).left(left)
-        cut = replace(placement, kind="shard") if placement.kind == "parts" else placement.cut(axes, said.grid)
+        cut = replace(placement, kind="shard") if placement.kind == "permuted" else placement.cut(axes, said.grid)
         return cut.left(left)
 
     def wait_results(
@@ -223,7 +223,7 @@ class AllToAll(Collective):
     reads_until_wait = False
 
     def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
-        return placement.kind == "local" and {*op.attrs.axes} <= {*placement.axes} and not placement.partial
+        return placement.kind == "varying" and {*op.attrs.axes} <= {*placement.axes} and not placement.partial
 
     def channel(self, op: Instruction[GatherAttrs]) -> str:
         return f"exchange:{','.join(op.attrs.axes)}"

@@ -23,7 +23,7 @@ from fzero.ir.attributes import (
     ShardOfAttrs,
 )
 from fzero.ir.ops.op import A, InterpreterState, Meanings, Op, Rules, Running, Text, into, micro_of, micro_text, over
-from fzero.ir.program import WHOLE, Instruction, Placement, Program, Value, local_bytes
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.shard_regions import Dim
 from fzero.trace.subgraph import ancestors
@@ -53,7 +53,7 @@ class Call(Op[CallAttrs]):
         for place, arg in zip(places, args, strict=True):
             self._matches(op, arg, place.meta["val"], "takes", rules)
             if arg.placement.is_cut and op.block is not None:
-                rules.bad(op, f"{arg.name} is {arg.placement}, a block takes whole values")
+                rules.bad(op, f"{arg.name} is {arg.placement}, a block takes replicated or varying values")
             summed = {*arg.placement.partial}
             # A subgraph outside blocks may read this rank's own summands of totals over the batch, and the codes of a
             # compressed transfer may be computed from any summands. A quotient may read the summands of its sums
@@ -201,7 +201,7 @@ class Zeros(Op):
     settles = True
 
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
-        if op.out[0].placement.kind not in ("whole", "local") or op.out[0].placement.cuts:
+        if op.out[0].placement.kind not in ("replicated", "varying") or op.out[0].placement.cuts:
             rules.bad(op, f"makes {op.out[0]}")
 
     def text(self, op: Instruction, program: Program) -> Text:
@@ -237,7 +237,7 @@ class TakeShard(Op[CutAttrs]):
         rules.aliases[op.out[0].name] = rules.root(op.args[0])
         here = args[0].placement
         shard = replace(args[0], name=op.out[0].name, placement=here.cut(op.attrs.axes, dims=op.attrs.dims))
-        if here.kind not in ("whole", "shard") or here.partial or op.out[0] != shard:
+        if here.kind not in ("replicated", "shard") or here.partial or op.out[0] != shard:
             rules.bad(op, f"takes a shard of {args[0]}, which is {op.out[0]}")
 
     def shares(self, op: Instruction[CutAttrs]) -> Iterable[tuple[str, str]]:
@@ -323,7 +323,7 @@ class Number(Op[A]):
 
     def check(self, op: Instruction[A], args: list[Value], rules: Rules) -> None:
         axes = op.axes
-        wanted = Value(op.out[0].name, (), torch.int64, Placement("local", axes) if axes else WHOLE)
+        wanted = Value(op.out[0].name, (), torch.int64, Placement("varying", axes) if axes else REPLICATED)
         if op.out[0] != wanted:
             rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
@@ -364,7 +364,7 @@ class CutIndex(Op[Over]):
     attrs = Over
 
     def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
-        wanted = Value(op.out[0].name, (1,), torch.int64, Placement("local", op.attrs.axes))
+        wanted = Value(op.out[0].name, (1,), torch.int64, Placement("varying", op.attrs.axes))
         if op.out[0] != wanted or len(op.attrs.axes) != 1:
             rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
