@@ -170,7 +170,9 @@ def test_the_same_step_again_and_who_reads_meanwhile(caplog: pytest.LogCaptureFi
     raises(lambda: read_whole(RUN), "is damaged", "missing")
     saved(RUN, 2)
     del Objects.store["bucket/run/step-00000002/index.json"]  # as a job does first that deletes it
-    assert str(checkpoint.find(RUN)) == f"{RUN}/step-00000001" and "names step-00000002, which somebody" in caplog.text
+    assert (
+        str(checkpoint.find(RUN)) == f"{RUN}/step-00000001" and "names step-00000002, which was deleted" in caplog.text
+    )
 
 
 def test_a_rank_reads_its_ranges_and_writes_in_parts() -> None:

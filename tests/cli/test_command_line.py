@@ -367,7 +367,7 @@ FLAGS = {
     (*MESH, "--trace", "no/where.json"): "--trace no/where.json: the folder no does not exist",
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
     (*MESH, "--html", "report.pdf"): "--html report.pdf: a page is a .html",
-    (*MESH, "--html", "no/report.html"): "--html no/report.html: there is no folder no",
+    (*MESH, "--html", "no/report.html"): "--html no/report.html: the folder no does not exist",
     (*MESH, "--devcie", "h100"): "--device",  # tyro's suggestion
     (*MESH, "--backend", "fast"): "invalid choice 'fast'",
     (): "--mesh AXIS=SIZE",

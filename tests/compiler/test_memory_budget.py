@@ -385,7 +385,7 @@ def test_advice_was_tried() -> None:
 
 def test_few_programs_are_lowered_for_advice_on_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the first ones are about what takes the most."""
-    monkeypatch.setattr(importlib.import_module("fzero.compiler.advice"), "LINES_FOR_ADVICE", 0)
+    monkeypatch.setattr(importlib.import_module("fzero.compiler.advice"), "OPS_FOR_ADVICE", 0)
     advice = [x.strip() for x in error_lines(PLAIN, rows=4096, budget=4 * WEIGHTS) if x.strip().startswith("with ")]
     assert len(advice) == 1 and advice[0].startswith(("with fz.remat", "with fz.accumulate"))
     advice = [x.strip() for x in error_lines(CLIPPED, budget=3 * WEIGHTS) if x.strip().startswith("with ")]

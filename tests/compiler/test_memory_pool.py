@@ -180,7 +180,7 @@ def test_ranks_that_share_no_memory_wait_for_no_reader(transforms: Any) -> None:
 
 
 def test_a_pool_that_is_too_small(stage3: Program) -> None:
-    rejects(replace(stage3, pool_bytes=stage3.pool_bytes - 1), f"of a pool of {stage3.pool_bytes - 1}")
+    rejects(replace(stage3, pool_bytes=stage3.pool_bytes - 1), f"of an arena of {stage3.pool_bytes - 1}")
 
 
 def test_donated_state_read_late(stage3: Program) -> None:

@@ -250,7 +250,7 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), str(script)]
     done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 1 and "rank 0 ended in step 0, before the run had" in done.stderr, done.stderr
+    assert done.returncode == 1 and "rank 0 ended in step 0, before the end of the run" in done.stderr, done.stderr
 
 
 @pytest.mark.full
@@ -457,7 +457,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     whole = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take.*No space left.*fz.run\(memory=DIR\)"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)has no room for.*No space left.*fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", whole)
     monkeypatch.setenv(host_directory.SUPERVISOR, "1")
@@ -509,7 +509,10 @@ def test_wrong_arguments() -> None:
             lambda: looped(lambda run, step, state: run.save(None, meta=[1]), path=Path("x")),
             r"(?s)state=None.*meta=\[1",
         ),
-        (lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")), "run's own"),
+        (
+            lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")),
+            "reserved for the run",
+        ),
         (
             lambda: looped(lambda run, step, state: 1, health=care(check_replicas_every=True)),
             "check_replicas_every=True: must be a whole number",

@@ -362,7 +362,9 @@ def test_it_goes_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.shift(mesh(data=16)) == 4
     assert on("node").shift(mesh(node=4, data=4)) == 1
     assert spec.shift(mesh(node=4, data=4)) == 0
-    with pytest.raises(FzeroValueError, match=r"(?s)axis 'data' does not cross hosts.*4 ranks on each host"):
+    with pytest.raises(
+        FzeroValueError, match=r"(?s)axis 'data' does not cross hosts.*4 consecutive ranks on each host"
+    ):
         spec.check([], mesh(node=4, data=4))
     assert spec.shift(mesh(data=8, model=2)) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -476,7 +476,7 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
     "once of the first": (
         lambda: built(fz.shard_params(axis=BOTH), fz.hierarchical(axis="data")),
         FzeroValueError,
-        "'data' cuts first",
+        "'data' shards first",
     ),
     "once of nothing": (
         lambda: built(fz.shard_opt_state(axis=BOTH), fz.hierarchical()),
