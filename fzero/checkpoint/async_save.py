@@ -154,6 +154,7 @@ def start(
         copies.update(_copied(tensors))
         return uuid.uuid4().hex, secrets.token_hex(32)
 
+    # Every rank proposes a name and a secret; those of rank 0 are used.
     name, secret = together(ranks, "checkpoint.save", what, copy, undo, tuple[str, str])[0]
 
     among = _Apart(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
@@ -211,6 +212,7 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
     device = next((x.device for x in distinct.values() if x.is_cuda), torch.device("cpu"))
     pinned = device.type == "cuda"
+    # Pinned memory also serves copies from a CPU, so it is replaced only if it is too small.
     if _memory is None or _memory.numel() < sum(sizes) or _memory.is_pinned() < pinned:
         _memory = None  # released before the next allocation, so that the two never exist together
         with torch.inference_mode(False):  # the next save writes to it, possibly outside inference mode
@@ -222,6 +224,7 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if (tag := leaf_of(x)) is not None:
             place(copies[key], *tag)
     if pinned:
+        # The next step overwrites the originals, and the thread reads the copies.
         torch.cuda.synchronize()
     return {name: copies[id(x)] for name, x in tensors.items()}
 

@@ -116,6 +116,7 @@ class Files(Storage):
                 if entry.with_name(entry.name.removesuffix(SET_ASIDE)).exists():
                     self.retire(root, entry)
                 else:
+                    # A save was killed between its two renames, so the old checkpoint of this step gets its name back.
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
         directory.mkdir(_PRIVATE if private else 0o777)
@@ -129,6 +130,7 @@ class Files(Storage):
         self.write(temporary / INDEX, index)
         for one in spare:
             os.unlink(temporary / one)
+        # The names of the files have to be durable before the rename makes them reachable.
         sync(temporary)
         pointer = _pointer(root, staging)  # written before the rename: a full disk must not prevent it afterwards
         pointer.unlink(missing_ok=True)
@@ -139,6 +141,7 @@ class Files(Storage):
             os.rename(target, old)  # until the next rename, readers find this step under its other name
         os.rename(temporary, target)
         sync(root)
+        # Only now may `latest` name the checkpoint: the rename that published it is durable.
         os.replace(pointer, root / LATEST)
         sync(root)
         return [old] if old.exists() else []
@@ -149,6 +152,7 @@ class Files(Storage):
             _pointer(root, staging).unlink(missing_ok=True)
 
     def retire(self, root: Path, directory: Path) -> None:
+        # Renamed before it is deleted, so that a partly deleted checkpoint is never found under its name.
         gone = root / f"{TEMPORARY}old-{directory.name}.{uuid.uuid4().hex[:8]}"
         with contextlib.suppress(FileNotFoundError):  # another job has deleted it
             os.rename(directory, gone)

@@ -489,6 +489,7 @@ def _inconsistent(index: Index) -> list[str]:
                 out.append(f"{INDEX}: {name} is in {p.file!r}, which is not among its files")
             elif p.offset + p.boxes.numel * dtype.itemsize > index.files[p.file].bytes:
                 out.append(f"{INDEX}: {name} ends beyond the end of {p.file}")
+            # The parts are in order, so each has to begin where the one before it ends: this finds gaps and overlaps.
             if p.boxes.place * numel + p.boxes.start != at or not p.boxes.start < p.boxes.stop <= numel:
                 break
             at += p.boxes.numel
@@ -506,6 +507,7 @@ def _error(
 
 
 def _count(x: Any) -> int:
+    # The exact type, because bool is a subclass of int.
     if type(x) is not int or x < 0:
         raise ValueError(f"{x!r} where a whole number belongs")
     return x

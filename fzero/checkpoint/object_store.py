@@ -71,6 +71,7 @@ class Objects(Storage):
     def names(self, directory: Url) -> list[str]:
         path = self._path(directory)
         with self._asked("list", directory):
+            # fsspec caches listings, and these lack what other processes have written since.
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(path, detail=False)
@@ -198,6 +199,7 @@ class Objects(Storage):
             return time.time()
 
     def retire(self, root: Url, directory: Url) -> None:
+        # Without an index it is not a checkpoint any more, whatever is deleted of the rest.
         self._delete([directory / INDEX])
         self._delete([directory / n for n in self.names(directory)])
 

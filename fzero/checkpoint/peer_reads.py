@@ -77,6 +77,7 @@ class PeerReads:
                     outs.setdefault(holder, []).append(piece.out)
         names = sorted({p.leaf for ps in jobs.values() for p in ps})
         gathered = self._ranks.exchange((asks, names), tuple[dict[int, list[Asked]], list[str]])
+        # bytes by (holder, requesting rank)
         sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(gathered) for h, asked in of.items()}
 
         def given(rank: int) -> _Pieces:

@@ -216,6 +216,7 @@ class _Sink:
         """Writes the contents of the buffer. Every flush except the last has `BLOCK` bytes, so no chunk straddles
         two."""
         data = memoryview(self._buffer)[: self._fill]
+        # All three release the GIL: the sha256 and the write in the pool, and crc32 in this thread.
         digest = self._pool.apply_async(self.sha256.update, (data,))
         write = self._pool.apply_async(self._put, (data,))
         self.crc32 += [_crc(data[i : i + CHUNK]) for i in range(0, self._fill, CHUNK)]
@@ -243,5 +244,6 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
         starts[entry.name] = at
         at += entry.nbytes
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format allows spaces after the JSON text. They make the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

@@ -324,6 +324,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         if (original := first.setdefault(id(tensor), name)) != name:
             aliases[name] = original
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    # By axes and stage: for each shard, the ranks that hold it. An unsharded tensor is one shard that all ranks hold.
     holders: dict[tuple[tuple[str, ...], Only | None], list[list[int]]] = {((), None): [list(range(size))]}
     loads = [0] * size
     parts: dict[str, list[tuple[int, Boxes]]] = {}
@@ -421,6 +422,7 @@ def commit(
         name: [StoredPart(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
+    # Before `publish`, because it compares with the checkpoint that is the latest until then.
     run, warning = _run(root, plan)
     index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.treespec, dict(meta or {}), files, run))
     spare = [staging.name(_note(rank)) for rank in range(plan.size)]

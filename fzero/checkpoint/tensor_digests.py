@@ -183,6 +183,7 @@ def word_sum(x: torch.Tensor) -> torch.Tensor:
     """
     data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
+    # Bytes can be viewed as int64 only at multiples of 8; otherwise they are copied, in pieces to bound the memory.
     aligned = not (data.data_ptr() % 8 or data.storage_offset() % 8)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in (data[:whole],) if aligned else data[:whole].split(_ROWS * _COLUMNS * 8):

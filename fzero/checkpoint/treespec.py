@@ -45,6 +45,7 @@ def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
                 problems.append(f"{path}: the name {dotted!r} is reserved by the safetensors format")
             paths[dotted], leaves[dotted] = path, x
             return {"leaf": dotted}
+        # Exact types: a subclass, such as an enum, would be read back as a plain value.
         if type(x) in (bool, int, str):
             return {"value": x}
         if type(x) is float:

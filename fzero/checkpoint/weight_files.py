@@ -96,6 +96,7 @@ def _header(file: Place) -> tuple[dict[str, Entry], dict[str, str]]:
     """Returns the tensors of a file in the order of their bytes, and its metadata. The safetensors library checks
     both."""
     storage = storage_of(file)
+    # The library opens local files only. For an object in a store it gets a local file with the same header and size.
     at = 8 + int.from_bytes(storage.read(file, 8), "little")
     with storage.stand_in(file, min(at, _HEADER)) as here, safe_open(here, "np") as opened:
         entries = {}

@@ -253,8 +253,10 @@ class _Stream:
         """Makes the next window the current one, and starts reading the one after it."""
         self._loaded += 1
         part = self._pending.result()
+        # Two buffers are enough: one holds the current window while the other is filled.
         following = self._loaded + 1
         self._pending = self._ahead.submit(self._read, following) if following * self._window < self._total else None
+        # The last axis varies fastest in `Mesh.index`, so gathering over it first puts the shares in order.
         for axis, whole in zip(reversed(self._axes), self._gathered, strict=True):
             part = gather(self._mesh, part.to(self._mesh.device), axis, whole)
         self._current = part

@@ -130,6 +130,7 @@ def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]
         assert following is not None
         transfer, part = following
         transfer.wait()
+        # The next piece is read into the other buffer while the caller uses this one.
         following = start(at + size)
         yield part.view(tensor.dtype)
 
@@ -201,6 +202,7 @@ class _Writer:
                 self._wait(which)
 
     def _write(self, which: int, num: int) -> None:
+        # The last write is padded to whole blocks. It cannot reach the next tensor, because extents are padded as well.
         begin = self._at - num
         self._writes[which] = self._extent.files.write(
             [(self._extent.offset + begin, self._buffers[which][: padded(num)])]

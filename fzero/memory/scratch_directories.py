@@ -70,6 +70,7 @@ class ScratchFile:
 
     def remove(self) -> None:
         os.close(self.fd)
+        # The lock is released last: until then no other run takes the directory for a stale one.
         _remove(self.directory)
         os.close(self.lock)
 
@@ -236,6 +237,7 @@ def _make(path: Path, nbytes: int) -> ScratchFile:
         plain = os.open(directory / _DATA, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fds.append(plain)
         if nbytes:
+            # Allocates the blocks now, so that a full disk is found here and not in the middle of a step.
             os.posix_fallocate(plain, 0, nbytes)
         if not direct:
             return ScratchFile(path, directory, plain, lock, False)

@@ -163,6 +163,7 @@ def _extent(tensor: torch.Tensor) -> Extent:
 def _sectors(x: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a value, extended to the end of its last sector."""
     flat = x.new_empty(0, dtype=torch.uint8)
+    # A view cannot extend beyond the tensor's own elements, so the tensor is made from the storage.
     return flat.set_(x.untyped_storage(), x.storage_offset() * x.element_size(), (padded(x.nbytes),), (1,))  # type: ignore[call-overload]
 
 

@@ -24,6 +24,7 @@ def gathered(state: State, mesh: Mesh) -> State:
     """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
     error."""
     check_state(state, "gather a state that train.init, train.restore or a step returned", "gather")
+    # This exchange through the store names a rank that does not come; in a gather, the others would only time out.
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
         agreement.run_on_all_ranks(mesh, "gather", lambda: None)
     with agreement.unbroken(mesh):
@@ -41,6 +42,7 @@ def whole(state: Any, mesh: Mesh) -> Any:
             value = load(x, mesh.device if sharded else torch.device("cpu"))
             if known is not None and sharded:
                 value = _whole(value, known[0], mesh)
+            # `load` may return the state's own memory, which the next step overwrites.
             done[id(x)] = value.to("cpu", copy=True)
         return done[id(x)]
 
@@ -61,6 +63,7 @@ def _joined(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     cut = leaf.cut(mesh)
     for axis in reversed(leaf.layout.axes):
         value = gather(mesh, value, axis)
+    # [num_parts, elements of a shard with its padding]
     parts = value.view(cut.num_parts, -1)
     if not cut.along:
         return parts[0, : leaf.numel].view(leaf.shape)

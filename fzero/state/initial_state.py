@@ -147,6 +147,7 @@ def load_state(
     graph, key = given.graph, given.key
     plan = load.plan(weights, given.values, inputs, names, model, graph)
     flat = tree.leaves(given.values)
+    # The given values of the parameters that the files have are not used, so they may differ between ranks.
     held = given.compared([inputs.leaves[i].path for i in plan.missing if not flat[i].is_meta])
     tensor_digests.same(mesh, "load", lambda: held, "give all ranks the same parameters and key")
 

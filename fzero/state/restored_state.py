@@ -89,6 +89,7 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
             strict=True,
         )
     )
+    # The name of a tensor in a slot is `extras.<slot>.<path in the slot>`.
     stored = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
     anew = {
         n: leaf

@@ -77,6 +77,7 @@ def check_memory(**parts: Any) -> None:
             wrong.append(f"{path}: {tree.describe(x)}, expanded")
         length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
         spans.append((memory_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
+    # After sorting, it is enough to compare neighbours: if any two spans of a storage overlap, two adjacent ones do.
     spans.sort()
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:

@@ -76,6 +76,7 @@ def reserve(
         *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values()),
     ]
     tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+    # Device and host are one memory, so the budget of the device counts the leaves of both tiers.
     if mesh.unified_memory:
         tiers[:2] = [({"device", "host"}, ""), (set(), "")]
     problems = []
@@ -109,6 +110,7 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
     on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
     places: dict[str, Iterator[torch.Tensor]] = {}
     if on_disk:
+        # The ranks of one host share its disks; torchrun sets the number of these ranks.
         nbytes, local = (
             sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
@@ -165,6 +167,7 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
                 offset += disk.padded(extent.nbytes)
 
     try:
+        # All ranks first check, then all take: either every rank gets the extents or none does.
         agreement.run_on_all_ranks(mesh, "offload", room)
         agreement.run_on_all_ranks(mesh, "offload", take)
     except FzeroValueError as error:

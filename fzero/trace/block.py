@@ -94,6 +94,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = tracer.get()
+        # Under vmap or an inner grad, tensors are wrappers of functorch with a batch or tangent level. A recorded call
+        # would hide the block's ops from the transform, so they are run in place.
         if blocks is None or compat.functorch_active() or compat.forward_ad_active():
             return applied(fn, params, args, kwargs) if casting.get() else fn(params, *args, **kwargs)
         with blocks.recorder.remembering():

@@ -83,10 +83,12 @@ class Body:
             found = [*where(self.fn), *(wrong or ["no tensor"])]
             raise TraceError(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
+        # The inputs come first, so a result that is one of them gets its index, and only new tensors become outputs.
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
         storages = [compat.memory_of(x) for x in tensors]
         made = [*(resolved(x) for x in tensors[len(xs) :]), *noted.joined]
+        # `Blocks.call` removes these outputs from the end: first the maximum, then the flags.
         made = [*made, _largest(flat)] if self.watch else made
         returned, memory = tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages))
         return BlockResults(made, structure, returned, memory, tuple(noted.lines))
@@ -107,6 +109,7 @@ def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
         if x.is_floating_point() and x.numel()
     ]
     largest = functools.reduce(torch.maximum, ends, torch.zeros((), device=values[0].device))
+    # `maximum` propagates NaN, which would compare as smaller than any limit.
     return torch.where(largest.isnan(), math.inf, largest)
 
 

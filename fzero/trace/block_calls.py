@@ -86,6 +86,7 @@ class Blocks:
         num_params = len(tree.leaves(params))
         owner = f"block {name_of(fn)}"
         constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
+        # A tensor that is passed twice is one input, as in eager PyTorch, where it also has one gradient.
         given = list({id(x): x for x in flat if isinstance(x, torch.Tensor)}.values())
         number = {id(x): i for i, x in enumerate(given)}
         places = [number.get(id(x)) for x in flat]
@@ -117,6 +118,8 @@ class Blocks:
         if any(map(compat.attributes, given)):
             check_bare(owner, "is given", fn, arguments(fn, params, args, kwargs))
         grad = torch.is_grad_enabled()
+        # Strides belong to the signature because a recorded view is valid only for the strides that it was recorded
+        # with.
         signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         body = Body(fn, owner, spec, constants, places, self._watch, autocast(), switches())
 
@@ -132,6 +135,8 @@ class Blocks:
             grads = torch.enable_grad() if grad else torch.no_grad()
             # Replaces the saved-tensor hooks of a checkpoint around the call.
             ours = saved_tensors_hooks(_pack, _unpack) if compat.saved_tensor_hooks() else nullcontext()
+            # A block is traced like a function of its own, whatever surrounds the call. Under inference mode no tensor
+            # could be saved for a backward.
             with compat.no_modes(), torch.inference_mode(False), grads, ours:
                 of_params = len({at for at in places[:num_params] if at is not None})
                 return trace_joint(
@@ -237,6 +242,7 @@ class _Call(torch.autograd.Function):
             restricted,
             False,
         )
+        # With materialized zeros, `backward` could not tell which outputs have a tangent.
         ctx.set_materialize_grads(False)
         ctx.inputs = [recorder.node(x) for x in inputs]
         ctx.save_for_backward(*inputs)

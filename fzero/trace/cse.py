@@ -24,6 +24,8 @@ def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) ->
             return tuple(sorted((k, plain(v)) for k, v in value.items()))
         return exact(value)
 
+    # Equal ops have equal values because the graph is functional and draws from PyTorch's global generator are
+    # rejected. Nodes are visited in order and users are redirected at once, so chains of equal ops merge in one pass.
     for node in list(graph.nodes):
         if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
             continue

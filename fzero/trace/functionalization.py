@@ -105,6 +105,8 @@ class _Again(Recorder):
         node = self.calls[index]
         joint, call, *_ = node.args
         given = tuple(map(self.node, xs))
+        # The node of a call runs before the node of its vjp, so `before` has the values at the time of the call, even
+        # if an argument has been overwritten since.
         before = self._inputs.setdefault(call, given)
         values = [n.meta["val"] for n in sorted(node.users, key=lambda n: n.args[1])]
         outputs = [compat.new_fake(v.fake_mode, v.shape, v.dtype, v.device, v.stride()) for v in values]

@@ -85,6 +85,8 @@ def trace_joint(
             found.append(body(xs))
             return found[-1].made
 
+        # The forward is recorded alone first, because only its results tell which outputs can have a tangent. The joint
+        # graph runs the function a second time; if it computes something else then, that is an error.
         graph = record(forward, primals, owner=body.owner, names=names, source=body.fn, labels=labels, trained=needs)
         results = found[-1]
         diff_outputs = tuple(i for i, y in enumerate(results.made) if y.requires_grad and (of is None or i in of))

@@ -37,9 +37,12 @@ class FakeResults:
         if not _depends_on_metadata(func):
             return func(*args, **kwargs)
         default = torch.get_default_dtype(), compat.default_tensor_device()
+        # The default dtype and device decide the results of factory functions such as `zeros`, whose arguments may name
+        # neither.
         key = (func, default, self._libraries, _facts(args), _facts(kwargs))
         if self._mode is not None and (known := _known.get(key)) is not None:
             if func.is_view:
+                # A view has to share the storage of its argument, because writes and aliases are tracked by storage.
                 return compat.new_view(self._mode, args[0], *known)
             if isinstance(known, list):
                 return tuple([None if x is None else compat.new_fake(self._mode, *x) for x in known])

@@ -204,6 +204,7 @@ class Recorder(compat.TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the user's function that runs in the body, and turns PyTorch's errors into errors of fzero."""
+        # Frame 0 is this generator, frame 1 is contextlib's `__enter__`, and frame 2 is the caller.
         self._outside = sys._getframe(2)
         check_types(self.owner, self.source)
         try:
@@ -318,6 +319,8 @@ class Recorder(compat.TorchDispatchMode):
             place = self._lines.get(backward)
         elif self._outside is not None:
             place = user_place(self._outside)
+            # Autograd creates an op's node before the op arrives here, so the last number given out belongs to this op.
+            # An op without a node finds the number of an earlier op, whose line `setdefault` keeps.
             self._lines.setdefault(compat.next_autograd_node() - 1, place)
         node_args, node_kwargs = self.nodes_in((args, kwargs))
         try:
@@ -403,6 +406,7 @@ class Recorder(compat.TorchDispatchMode):
         if value.numel() == 1:
             known = getattr(out, "constant", None)
             with compat.no_modes():
+                # A fake tensor keeps the value of a small literal in its attribute `constant`.
                 scalar = (known if known is not None else value).reshape(()).item()
             self.track(
                 out,

@@ -31,6 +31,7 @@ class Subgraph:
     def between(self) -> list[fx.Node]:
         """The nodes between the inputs and the outputs, in the order of the graph."""
         given = set(self.inputs)
+        # fx nodes are ordered by their position in the graph.
         return sorted(ancestors(self.outputs, stop=given) - given)
 
     @property
@@ -128,6 +129,7 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
         for i in which:
             buffers.append(graph.placeholder(f"into_{i}"))
             buffers[-1].meta["val"] = torch.empty_like(results[i].meta["val"], memory_format=torch.contiguous_format)
+            # Without `with`, this moves the insertion point, so that the placeholders stay in the order of `which`.
             graph.inserting_after(buffers[-1])
     with graph.inserting_before(last):
         for i, buffer in zip(which, buffers, strict=True):

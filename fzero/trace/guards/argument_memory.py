@@ -54,6 +54,7 @@ class ArgumentMemory:
         storages = [memory_of(t) for t in tensors]
         before = {k: name for s in storages for k, name in self._shared.get(s, {}).items()}
         one = before | dict.fromkeys(storages, owner)
+        # All storages of a group refer to one dictionary, so groups that share a storage become one.
         self._shared.update(dict.fromkeys(one, one))
 
     def write(self, tensor: torch.Tensor, where: Callable[[], str | None]) -> None:

@@ -101,6 +101,7 @@ def names_in(code: types.CodeType) -> CodeNames:
 def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The `keys` and the `whole` of `CodeNames` for one code object. If an unknown instruction follows a name, the name
     counts as read in whole."""
+    # Four empty entries at the end, because `_key` looks up to four instructions ahead.
     lines = [*((i.opname, i.argval, i.argrepr) for i in instructions(code)), *[("", None, "")] * 4]
     keys, whole = set[str](), set[str]()
     for at, (op, name, _) in enumerate(lines):
@@ -122,10 +123,12 @@ def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
         default = lines[i][0].startswith("LOAD_") and lines[i + 1][:2] == ("CALL", 2)
         return lines[i][:2] == ("CALL", 1) or default
 
+    # Python 3.14 replaced BINARY_SUBSCR by a BINARY_OP with the argument `[]`.
     if text(at + 1) and (lines[at + 2][0] == "BINARY_SUBSCR" or lines[at + 2][::2] == ("BINARY_OP", "[]")):
         return lines[at + 1][1]
     if text(at + 1) and lines[at][1] == "getenv" and called(at + 2):
         return lines[at + 1][1]
+    # Since Python 3.12, LOAD_ATTR also loads methods.
     if lines[at + 1][:2] in (("LOAD_METHOD", "get"), ("LOAD_ATTR", "get")) and text(at + 2) and called(at + 3):
         return lines[at + 2][1]
     if lines[at + 1][0] == "CONTAINS_OP":

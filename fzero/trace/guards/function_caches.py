@@ -54,6 +54,7 @@ def _empty() -> None:
 def _caches_of_libraries() -> weakref.WeakSet[Any]:
     """The caches of this process except those of known libraries, such as PyTorch and the standard library."""
     global _of_libraries
+    # Going through all objects is slow, so it is repeated only after an import, which may have defined new caches.
     if _of_libraries[0] != len(sys.modules):
         caches = [x for x in gc.get_objects() if type(x) is _CACHE]
         found = weakref.WeakSet(x for x in caches if package(getattr(x, "__module__", None)) not in KNOWN)

@@ -112,10 +112,12 @@ class Known:
             Unknown: the result depends on more than literals.
         """
         with compat.no_modes(), torch.no_grad():
+            # The nodes of an fx graph form a ring that begins and ends at its root. Nodes before `_last` are done.
             while (node := self._last.next).op != "root":
                 self._last = node
                 try:
                     if node.op == "get_attr":
+                        # A copy, because in-place ops of the function are repeated here.
                         self._values[node] = self._constants[str(node.target)].clone()
                     elif node.op == "call_function":
                         self._values[node] = self._run(node.target, node.args, node.kwargs)

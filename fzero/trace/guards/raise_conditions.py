@@ -48,6 +48,7 @@ class Conditions:
         holds, and by 1 otherwise."""
         if not self.flags:
             return list(values)
+        # A factor, and not a `where` around each value, because a product with NaN also makes the gradients NaN.
         factor = torch.where(torch.cat(self.flags).amax() > 0, math.nan, 1.0)
         return [x * factor.to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in values]
 
@@ -144,6 +145,7 @@ def waited(frame: FrameType, test: Test) -> torch.Tensor | None:
     """The flag of the earlier tests of the same condition."""
     noted = _noted.get()
     found = noted.waiting.pop(id(frame), None) if noted is not None else None
+    # In a loop, the first test of the next iteration has no larger offset; it begins a new condition.
     same = found is not None and found.passing == test.passing and found.offset < frame.f_lasti
     return found.flag if same and found is not None else None
 
@@ -176,6 +178,8 @@ def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test 
     jumps, stays = _raises(found, target, code), _raises(found, at + 1, code)
     if jumps != stays:
         passing = at + 1 if jumps else target
+        # If the code after the jump raises, the test passes by jumping, on the value `if_true`; otherwise by not
+        # jumping.
         return Test(stays == if_true, _place(found, passing), last=True)
     # `a or b`: if the test passes, the code jumps. Otherwise it tests again, and continues at the same place if
     # that test passes.

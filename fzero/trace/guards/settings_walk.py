@@ -178,6 +178,7 @@ class Walk:
                 return self._tensor(x, path)
             if isinstance(x, weakref.ref):  # compare like their referents, and tensors compare by value
                 return self._visit(x(), path)
+        # Values are numbered in the order of the walk, so that two walks over equal values find equal facts.
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._alive):
             return self._fact(("again", number), path)

@@ -75,6 +75,7 @@ class Calls(TorchFunctionMode):
 
     def _look(self, func: Any, args: Any, caller: FrameType) -> None:
         """Raises if a call has effects that no trace sees, or asks a question that no trace can answer."""
+        # Compared with `==`, because each access to the descriptor's `__set__` creates a new wrapper object.
         if func == _SETS_DATA:  # not an op, so no trace would record it
             what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
             raise TraceError(self._traced.owner, what, self._traced.here(), fix)
@@ -123,6 +124,7 @@ def _facts() -> dict[Any, str]:
     found = {getattr(torch.Tensor, name): name for name in (*_OF_HISTORY, *_OF_MEMORY)} | {
         torch.as_strided: "as_strided"
     }
+    # `__torch_function__` is called with the `__get__` of an attribute's descriptor.
     return {func.__get__ if inspect.isgetsetdescriptor(func) else func: name for func, name in found.items()}
 
 

@@ -83,6 +83,7 @@ def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 def check_dtypes(func: Any, args: Any) -> None:
     """Raises if an operator is given dtypes that fake tensors accept but PyTorch's devices reject."""
     if func in _CLASSES and args[1].dtype not in (torch.int64, torch.uint8):
+        # A RuntimeError, as PyTorch's own kernels raise; `plainly` adds the user's line and a fix.
         raise RuntimeError(f"expected class indices of {torch.int64}, but got {args[1].dtype}")
     if func in _ONE_DTYPE:
         args = [args[i] for i in _ONE_DTYPE[func] if i < len(args)]

@@ -25,6 +25,7 @@ class Untouched(compat.TorchDispatchMode):
         super().__init__()
         self._owner, self._outside = owner, sys._getframe(1)
         named = [pair for root, values in arguments.items() for pair in tree.with_paths(values, root)]
+        # Reversed, so that of several tensors with one storage the first gives its path.
         self._paths = {_storage(x): path for path, x in reversed(named) if isinstance(x, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
