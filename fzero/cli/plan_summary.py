@@ -13,23 +13,11 @@ from fzero._utils.units import duration, rate, size
 from fzero.cli.hf_script import OfModel, Script
 from fzero.compiler.lowered import Lowered
 from fzero.plan.cost import DISK, HOST
+from fzero.plan.memory import ROLE_NAMES
 from fzero.plan.plan import Plan
 from fzero.plan.process_memory import ProcessPart
 from fzero.plan.render import TextTable, assumed
 
-WORDS = {
-    "params": "parameters",
-    "opt_state": "optimizer state",
-    "batch": "batch",
-    "gathered": "gathered layers",
-    "gradients": "gradients",
-    "saved": "activations kept for the backward",
-    "activations": "activations between layers",
-    "temporaries": "inside a layer",
-    "idle_pool": "transfer buffers, empty just then",
-    "other": "scalars",
-}
-"""The roles of bytes (plan/memory.py) in words that users know."""
 AT_THE_LOSS = {"temporaries": "logits and loss", "activations": "activations and logits"}
 """The roles for a peak at the head of the model: at the last op that computes with the batch, which reads the
 labels.
@@ -68,7 +56,7 @@ class Answer:
     def filled(self) -> dict[str, int]:
         """Bytes at the peak of the device, in words that users know, the largest first."""
         reads = [i for i, line in enumerate(self.plan.lines) if "batch[" in line]
-        words = WORDS | (AT_THE_LOSS if self.plan.peak_line.index in reads[1:] else {})
+        words = ROLE_NAMES | (AT_THE_LOSS if self.plan.peak_line.index in reads[1:] else {})
         return self._named(self.plan.breakdown, "device", words)
 
     def _named(self, by_role: Mapping[str, int], tier: str, words: Mapping[str, str]) -> dict[str, int]:
@@ -100,11 +88,11 @@ class Answer:
     def tables(self) -> list[TextTable]:
         """Returns the tables before the code."""
         plan, unit = self.plan, self.script.unit
-        speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
-        totals = [("the model", f"{self._parameters() / 1e9:.3g} B parameters", self.script.size)]
-        totals.append(("a step", duration(plan.step_seconds), speed))
+        speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} per device"
+        totals = [("model", f"{self._parameters() / 1e9:.3g} B parameters", self.script.size)]
+        totals.append(("step", duration(plan.step_seconds), speed))
         if self.slower is not None:
-            speed = f"{self.per_second * plan.step_seconds / self.slower:,.0f} {unit}/s, as published runs reach"
+            speed = f"{self.per_second * plan.step_seconds / self.slower:,.0f} {unit}/s, as in published runs"
             totals.append((f"at {TYPICAL_MFU:.0%} MFU", duration(self.slower), speed))
         totals.append(("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.0%} busy"))
         if plan.mfu is not None:
@@ -112,31 +100,35 @@ class Answer:
                 (
                     "MFU",
                     f"{plan.mfu:.1%}",
-                    f"of the device's peak; {plan.roofline_fraction:.0%} of what it is assumed to attain",
+                    f"of the device's peak; {plan.roofline_fraction:.0%} of the rate assumed to be attainable",
                 )
             )
         where = "device" if plan.device.asynchronous else "host"
         rows = [(word, size(n), f"{n / plan.peak_bytes:.0%}") for word, n in self.filled.items()]
-        rows.append(("the plan's peak", size(plan.peak_bytes), f"{size(plan.persistent_bytes)} of it between steps"))
+        rows.append(
+            ("peak of the program", size(plan.peak_bytes), f"{size(plan.persistent_bytes)} of it between steps")
+        )
         rows += self._process_rows(where, plan.peak_bytes)
         what = f"{self.script.name} on {self._devices()}"
         out = [
             TextTable(f"{what}: predicted, not measured", ("", "", ""), totals),
-            TextTable(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
+            TextTable(f"memory per {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
         ]
         if where == "device":
-            rows = [(word, size(n), "") for word, n in self._named(plan.host_breakdown, "host", WORDS).items()]
-            rows += [("the plan's peak", size(plan.host_peak_bytes), "")] if rows else []
+            rows = [(word, size(n), "") for word, n in self._named(plan.host_breakdown, "host", ROLE_NAMES).items()]
+            rows += [("peak of the program", size(plan.host_peak_bytes), "")] if rows else []
             rows += self._process_rows("host", plan.host_peak_bytes)
             rows += [("on disk", size(plan.disk_bytes), "scratch files")] if plan.disk_bytes else []
-            out.append(TextTable("host memory of each process", ("", "bytes", ""), rows))
+            out.append(TextTable("host memory per process", ("", "bytes", ""), rows))
         out.append(assumed(plan))
-        return out + ([TextTable("chosen", ("", "", "because"), plan.decisions, prose=True)] if plan.decisions else [])
+        return out + (
+            [TextTable("choices", ("", "chosen", "because"), plan.decisions, prose=True)] if plan.decisions else []
+        )
 
     def _process_rows(self, where: str, peak: int) -> list[tuple[str, str, str]]:
         how = {True: "measured here", False: "assumed"}
         rows = [(p.what, size(p.nbytes), how[p.measured]) for p in self.process if p.where == where]
-        return [*rows, ("the process in all", size(peak + self.process_bytes(where)), "")]
+        return [*rows, ("process in total", size(peak + self.process_bytes(where)), "")]
 
     def _parameters(self) -> int:
         return sum(math.prod(self.lowered.params.leaves[i].shape) for i in self.lowered.params.distinct)
@@ -152,8 +144,8 @@ class Answer:
             share = device.flops[dtype] / device.peak_flops[dtype] if device.peak_flops.get(dtype) else None
             if share is not None:
                 out.append(
-                    f"efficiency: products in {dtype} reach {share:.0%} of the stated peak, all transfers overlap that "
-                    "can. No GPU was measured"
+                    f"efficiency: matrix products in {dtype} reach {share:.0%} of the stated peak, and all transfers "
+                    "that can overlap do. No GPU was measured"
                 )
         if self.script.mixture:
             out.append(

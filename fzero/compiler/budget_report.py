@@ -14,6 +14,7 @@ from fzero.errors import BudgetError
 from fzero.ir.ops.transfers import AllReduce, AllToAll, ReduceScatter
 from fzero.ir.program import Instruction, Program
 from fzero.plan.device_lookup import Device
+from fzero.plan.memory import ROLE_NAMES
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.plan.render import brief
 from fzero.transforms.compress import Compress
@@ -196,13 +197,11 @@ def filling_host(found: Plan) -> list[str]:
 
 def _listed(breakdown: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n
+        f"{ROLE_NAMES[role]} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n
     )
 
 
 _REDUCES = (ReduceScatter.name, AllReduce.name)
-
-_ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
 
 
 def waiting(program: Program) -> str | None:

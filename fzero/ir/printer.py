@@ -247,19 +247,19 @@ def _header(program: Program) -> list[str]:
     total = sum(n for roles in rest.values() for n in roles.values())
     here, *away = [(tier, ", ".join(f"{role} {size(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
     out = [f"{program.name} on mesh {program.mesh}"]
-    out.append(f"at rest on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
+    out.append(f"stored on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
     out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
     for text in (t.in_program() for t in program.transforms):
         num, sent = cost.pop(text, [0, 0])
         verb = "moves" if text.startswith("offload(") else "sends"
-        out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers a step" if num else f"  {text}")
+        out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers per step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
-        out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
+        out.append(f"  {name:<60} sends {size(sent)} in {num} transfers per step")
     out += [f"  {note}" for note in program.notes]
     if program.pool_bytes:
-        out.append(f"pool, in which transfers have their buffers: {size(program.pool_bytes)}")
+        out.append(f"communication buffers (pool): {size(program.pool_bytes)}")
     if program.host_pool_bytes:
-        out.append(f"pool in the host's memory: {size(program.host_pool_bytes)}")
+        out.append(f"communication buffers in host memory: {size(program.host_pool_bytes)}")
     return out
 
 

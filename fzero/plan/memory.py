@@ -40,6 +40,20 @@ backward. `activations`: other results of subgraphs. `temporaries`: inside a cal
 that is unused at the moment. `other`: scalars, the step, the key, literal tensors.
 """
 
+ROLE_NAMES: dict[str, str] = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "batch": "batch",
+    "gathered": "gathered parameters",
+    "gradients": "gradients",
+    "saved": "activations saved for the backward",
+    "activations": "other activations",
+    "temporaries": "temporaries of an op",
+    "idle_pool": "unused buffers",
+    "other": "scalars",
+}
+"""The roles as tables, pictures and messages name them."""
+
 
 class Sample(NamedTuple):
     """The bytes alive while an op runs, in the order of `ROLES`, and those in the host's memory if that is separate.

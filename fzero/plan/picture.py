@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._utils.units import duration
 from fzero.errors import FzeroValueError
-from fzero.plan.memory import ROLES, Sample
+from fzero.plan.memory import ROLE_NAMES, ROLES, Sample
 from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE, Event
 
@@ -103,13 +103,13 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
     rows = [[s.by_role[i] / unit for _, s in points] for i in range(len(ROLES))]
     shown = [i for i in range(len(ROLES)) if any(rows[i])]
     colors = ["lightgray" if ROLES[i] == "idle_pool" else f"C{i}" for i in shown]
-    labels = [ROLES[i] for i in shown]
+    labels = [ROLE_NAMES[ROLES[i]] for i in shown]
     axes.stackplot(times, [rows[i] for i in shown], labels=labels, colors=colors, step="post", linewidth=0)
     peak = max(range(len(points)), key=lambda i: points[i][1].total)
     top, left = plan.peak_bytes / unit, times[peak] < times[-1] / 2
     axes.plot([times[peak]], [top], "k.", markersize=8, label="peak")
     axes.annotate(
-        f"{top:.3g} {name} at line {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
+        f"{top:.3g} {name} at op {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
         (times[peak], top),
         xytext=(8 if left else -8, 6),
         textcoords="offset points",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero._utils.units import duration, rate, size
 from fzero.plan.cost import DISK, HOST
-from fzero.plan.memory import ROLES
+from fzero.plan.memory import ROLE_NAMES, ROLES
 from fzero.plan.timeline import COMPUTE, Event
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def tables(plan: Plan) -> list[TextTable]:
     """Returns the contents of `table`."""
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
-        ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
-        ("at rest", size(plan.persistent_bytes), "the state between steps"),
-        ("the process", size(plan.process_bytes), f"in addition to the peak: {_largest_part(plan)}"),
+        ("peak memory", size(plan.peak_bytes), f"op {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
+        ("between steps", size(plan.persistent_bytes), "the stored state"),
+        ("process overhead", size(plan.process_bytes), f"in addition to the peak: {_largest_part(plan)}"),
         *(
             [("peer replicas", size(plan.peer_replica_bytes), "host memory of fz.run: another rank's state")]
             if plan.peer_replica_bytes
@@ -55,35 +55,37 @@ def tables(plan: Plan) -> list[TextTable]:
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
         ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
-        *([("bubble", f"{plan.bubble:.1%}", "of the step, stages wait for each other")] if plan.stages else []),
+        *([("bubble", f"{plan.bubble:.1%}", "of the step: stages wait for each other")] if plan.stages else []),
     ]
     out = [
         TextTable(
-            f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals
+            f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("per step and rank", "predicted", ""), totals
         )
     ]
     if plan.stages:
-        columns = ("stage", "blocks", "peak", "at rest", "compute", "bubble", "sends")
+        columns = ("stage", "blocks", "peak", "between steps", "compute", "bubble", "sends")
         rows = [
             (str(n), str(x.num_blocks), size(x.peak_bytes), size(x.persistent_bytes), duration(x.compute_seconds))
             + (f"{x.bubble:.1%}", size(x.sent_bytes))
             for n, x in enumerate(plan.stages)
         ]
         out.append(TextTable("stages", columns, rows))
-    roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
+    roles = [(ROLE_NAMES[role], size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(TextTable("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
         on_host = ", ".join(
-            f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n
+            f"{ROLE_NAMES[role]} {size(n)}"
+            for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1])
+            if n
         )
         tiers = [
             ("device", size(plan.persistent_bytes), size(plan.peak_bytes), ""),
             ("host", size(plan.host_persistent_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
             ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
         ]
-        out.append(TextTable("tiers", ("", "at rest", "peak", ""), tiers))
+        out.append(TextTable("memory tiers", ("", "between steps", "peak", ""), tiers))
     if plan.channels:
-        columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
+        columns = ("channel", "bytes", "transfers", "GB/s", "busy", "of the step", "exposed")
         rows = [
             (queue, *_moved(c), f"{plan.busy[queue]:.1%}", duration(c.exposed_seconds))
             for queue, c in plan.channels.items()
@@ -93,10 +95,10 @@ def tables(plan: Plan) -> list[TextTable]:
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
         waits = [(duration(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
-        out.append(TextTable("longest waits", ("seconds a step", "channel", "line"), waits))
+        out.append(TextTable("longest waits", ("per step", "channel", "op"), waits))
     out.append(assumed(plan))
     if plan.decisions:
-        out.append(TextTable("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
+        out.append(TextTable("choices", ("", "chosen", "because"), plan.decisions, prose=True))
     return out
 
 
@@ -108,11 +110,11 @@ def _largest_part(plan: Plan) -> str:
 
 
 def _utilisation(plan: Plan) -> str:
-    attained = f"{plan.roofline_fraction:.1%} of what"
+    attained = f"{plan.roofline_fraction:.1%} of"
     return (
-        f"{attained} the device attains"
+        f"{attained} the attainable rate"
         if plan.mfu is None
-        else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} it attains"
+        else f"{plan.mfu:.1%} of the device's peak (MFU), {attained} the attainable rate"
     )
 
 
@@ -138,7 +140,7 @@ def assumed(plan: Plan) -> TextTable:
     whose = "while all ranks of the host are busy"
     if host is not None:
         whose = (
-            f"of a host that {'it has exclusively' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
+            f"{'for this rank only' if host.ranks == 1 else f'shared by the {host.ranks} ranks of a host'}: {host.what}"
         )
     rows += [(name, rate(attained), whose) for name, attained in shares]
     return TextTable(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero._utils.units import as_argument, duration, size
 from fzero.errors import FzeroValueError
+from fzero.plan.memory import ROLE_NAMES
 from fzero.plan.page.chart_data import chart_data
 from fzero.plan.page.op_costs import KINDS, OpCost, line_seconds, op_costs, shown_path
 from fzero.plan.page.program_listing import Row, listing
@@ -24,19 +25,6 @@ from fzero.trace.guards.user_frames import Place
 if TYPE_CHECKING:
     from fzero.plan.plan import Plan
 
-ROLE_WORDS = {
-    "params": "parameters",
-    "opt_state": "optimizer state",
-    "batch": "batch",
-    "gathered": "gathered parameters",
-    "gradients": "gradients",
-    "saved": "kept for the backward",
-    "activations": "activations",
-    "temporaries": "inside a subgraph",
-    "idle_pool": "unused transfer buffers",
-    "other": "scalars",
-}
-"""The roles of bytes (plan/memory.py) in words."""
 _FILES = resources.files("fzero.plan.page")
 _CONTEXT = 3  # lines of code shown before and after a line that costs something
 _APART = 8  # lines: two lines of code that are further apart are shown as two excerpts
@@ -85,7 +73,7 @@ def page(
         excerpts=list(_excerpts(seconds)),
         hottest=max((sum(kinds.values()) for kinds in seconds.values()), default=1.0) or 1.0,
         code=given.code or code_of(plan, budget),
-        data=chart_data(plan, memory, measured) | {"texts": _texts(plan), "words": ROLE_WORDS},
+        data=chart_data(plan, memory, measured) | {"texts": _texts(plan), "words": ROLE_NAMES},
         kinds=KINDS,
         css=files["page.css"],
         js=files["page.js"],
@@ -146,7 +134,7 @@ def _memory(plan: Plan, budget: int | None, given: Suggestions) -> tuple[int | N
     if given.memory is not None:
         return given.memory, given.memory_source
     if plan.device.asynchronous or plan.device.machine:
-        return plan.device.memory_bytes - plan.process_bytes, f"what the process leaves of {plan.device.name}"
+        return plan.device.memory_bytes - plan.process_bytes, f"available to a process on {plan.device.name}"
     return None, ""
 
 
@@ -159,7 +147,7 @@ def answer(plan: Plan, memory: int | None, source: str) -> str:
     if memory is None:
         return f"{step[0].upper()}{step[1:]}, and a rank needs {size(peak)} at the peak."
     if peak <= memory:
-        return f"It fits: {step}, and a rank needs {size(peak)} at the peak, of {size(memory)} ({source})."
+        return f"It fits: {size(peak)} of {size(memory)} ({source}). {step[0].upper()}{step[1:]}."
     return f"It does not fit: a rank needs {size(peak)}, {size(peak - memory)} more than {size(memory)} ({source})."
 
 
