@@ -233,7 +233,7 @@ def test_a_budget_that_fits(run):
         code, out, _ = run("plan", "targets.py:good", *MESH, *H100, *flags)
         want = lowered(memory_budget=flags[1], device="h100")
         assert code == 0 and out.startswith(str(want.plan))
-        assert "what was left open" in out and "share of activation memory" in out and "reduced once a step" in out
+        assert "choices" in out and "share of activation memory" in out and "reduced once a step" in out
         assert out.endswith(" to spare\n")
     code, out, _ = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1TB", "--json")
     found = json.loads(out)

@@ -132,7 +132,7 @@ def test_the_printed_code_is_what_was_planned_and_runs(
     if kind == "llama":
         code, out, err = run(*flags)
         assert code == 0 and code_of(out) == data["code"]
-        assert "predicted, not measured" in out and "the process in all" in out and "fits " in out
+        assert "predicted, not measured" in out and "process in total" in out and "fits " in out
         assert "2 layers, hidden size 32, 4 heads, vocabulary 96" in out and not err
 
 
@@ -338,10 +338,10 @@ def test_the_state_at_rest_is_that_of_the_plan() -> None:
         (("--hf", "{llama}", "--devices", "8xh100", "--batch", "0", "--layerwise"), r"--batch 0.*--layerwise: "),
         (("--hf", "{llama}", "--devices", "8xh100", "--remat", "ful"), "perhaps you meant full"),
         (("--hf", "{llama}", "--devices", "8xh100", "--scratch", "/x"), "nothing goes to disk"),
-        (("--hf", "{llama}", "--devices", "8xh100", "--mesh", "data=4"), "another number of devices"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--mesh", "data=4"), "differ in the number of devices"),
         (("--hf", "{llama}", "--devices", "8xh100", "--device", "h100"), "both --devices 8xh100 and --device h100"),
         (("--hf", "{llama}", "--devices", "8xh100", "x.py:f"), "both x.py:f and --hf"),
-        (("x.py:f", "--devices", "8xh100", "--seq", "8"), "--seq: is about --hf"),
+        (("x.py:f", "--devices", "8xh100", "--seq", "8"), "--seq: applies only to --hf"),
         (("--hf", "{headless}", "--devices", "8xh100"), "BertModel has no loss.*FILE.py:FUNCTION"),
         (("--hf", "{llama}", "--devices", "8xh100", "--offlaod", "auto"), "--offload"),
         (("--hf", "{llama}", "--devices", "8xh100", "--zero", "4"), "zero"),
@@ -390,7 +390,7 @@ def test_it_ends_when_it_has_printed(saved: Any) -> None:
     where = saved("llama")
     args = [sys.executable, "-m", "fzero", "plan", "--hf", where, "--devices", "8xh100"]
     found = subprocess.run(args, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0 and "the process in all" in found.stdout, found.stderr
+    assert found.returncode == 0 and "process in total" in found.stdout, found.stderr
     assert resident() > 50 << 20
 
 

@@ -353,7 +353,7 @@ def entry(lines: list[str], begins: str) -> str:
 def test_what_fills_the_memory_and_what_the_gradients_wait_for() -> None:
     lines = error_lines(CLIPPED, budget=WEIGHTS)
     roles = entry(lines, "there: ").removeprefix("there: ").split(", ")
-    assert roles[:3] == ["opt_state 256.0 KiB", "params 128.0 KiB", "gradients 128.0 KiB"] and len(roles) > 4
+    assert roles[:3] == ["optimizer state 256.0 KiB", "parameters 128.0 KiB", "gradients 128.0 KiB"] and len(roles) > 4
     assert "more than the 128.0 KiB it may have" in lines[1] and " bytes) more" in lines[1]
     assert "clip_by_global_norm" in entry(lines, "gradients: ")
     assert not entry(error_lines(PLAIN), "gradients: "), "each is used in the backward, as soon as it is made"
@@ -371,7 +371,7 @@ def test_advice_was_tried() -> None:
     ), "a batch of one row: not a smaller one"
     lines = error_lines(PLAIN, rows=4096, budget=4 * WEIGHTS)
     assert entry(lines, "with fz.accumulate(num_micro_batches=8): ") and entry(lines, "with fz.remat(policy='full')")
-    assert "use a smaller batch" in lines[-1] and "idle places" not in entry(lines, "there: ")
+    assert "use a smaller batch" in lines[-1] and "unused buffers" not in entry(lines, "there: ")
     together = entry(lines, "with fz.accumulate(num_micro_batches=8), ")
     assert "together: " in together and together.count("fz.accumulate") == 1
     lines = error_lines(PLAIN, device="cpu")

@@ -23,7 +23,7 @@ from fzero.ir.ops import transfer_bytes
 from fzero.ir.program import Function, Instruction, Placement, Program, Value
 from fzero.plan.cost import channel
 from fzero.plan.device_lookup import KNOWN, get_device
-from fzero.plan.memory import ROLES, memory_of, resting_bytes
+from fzero.plan.memory import ROLE_NAMES, ROLES, memory_of, resting_bytes
 from fzero.plan.picture import memory_over_time
 from fzero.plan.plan import plan
 from fzero.plan.process_memory import CONTEXT, INTERPRETER, NCCL
@@ -519,8 +519,8 @@ def test_a_profiled_step_times_every_line(run_ranks):
 def test_it_prints_as_a_table():
     found = plan(lowered().program, "cpu")
     text = str(found)
-    assert f"line {found.peak_line.index}: " in text and "gather:data" in text and "longest waits" in text
-    assert all(role in text for role, n in found.breakdown.items() if n)
+    assert f"op {found.peak_line.index}: " in text and "gather:data" in text and "longest waits" in text
+    assert all(ROLE_NAMES[role] in text for role, n in found.breakdown.items() if n)
     assert max(map(len, text.splitlines())) <= 120 and "\x1b" not in text
     assert text.split("longest waits")[1].count("wait(") == 5
 
@@ -652,7 +652,7 @@ def test_the_process_comes_on_top_of_the_peak():
     assert {x.where for x in gpu.process} == {"device", "host"} and not any(x.measured for x in gpu.process)
     assert cpu.process_bytes - known.process_bytes == INTERPRETER - (300 << 20)
     assert [x.measured for x in known.process] == [True, False] and [x.measured for x in cpu.process] == [False, False]
-    assert "the process" in str(known) and "by calibration" in str(known) and "assumed" in str(cpu)
+    assert "process overhead" in str(known) and "by calibration" in str(known) and "assumed" in str(cpu)
     data = json.loads(known.to_json())
     assert data["process_bytes"] == known.process_bytes == sum(x["nbytes"] for x in data["process"])
     limit = known.peak_bytes + known.process_bytes
