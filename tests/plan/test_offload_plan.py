@@ -296,7 +296,11 @@ def test_it_prints_and_writes_the_tiers(tmp_path) -> None:
         fz.offload("cpu", update_on="host"), fz.offload("nvme", "params", path="/scratch"), device="h100"
     ).plan
     text = str(found)
-    assert "\nmemory tiers\n" in text and "scratch files" in text and f"│ bound by          │ {found.bound_by:>9} │" in text
+    assert (
+        "\nmemory tiers\n" in text
+        and "scratch files" in text
+        and f"│ bound by          │ {found.bound_by:>9} │" in text
+    )
     assert (
         all(f"│ {name} " in text for name in ("to_host", "to_device", "disk", "host"))
         and max(map(len, text.splitlines())) <= 120
