@@ -76,6 +76,7 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
     texts = {rank: note["failed"] for rank, note in notes.items()}
     if not any(texts.values()):
         return result, [note["made"] for note in notes.values()]
+    # All ranks failed alike, so each raises its own exception, with its type and traceback.
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems, fix = reasons(texts), "look at the first rank that failed"
@@ -109,6 +110,7 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
             isinstance(error, dist.DistError)
             or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))
         ):
+            # An error of this rank itself, or Ctrl-C. The others are told, because a turn has ended in the middle.
             _end(mesh, error)
             raise
         try:
@@ -162,6 +164,7 @@ class StoreChannel:
 
         Communication: a digest from each rank, and two texts if they differ.
         """
+        # Before the digest, so that the text is there as soon as the digests are found to differ.
         self._notes.write("text", text)
         self._has_text = True
         notes = self.everyone({"hash": hashlib.sha256(text.encode()).hexdigest()})
@@ -197,6 +200,7 @@ class StoreChannel:
                 self._mesh.collective_sequence.end(error)
             raise error
         places = {
+            # The remaining names, such as "hash", tell which exchange of a call this is.
             rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))])
             for rank, other in notes.items()
         }

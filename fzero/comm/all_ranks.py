@@ -80,6 +80,7 @@ def together(
     if not failures:
         return [r for r, _ in everyone]
     undo()
+    # Ctrl-C on this rank: raised as it is, now that the other ranks know.
     if error is not None and not isinstance(error, Exception):
         raise error
     texts = {text for _, (text, *_) in failures}

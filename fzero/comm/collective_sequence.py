@@ -95,6 +95,7 @@ class CollectiveSequence:
         assert self.store is not None
         here = f"fzero/collectives/{self._number}/"
         go = here + "go"
+        # Each kind has its own counter, so ranks in turns of different kinds do not complete each other's count.
         if self.store.add(here + self._kind, 1) == self._size:
             self.store.set(go, "")
             self.store.delete_key(here + self._kind)
@@ -167,6 +168,7 @@ class CollectiveSequence:
         parted = {
             r: f"rank {r}: {x.about}" for r, x in others.items() if x.number == self._number and x.kind != self._kind
         }
+        # A rank that took part in this turn and then left is not missed.
         gone = {r for r, x in others.items() if (x.number < self._number if x.left else _has_died(x))}
         if not (parted or gone):
             self.check(owner)
@@ -206,6 +208,7 @@ class CollectiveSequence:
             return
         self._ended = why = _brief(error, self._rank)
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
+            # Keeps the reason that was written first, and returns it.
             self._ended = self.store.compare_set(_ENDED, "", why).decode()
 
     def check(self, owner: str) -> None:
@@ -294,6 +297,7 @@ def _has_died(note: _Note) -> bool:
     if note.died or tuple(host) != _host():
         return note.died
     try:
+        # The state follows the name of the process, which is in parentheses and may contain spaces and parentheses.
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True

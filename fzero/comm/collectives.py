@@ -137,6 +137,8 @@ class ProcessGroups:
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
             return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards, kept=flats)
+        # On the CPU, an all-to-all of the shards, which `wait` combines in the order of the ranks: the result is then
+        # the same as over shared memory.
         works, parts, size = list[Any](), list[tuple[torch.Tensor, torch.Tensor]](), self._mesh.axes[axis]
         for flat in flats:
             buffer = self._buffer(flat.nbytes)
@@ -202,6 +204,7 @@ class ProcessGroups:
             if data.numel():
                 to, source = [0] * size, [0] * size
                 to[(here + shift) % size] = source[(here - shift) % size] = len(data)
+                # All sizes but two are 0, so this is one send and one receive.
                 works.append(dist.all_to_all_single(target, data, source, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 
@@ -218,9 +221,11 @@ class ProcessGroups:
                 along = ranks_along(self._mesh.axes, rank, axis)
                 if along[source] == rank:
                     ranks = [rank, along[to]]
+                    # `new_group` is collective: every rank calls it for every group, in the same order.
                     made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._mesh.timeout))
                     if self._mesh.rank in ranks:
                         self._pairs[axis, source, to] = made
+            # Also on ranks outside of the group, which otherwise would make it again in the next call.
             self._pairs.setdefault((axis, source, to), None)
 
     def send_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
@@ -255,6 +260,7 @@ class ProcessGroups:
         """Starts a transfer of bytes from index `source` to index `to` along an axis, and keeps them alive until it is
         done."""
         group, root = self._pairs[axis, source, to], ranks_along(self._mesh.axes, self._mesh.rank, axis)[source]
+        # In a group of two ranks, a broadcast is a send and a receive.
         works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats if flat.numel()]
         return self._moving(works, filled, kept=flats)
 
@@ -341,6 +347,7 @@ def finish(mesh: Mesh, work: Any) -> None:
         except RuntimeError:
             if work.is_completed():  # it failed, or completed at this very moment
                 break
+        # Only the wait has timed out; the collective continues.
         mesh.collective_sequence.look("step")
     work.wait()
 

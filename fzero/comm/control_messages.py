@@ -51,12 +51,15 @@ def gathered(data: bytes) -> list[bytes]:
     Communication: a number from each rank, and as many bytes from each rank as the longest has.
     """
     size = dist.get_world_size()
+    # Without one of these backends, the group takes tensors on a GPU only (NCCL).
     on_cpu = any(kind in str(dist.get_backend_config()) for kind in ("gloo", "mpi", "ucc", "fake"))
     device = torch.device("cpu" if on_cpu else "cuda")
     lengths = torch.empty(size, dtype=torch.int64, device=device)
     here = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), here)
     longest = max(1, int(lengths.max()))
+    # Padded to the longest, because all_gather requires equal sizes. A bytearray, because `frombuffer` warns about
+    # memory that is not writable.
     mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

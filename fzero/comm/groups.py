@@ -19,6 +19,7 @@ def group_along(axes: Mapping[str, int], axis: str, timeout: float, options: Any
     names = list(axes)
     strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
     others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != axis]
+    # The ranks of every group along the axis: creating groups is collective, so each rank lists all of them.
     lines = [[sum(start) + i * strides[axis] for i in range(axes[axis])] for start in itertools.product(*others)]
     wait = datetime.timedelta(seconds=timeout)
     group, _ = dist.new_subgroups_by_enumeration(

@@ -164,6 +164,7 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
             print(text, file=sys.stderr, flush=True)
     elif summary and teller.split(" ")[1] == here:
         if threading.current_thread() is threading.main_thread():
+            # torchrun's SIGTERM ends the wait below, whatever handler the user has installed.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE)
 

@@ -123,6 +123,7 @@ def device_problems(names: Sequence[str]) -> list[str]:
     Args:
         names: for each rank "cpu", or "cuda" followed by a name that is unique to the GPU.
     """
+    # Reversed, so that of each kind the first rank is kept.
     kinds = {name.split(" ")[0]: rank for rank, name in reversed(list(enumerate(names)))}
     if len(kinds) > 1:
         return [f"rank {rank} is on {kind!r}" for kind, rank in sorted(kinds.items(), key=lambda kind: kind[1])]

@@ -47,6 +47,7 @@ def exchange(
     for sender, receiver in sizes:
         for end in (("from", sender), ("to", receiver)):
             peers[end] = peers.get(end, 0) + 1
+    # Computed from the rank with the most peers, so that all ranks get the same share and the same number of rounds.
     share = max(1, WINDOW // max(peers.values()))
     goes = {r: (sends(r), n) for r in range(mesh.size) if (n := sizes.get((mesh.rank, r), 0))}
     comes = {r: (receives(r), n) for r in range(mesh.size) if (n := sizes.get((r, mesh.rank), 0))}

@@ -44,6 +44,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
         raise DivergenceError(
             "make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix
         ) from error
+    # The store has a generation of an earlier start. In its notes the predecessor of this process may seem to be alive.
     if store.check(["fzero/generation"]):
         collective_sequence.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
     generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
@@ -75,6 +76,7 @@ def _lead(store: dist.Store, rank: int, world: int, deadline: float) -> str:
     for _ in _looks(deadline):
         if store.check(came) and (found := [number.decode() for number in store.multi_get(came)]) != numbers:
             numbers, generation = found, secrets.token_hex(8)
+            # The numbers first: a rank reads them as soon as it sees the generation.
             store.set(_numbers(generation), " ".join(numbers))
             store.set("fzero/generation", generation)
         if generation and store.check([_ack(generation, r) for r in range(1, world)]):

@@ -133,6 +133,7 @@ class SharedMemory:
             what = f"the ranks cannot share the memory of a program, {units.size(nbytes)}"
             raise DivergenceError("compile", what, [f"rank {self._mesh.rank}: {error}"], fix) from error
         finally:
+            # The mapping, and the descriptors that the other ranks have received, keep the memory alive.
             if fd >= 0:
                 os.close(fd)
 
@@ -336,6 +337,7 @@ class SharedMemory:
             peer = self._peers[rank]
             while peer.received < count:
                 try:
+                    # A read returns the notifications since the last read and resets the counter.
                     peer.received += os.eventfd_read(peer.theirs)
                 except BlockingIOError:
                     self._sleep(peer)
@@ -402,6 +404,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
             server.listen(mesh.size)
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
             secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
+            # Each rank connects to the ranks before it and accepts those after it, so each pair connects once.
             for rank in range(me):
                 address = bytes.fromhex(
                     _published(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode()
@@ -442,6 +445,7 @@ def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -
     try:
         connection.settimeout(timeout)
         connection.connect(address)
+        # Before the secret is sent.
         if not _same_user(connection):
             raise OSError(f"the socket of rank {rank} belongs to another user")
         connection.sendall(secret + me.to_bytes(4, "little"))

@@ -167,6 +167,7 @@ def not_a_directory(given: str) -> list[str]:
 def started(pid: int) -> str:
     """Returns the start time of a process in clock ticks of its kernel, or "" if there is no such process."""
     try:
+        # Field 22 of proc_pid_stat(5). The fields after the name, which may contain spaces, begin with field 3.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
@@ -194,6 +195,8 @@ def elastic() -> bool:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         words = []
+    # PET_NNODES is torchrun's variable for --nnodes; the command line comes after it, because it takes precedence. What
+    # follows `fzero.run` belongs to the script.
     told = f"--nnodes={os.environ.get('PET_NNODES', '')} " + " ".join(words).partition(" fzero.run")[0]
     least, _, most = re.findall(r"--nnodes[= ](\S*)", told)[-1].partition(":")
     return bool(most) and least != most

@@ -42,6 +42,7 @@ class Signals:
     """
 
     def __init__(self, numbers: Sequence[int]):
+        # Python sets signal handlers in the main thread only.
         self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
         self._before: dict[int, Any] = {}
         self.came, self.free = False, False
@@ -116,6 +117,7 @@ def lost(mesh: Mesh, error: Exception) -> bool:
     if isinstance(error, RankLost):
         return True
     follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
+    # Such an error may be the consequence of a death that the store does not show yet.
     deadline = time.monotonic() + (_PATIENCE if follows else 0.0)
     while isinstance(error, (FzeroError, torch.distributed.DistError)):
         if mesh.collective_sequence.gone():

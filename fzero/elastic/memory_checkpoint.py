@@ -140,6 +140,7 @@ class MemoryCheckpoint:
         self._sealed[slot].fill_(0)  # invalid from here on, in case the process is killed while it writes
         sums = []
         for leaf in self._leaves:
+            # Without the padding, which is at the end.
             part = flat[leaf.index].detach().resolve_conj().resolve_neg().reshape(-1)[: leaf.numel]
             sums.append(word_sum(part))
             leaf.slots[slot].copy_(part)
@@ -163,6 +164,7 @@ class MemoryCheckpoint:
         held = [int(sealed) for sealed in self._sealed]
         if step + 1 in held:
             return held.index(step + 1)
+        # The newest state stays valid until the one that is being written is sealed.
         needed = {max(held)}
         if self._sent is not None:
             needed.update(sorted(s for s in held if s and (s - 1) % self._sent == 0)[-2:])

@@ -41,6 +41,7 @@ def reserve(path: Path, entries: Sequence[Entry]) -> MemoryFile:
     try:
         if is_new:
             os.ftruncate(fd, 0)
+            # Without allocated pages, a write to the mapping of a full filesystem would end the process with SIGBUS.
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, head, 0)
             os.replace(where, path)

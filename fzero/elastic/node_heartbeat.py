@@ -233,6 +233,7 @@ def main() -> None:
     keeps_store, memory = sys.argv[1] == "store", Path(sys.argv[2])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kept = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if keeps_store else None
+    # The sockets of this process while no other process is connected to its store.
     alone = _sockets()
     signs = _Signs(kept or dist.TCPStore(address, port, wait_for_workers=False), memory)
     told = threading.Event()

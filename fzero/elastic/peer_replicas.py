@@ -124,6 +124,7 @@ class PeerReplicas:
         if self._seen % every or not self._come.isdisjoint(leaves) or not self._numel.keys() >= {*leaves}:
             return None
         if self._coming is None and not self._come:
+            # Never the slot that was sealed last: it has the newest complete state.
             known = range(_SLOTS) if self._last is None else [i for i in range(_SLOTS) if i != self._last]
             self._coming = min(known, key=lambda i: int(self._sealed[i]))
             self._sealed[self._coming].fill_(0)

@@ -67,6 +67,8 @@ def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
             logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", one.ranks[0], one.problem)
     mine = next(i for i, one in enumerate(memories) if ranks.rank in one.ranks)
     states = _states(memories, mine)
+    # The newest state; of equally new ones, that of as many ranks as there are now. The rest only makes the order
+    # total, so that all ranks choose the same.
     better = lambda key: (key[0], key[1] == mesh.size, key[1:])  # noqa: E731
     usable = [key for key, parts in states.items() if _is_whole(parts)]
     if not usable:
@@ -231,6 +233,7 @@ def _peer_reads(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str
 
     def holder(file: str) -> int:
         ranks = memories[int(file.partition(":")[0])].ranks
+        # Spreads the requests over the ranks of that host.
         return ranks[mesh.rank % len(ranks)]
 
     def take(file: str, offset: int, out: torch.Tensor) -> str | None:

@@ -224,6 +224,7 @@ def _until_it_returns(
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", cause(error))
         else:
+            # Not in the `try`, where it could be taken for the loss of a rank.
             raise unlike
         del mesh, run
         leave()

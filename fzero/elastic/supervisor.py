@@ -116,6 +116,7 @@ class Supervisor:
                 return 1
             if code >= 0 or self._stop_requested or finished:
                 return code if code >= 0 else 128 - code
+            # A new step is progress, so only failures without a step between them count.
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
             where = f"in step {step}" if phase != host_directory.STARTING else "before it called fz.run"
