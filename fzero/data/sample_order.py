@@ -129,6 +129,8 @@ class Steps:
     def data_step(self, step: int) -> int:
         """Returns the step whose data `step` reads, counted as if nothing were skipped."""
         for first, stop in self.skip:
+            # The ranges are sorted and are ranges of data steps, so a step that one range has moved may fall into the
+            # next.
             if step >= first:
                 step += stop - first
         return step
@@ -202,6 +204,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def _permute(index: torch.Tensor, size: int, keys: tuple[int, ...]) -> torch.Tensor:
     """Returns the image of each element of an int64 tensor under a keyed permutation of `range(size)`."""
+    # 2**(2 * half) is the smallest even power of two that is at least `size`: both halves have as many bits.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask, out = (1 << half) - 1, index.clone()
     outside = torch.arange(len(index))

@@ -64,6 +64,7 @@ class TokenDataset(Steps):
         self.tokens = (
             _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)
         )
+        # One token less, because the target of the last input is the token after it.
         self.seq, self.num_samples = seq, (len(self.tokens) - 1) // seq
         if self.num_samples < 1:
             fix = (

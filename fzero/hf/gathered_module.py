@@ -74,6 +74,7 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     _fill(slots, gathered, [path for path in slots if path not in inside])
     for name, layer in layers.items():
         mine = [path for path in slots if inside.get(path) == name]
+        # Default arguments, because a closure would see the names of the last layer only.
         layer.register_forward_pre_hook(lambda *_, mine=mine: _fill(slots, gathered, mine))
         layer.register_forward_hook(lambda *_, mine=mine: _empty(slots, mine))
     return made

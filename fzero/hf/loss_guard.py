@@ -302,6 +302,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _kind(x: torch.Tensor) -> str:
+    # Of a large tensor only a sample is compared, so its number of writes is compared too.
     return f"{list(x.shape)} {version_of(x) if x.numel() > _LARGE else ''}"
 
 

@@ -75,6 +75,8 @@ class Pretrained(Functional):
         out, problems = {}, []
         for number, name in enumerate(names):
             seed = int(random.fold_in(key.cpu(), number)[0]) % 2**31
+            # Once in memory full of zeros and once full of ones: if the results differ, transformers does not
+            # initialize the tensor.
             first, again = (self._begun(name, seed, fill) for fill in (0, 1))
             if torch.equal(first, again):
                 out[name] = first

@@ -117,6 +117,7 @@ class Padding:
         high, low = self.ranks.bounds({n: [s[n] for s in sizes] for n in sizes[0]})
         for n in names:
             known = self._steady.setdefault(n, high[n])
+            # None equals no length, so a length that has changed once never counts as steady again.
             self._steady[n] = known if known == high[n] == low[n] else None
         self._labelled = any(n in self.labels for n in names)
         self._masked = any(n.endswith("attention_mask") for n in names)
@@ -236,6 +237,7 @@ class Padding:
         if self.strict and len(self.shapes) >= MOST and own - {""}:
             text = f"batches have more than {MOST} shapes, each a program, and cannot be padded"
             raise self._refusal(text, {n: f"{n} of {high[n]}" for n in own - {""}})
+        # The last shape takes the greatest length of each entry so far, so that it fits all batches but longer ones.
         if len(self.shapes) >= MOST - 1:
             wanted |= {n: max(wanted[n], *(s.get(n, 0) for s in self.shapes)) for n in wanted.keys() - own - {""}}
         return wanted

@@ -173,6 +173,7 @@ def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any)
     def move() -> None:
         if ranks.rank:
             return
+        # The index last, because it names the other files.
         names = sorted((p.name for p in fresh.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
         for name in names:
             if (out / name).is_dir():

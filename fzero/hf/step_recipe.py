@@ -111,6 +111,7 @@ def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence
         found = of_arguments(args, made, transforms, more)
     if (schedule := found.schedule) is not None:
         base = 1.0 if own else args.learning_rate
+        # LambdaLR multiplies the rate of the parameter group, `base`, by this factor.
         trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda t: float(schedule(torch.tensor(t))) / base)
         trainer._created_lr_scheduler = True
     trainer.create_scheduler(num_training_steps=num_steps)

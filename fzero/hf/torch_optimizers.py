@@ -93,6 +93,8 @@ def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
     if cls in _NOT_PROPORTIONAL:
         schedule, at_rate = rate_in_state()
         return at_rate(of_torch(cls, schedule, group))
+    # The complete update is proportional to the rate, decoupled weight decay included: computed with a rate of 1, then
+    # multiplied.
     return optim.chain(of_torch(cls, 1.0, group), by_rate())
 
 

@@ -80,6 +80,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
         of_words = weight.shape[0] == getattr(config.get_text_config(), "vocab_size", None)
         if (of_words and ranks and weight.shape[0] % ranks) or not any(matches(x, f"{glob}.weight") for x in known):
             continue
+        # transformers' Conv1D stores its weight as [inputs, outputs], nn.Linear as [outputs, inputs].
         outputs = 1 if type(part).__name__ == "Conv1D" else 0
         pieces = _pieces(glob.rpartition(".")[2], weight.shape[outputs], config)
         dim = 1 - outputs if style in _INPUTS else outputs

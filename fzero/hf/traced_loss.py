@@ -120,6 +120,7 @@ def probe(
         items = {"num_items": torch.ones(1, requires_grad=True)} if counted else {}
         with torch.enable_grad():
             value, counting = _computed(held, constants, forward, {"inputs": batch, **items})
+        # Only the number of items requires a gradient, so the loss does if and only if it reads this number.
         found.reads, found.ignored = value.requires_grad, counting.ignored
         return value
 

@@ -290,6 +290,7 @@ class Sync:
         refused: list[FzeroValueError] = []
 
         def rule(func: Any, names: list[str]) -> None:
+            # `__torch_function__` is called with the `__get__` of an attribute's descriptor.
             if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ == "grad":
                 what = "looks at gradients"
                 fix = (

@@ -31,6 +31,7 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = len(self._new)
+        # Calls of one loss draw different numbers.
         key = self._key if self._key is None or not calls else random.fold_in(self._key, calls)
         self.outside.inside = True
         try:

@@ -77,6 +77,7 @@ class Outside(OwnTensors):
         for x in real:
             self.read[id(x)] = x
             self._versions.setdefault(id(x), version_of(x))
+        # Captured tensors only: computed now, with their values, and the result counts as captured too.
         if len(real) == len(tensors):
             with compat.no_modes(), _Drawing() as drawing:
                 found = func(*args, **kwargs)

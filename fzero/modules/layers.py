@@ -142,6 +142,7 @@ class Layer:
         self.numbers: dict[tuple[nn.Module, str], _Number] = {}
         self._forward = vars(module).get("forward")
         self._tensors = list(named(module))
+        # Reversed, so that a slot with several names gets the first one.
         places = {(id(s.owner), s.of, s.attribute): s for _, s in reversed(self._tensors)}
         self._slots = list(places.values())
         overwritten = tuple(sorted(s.name for s in self._slots if f"{name}.{s.name}" in mutable))
@@ -350,6 +351,7 @@ def _asking(name: str) -> Any:
     return lambda self, *others: getattr(int, name)(_value(self), *map(_value, others))
 
 
+# Arithmetic and conversions ask for the value.
 for _name in dir(int):
     if _name.startswith("__") and callable(getattr(int, _name)) and _name not in vars(object):
         setattr(_Number, _name, _asking(_name))

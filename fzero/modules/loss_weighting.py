@@ -45,6 +45,7 @@ class Counting(TorchFunctionMode):
             return func(*args, **kwargs)
         self.ignored.append(given.get("ignore_index", -100))
         real, weight = target != self.ignored[-1], given.get("weight")
+        # The ignored label, usually -100, is no index of the weights.
         counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
         count = counted.sum().to(torch.float32)
         kept = {k: x for k, x in given.items() if k in _KEPT}

@@ -57,6 +57,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
             if isinstance(x, torch.Tensor) and id(x) not in memo:
                 meta = torch.empty_like(x, device="meta")
                 meta = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+                # `deepcopy` looks here first, so it takes the meta tensors instead of copying tensors.
                 memo[id(x)] = tied.setdefault(_elements(x), meta)
     try:
         found = copy.deepcopy(module, memo)

@@ -288,6 +288,8 @@ class _Look:
 
     def same(self) -> bool:
         return (
+            # Python compares items by identity first, so tensors are not compared by value; a replaced tensor makes the
+            # comparison raise, which `_same` takes for a change.
             self._live == self._copies
             and list(map(type, self._modules)) == self._classes
             and list(map(_TENSOR, self._tensors)) == self._of_tensors

@@ -120,6 +120,7 @@ class Rehearsal(_Seeded):
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule, given = _RULES.get(func.overloadpacket), arguments(func, args, kwargs)
+        # The dry run only looks for shapes.
         if rule is None:  # an error is raised when it actually draws
             return func(*args, **kwargs)
         self._reads = [x for x in given.values() if isinstance(x, torch.Tensor)]

@@ -112,6 +112,8 @@ def adafactor(
         t, size = count.to(torch.float64), torch.as_tensor(rate(_WHERE, lr, state.count), dtype=torch.float64)
         at = scalars(t**beta2_decay, torch.minimum(size, t**-0.5), size * weight_decay)
         means = _checked(state, grads)
+        # Each of these trees is None for other parameters, so `leafwise` cannot walk over them together with the
+        # gradients.
         before = [iter(tree.leaves(x)) for x in means]
         after: list[list[torch.Tensor]] = [[], [], []]
 
@@ -144,6 +146,7 @@ def _factored(
     """Returns the gradient divided by the root of its second moments, and the new means along rows and columns."""
     means = ((g * g).sum(d) / max(1, g.shape[d]) for d in (-1, -2))
     rows, columns = (torch.lerp(x, mean, share) for x, mean in zip((rows, columns), means, strict=True))
+    # [..., m, n]: the matrix of rank 1 that has these means along rows and columns (section 3 of the paper).
     nu = rows[..., None] * (columns / rows.mean(-1, keepdim=True).clamp(min=least))[..., None, :]
     return g * nu.clamp(min=least * least).rsqrt(), rows, columns
 

@@ -212,6 +212,7 @@ def _resolve(where: str, name: str, given: Any, params: Tree) -> Tree:
     if callable(given) and not dataclasses.is_dataclass(given):  # a dataclass with a __call__ is a tree
         return tree.map_with_path(given, params, root="params")
     try:
+        # `given` may be a prefix of params: its leaf then stands for all parameters below.
         return tree.map(lambda value, below: tree.map(lambda _: value, below), given, params)
     except (ValueError, TypeError):
         raise FzeroValueError(structure_message(where, (name, given), ("params", params))) from None

@@ -21,6 +21,7 @@ from fzero.optim.tree_updates import check, leafwise, need_params, new_count, ne
 from fzero.optim.unsharded import unsharded
 from fzero.tree import Tree
 
+# Chosen for the steepest slope at 0, so that small singular values grow fast. They end near 1, not at 1.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _WHERE = "optim.muon"
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -51,6 +51,7 @@ def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
         raise FzeroTypeError("optim.skip_nonfinite", what, fix="e.g. optim.skip_nonfinite(optim.adamw(3e-4))")
 
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        # The norm is not finite if any gradient is not, and a step that clips has computed it already.
         finite = torch.isfinite(global_norm(grads))
         updates, new = optimizer.update(grads, state, params)
         kept = tree.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)

@@ -111,6 +111,7 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 def new_moment(where: str, params: Tree) -> Tree:
     """Returns zeros with the shapes of `params`, in the dtype of arithmetic."""
     check_floating(where, params)
+    # Contiguous, where `zeros_like` would keep the strides of a transposed parameter.
     return tree.map(
         lambda p: torch.zeros_like(p, dtype=compute_dtype(p), memory_format=torch.contiguous_format), params
     )
@@ -155,6 +156,7 @@ def add_up(terms: list[torch.Tensor]) -> torch.Tensor:
     """
     while len(terms) > 1:
         pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        # With the last term, if their number is odd.
         terms = pairs + terms[len(terms) & ~1 :]
     return terms[0]
 

@@ -115,6 +115,7 @@ def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) ->
     one = as_run(lambda *x: forward(*x, 0.0, True)[0], q, k, v)
     two = as_run(lambda *x: backward(*x[:6], *before, 0.0, True, *x[6:])[0], dout, q, k, v, out, logsumexp, *after)
     flops = 4.0 * math.prod(shape) * shape[2]
+    # Attention has two products in the forward and five in the backward, which computes the scores again.
     return flops / best(one, device, seconds / 2), 2.5 * flops / best(two, device, seconds / 2)
 
 
@@ -187,6 +188,7 @@ def link(mesh: Mesh, seconds: float) -> Link:
     # a fixed number of runs instead of a fixed time, because every rank must run each equally often
     pair = lambda n: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, 8 if n == largest else 30)  # noqa: E731
     fit = fitted({n * 2 * (size - 1) // size: pair(n) for n in (size * 1024, largest)})
+    # A pair of collectives passes each of the `size - 1` other ranks twice.
     return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
 
 
@@ -268,6 +270,7 @@ def best(run: Callable[[], Any], device: torch.device, seconds: float, times: in
 def fitted(measured: Mapping[int, float]) -> Link:
     """Returns the link (latency and bandwidth) that explains the times of a small and of a large number of bytes."""
     (few, quick), (many, slow) = sorted(measured.items())
+    # At least a tenth of the time is attributed to the bytes; noise could make it zero or negative.
     per_byte = max(slow - quick, 0.1 * slow) / (many - few)
     return Link(max(0.0, quick - few * per_byte), 1 / per_byte)
 

@@ -190,6 +190,7 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
         torch.__version__,
         sys.implementation.cache_tag,
         _hardware(device),
+        # Inductor writes the number of threads into CPU kernels.
         torch.get_num_threads(),
         os.environ.get("CXX", ""),
         compat.native_bf16(device),

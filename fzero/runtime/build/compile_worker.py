@@ -101,6 +101,8 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
     answer: dict[str, Any] = {"failed": "the compiling process ended without output"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
+            # -P: without it, a file in the current directory could replace a module. The module path is that of this
+            # process.
             [sys.executable, "-P", "-c", "from fzero.runtime.build.compile_worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -136,6 +138,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
 
 
 def main() -> None:
+    # Unpickling is safe here: the other end of the pipe is the rank that started this process.
     jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirect stdout to stderr, so that other output is not taken for an answer
@@ -187,6 +190,7 @@ def _units(jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], core
     sizes = {job.key: sum(len(k.source) for k in plain[job.key].kernels.values()) for job in jobs}
     number = max(1, min(cores, -(-sum(sizes.values()) // _UNIT_CHARS)))
     units: list[list[CompileJob]] = [[] for _ in range(number)]
+    # The largest first, each into the unit with the least code so far, which keeps the units about equal.
     for job in sorted(jobs, key=lambda job: sizes[job.key], reverse=True):
         min(units, key=lambda unit: sum(sizes[x.key] for x in unit)).append(job)
     return [unit for unit in units if unit]

@@ -156,6 +156,7 @@ def text_of(
     places = [_allocation(body, value) for value in results]
     for i in into:
         buffer, place = ast.parse(f"into[{i}]", mode="eval").body, places[i]
+        # If two results share an allocation, it cannot become the buffer of either.
         if place is not None and sum(p is place for p in places) == 1:
             assert isinstance(place.value, ast.Call)
             shape, stride = (ast.unparse(a) for a in place.value.args[:2])

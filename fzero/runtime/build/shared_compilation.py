@@ -101,6 +101,8 @@ def divided(needs: Mapping[int, Mapping[str, float]]) -> dict[int, set[str]]:
     """
     costs = {key: cost for of in needs.values() for key, cost in of.items()}
     loads, found = dict.fromkeys(needs, 0.0), {rank: set[str]() for rank in needs}
+    # First the keys that the fewest ranks can take, then the most expensive ones: the later a key, the more freedom is
+    # left to even out the loads.
     for key in sorted(costs, key=lambda key: (sum(key in of for of in needs.values()), -costs[key], key)):
         rank = min((r for r, of in needs.items() if key in of), key=lambda r: (loads[r], r))
         loads[rank] += costs[key]

@@ -22,6 +22,7 @@ def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Cal
     filename = f"<fzero {title} {next(_made)}>"
     exec(compile(text, filename, "exec"), namespace)
     function = namespace[name]
+    # With None as the time of modification, `linecache.checkcache` keeps an entry without a file.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
     return function
