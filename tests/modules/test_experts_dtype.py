@@ -1,0 +1,71 @@
+"""Mixtures of experts of transformers compute with grouped products only if these can be traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero import optim
+
+transformers = pytest.importorskip("transformers")
+
+
+def mixtral(dtype: torch.dtype, hidden: int = 16, **settings: Any) -> torch.nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **settings)).to(dtype)
+
+
+def step(module: torch.nn.Module, compute: str | None) -> tuple[float, float]:
+    """The loss and the norm of the gradients in one step."""
+    model = fz.functionalize(module)
+    train_step = model.train_step(optim.sgd(1e-2))
+    if compute is not None:
+        train_step = fz.compose(fz.mixed_precision(compute))(train_step)
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    train = fz.compile(train_step, fz.make_mesh(), backend="eager")
+    _, metrics = train(train.init(model.params), {"input_ids": tokens, "labels": tokens})
+    return float(metrics["loss"]), float(metrics["grad_norm"])
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the grouped products that are traced."""
+    dtypes, product = list[torch.dtype](), F.grouped_mm
+
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dtypes.append(x.dtype)
+        return product(x, *args, **kwargs)
+
+    monkeypatch.setattr(F, "grouped_mm", noted)
+    return dtypes
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16", "bf16", None])
+def test_a_model_in_bfloat16_computes_in_any_dtype(compute: str | None, grouped: list[torch.dtype]) -> None:
+    """PyTorch's function of the shapes of grouped products rejects other dtypes than bfloat16."""
+    loss, norm = step(mixtral(torch.bfloat16), compute)
+    assert bool(grouped) == (compute in ("bf16", None))
+    module = mixtral(torch.bfloat16).float()  # the same weights
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    expected = module(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+    squares = sum(float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None)
+    rel = 1e-5 if compute == "fp32" else 2e-2
+    assert (loss, norm) == (pytest.approx(expected.item(), rel=rel), pytest.approx(squares**0.5, rel=rel))
+
+
+def test_dimensions_that_the_kernel_does_not_take(grouped: list[torch.dtype]) -> None:
+    """Rows of 12 numbers of bfloat16 are not a multiple of 16 bytes."""
+    loss, _ = step(mixtral(torch.bfloat16, hidden=12), None)
+    assert loss == pytest.approx(4.16, abs=0.05) and not grouped
+
+
+def test_an_implementation_that_was_chosen_stays(grouped: list[torch.dtype]) -> None:
+    step(mixtral(torch.bfloat16, experts_implementation="batched_mm"), None)
+    assert not grouped
