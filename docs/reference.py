@@ -1,12 +1,14 @@
-"""Makes the API reference: a page for each public name, from its docstring, and the index of these pages.
+"""Makes the parts of the site that are generated: the API reference, the index of files, and tables of results.
 
-`mkdocs build` calls the hooks at the end of this file. The pages and the index exist only in the built site; the index
-follows the text of docs/reference/api.md. In a page at the root of docs/, a paragraph that is only a link to a table
-of results becomes the table itself.
+`mkdocs build` calls the hooks at the end of this file. Each public name has a page, made from its docstring; the index
+of these pages follows the text of docs/reference/api.md. The index of the package's files follows the text of
+docs/design.md. In a page at the root of docs/, a paragraph that is only a link to a table of results becomes the table
+itself. All of this exists only in the built site.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import posixpath
@@ -38,7 +40,9 @@ ROOMS = {
 ROOT = Path(__file__).resolve().parent.parent
 
 API = "reference/api.md"
-"""The page that the index follows, from docs/."""
+"""The page that the index of public names follows, from docs/."""
+DESIGN = "design.md"
+"""The page that the index of files follows, from docs/."""
 
 
 class Name(NamedTuple):
@@ -58,8 +62,13 @@ class Name(NamedTuple):
         """The first line of its docstring."""
         if not inspect.isclass(self.found) and not inspect.isfunction(self.found):  # the name of a type
             return "A learning rate by the number of the update, from 0."
-        text = " ".join((inspect.getdoc(self.found) or "").split("\n\n")[0].split())
-        return re.split(r"(?<=[^.]\.)\s", text)[0]
+        return first_sentence(inspect.getdoc(self.found) or "")
+
+
+def first_sentence(docstring: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    text = " ".join(docstring.split("\n\n")[0].split())
+    return re.split(r"(?<=[^.]\.)\s", text)[0]
 
 
 def names(room: str) -> Iterator[Name]:
@@ -93,6 +102,25 @@ def index() -> str:
     return "\n".join(out)
 
 
+def files_index() -> str:
+    """The tables of files, folder by folder, each file with the first sentence of its docstring."""
+    package = ROOT / "fzero"
+    out = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        sentences = {
+            path.name: first_sentence(ast.get_docstring(ast.parse(path.read_text())) or "")
+            for path in sorted(folder.glob("*.py"))
+        }
+        rows = [
+            f"| `{name}` | {text.replace('|', chr(92) + '|')} |"
+            for name, text in sentences.items()
+            if name != "__init__.py"
+        ]
+        title = f"### `{folder.relative_to(ROOT).as_posix()}/`"
+        out.append("\n".join([title, "", sentences["__init__.py"], "", "| file | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(out)
+
+
 def page(name: Name) -> str:
     """The source of a name's page; mkdocstrings fills it in."""
     return f"# {name.text}\n\n::: {name.home}\n"
@@ -101,7 +129,8 @@ def page(name: Name) -> str:
 def of_site(markdown: str, path: str) -> str:
     """Returns the text of a page as the site shows it.
 
-    Tables of results replace the paragraphs that are only links to them, and the page `API` ends with the index.
+    Tables of results replace the paragraphs that are only links to them. The page `API` ends with the index of public
+    names, and the page `DESIGN` with the index of files.
 
     Args:
         markdown: The text in the repository.
@@ -114,6 +143,8 @@ def of_site(markdown: str, path: str) -> str:
 
     if path == API:
         return f"{markdown}\n{index()}"
+    if path == DESIGN:
+        return f"{markdown}\n{files_index()}"
     return re.sub(r"^\[[^\]]+\]\((results/\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
 
 

@@ -1017,9 +1017,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Returns whether matrix products in bfloat16 run at full speed on the device, rather than very slowly
-    (../docs/design.md, bf16 on a CPU).
-    """
+    """Returns whether matrix products in bfloat16 run at full speed on the device, rather than very slowly."""
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.backends.mkldnn.enabled)
     return True

@@ -229,6 +229,16 @@ def test_the_site_has_the_tables() -> None:
         assert "--8<--" not in page.read_text(), page
 
 
+def test_the_site_lists_every_file_of_the_package() -> None:
+    page = DOCS / reference.DESIGN
+    site = reference.of_site(page.read_text(), reference.DESIGN)
+    folders = dict(re.findall(r"^### `(fzero/[\w/]*)`\n\n(.*?)(?=^### |\Z)", site, re.MULTILINE | re.DOTALL))
+    for path in (ROOT / "fzero").rglob("*.py"):
+        listed = folders[f"{path.parent.relative_to(ROOT).as_posix()}/"]
+        if path.name != "__init__.py":
+            assert re.search(rf"^\| `{re.escape(path.name)}` \| \S.* \|$", listed, re.MULTILINE), path
+
+
 def _update() -> None:
     """Writes what every example prints into its page."""
     only = [Path(a).resolve() for a in sys.argv[1:]]
