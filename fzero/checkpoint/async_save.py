@@ -209,6 +209,7 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies tensors to host memory. A copy has the placement of its original, and tied tensors are copied once."""
     global _memory
     distinct = {id(x): x for x in tensors.values()}
+    # Each copy is aligned, because bytes can be viewed as a dtype only at multiples of its size.
     sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
     device = next((x.device for x in distinct.values() if x.is_cuda), torch.device("cpu"))
     pinned = device.type == "cuda"

@@ -252,6 +252,7 @@ def begin(
             staging = storage.begin(root, step_name(plan.step), private)
         return plan.digest(), None if staging is None else (str(staging.directory), staging.mark)
 
+    # The lambda reads these variables when it is called: `act` may fail before or after it begins the staging.
     undo = lambda: _undo(ranks, root, staging)  # noqa: E731
     what = f"cannot save to {path}"
     begun = together(ranks, "checkpoint.save", what, act, undo, tuple[str, tuple[str, str] | None])

@@ -126,8 +126,11 @@ def read_leaves(
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     problems: list[str] = []
+    # In the order of the files, so that they are read sequentially. Tensors whose replicas are on the same ranks form
+    # one stream, whose windows these ranks gather.
     for name in sorted(sources, key=lambda n: _place(weights, sources[n])):
         groups.setdefault(_replicas(wanted[name], mesh), []).append(name)
+    # In the same order on every rank, because the streams contain collectives.
     for axes in sorted(groups):
         with _Stream(weights, sources, {n: wanted[n] for n in groups[axes]}, mesh, axes, problems) as stream:
             for name in groups[axes]:

@@ -61,6 +61,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
             "make_mesh", "not every rank has arrived", [f"rank {r} {timed_out(timeout)}" for r in missing], fix
         )
     found = dist.PrefixStore(_name(generation), store)
+    # So that `replaced` can tell the generation from the store alone.
     found.set(_HERE, generation)
     launcher.tell_through(found)
     if collective_sequence.watcher is not None:

@@ -114,11 +114,14 @@ class SharedMemory:
         return found.tensor
 
     def _shared(self, nbytes: int) -> _Pool:
+        # An empty file cannot be mapped.
         size, fds, fd = max(nbytes, mmap.PAGESIZE), dict[int, int](), -1
         try:
             fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
             for peer in self._peers.values():
+                # All ranks send before they receive. The sockets buffer the messages, so no two ranks wait for each
+                # other.
                 _send_fd(peer.connection, fd, peer.rank)
             for peer in self._peers.values():
                 fds[peer.rank] = _receive_fd(peer.connection, peer.rank, self._mesh.timeout)
@@ -153,6 +156,7 @@ class SharedMemory:
         )
         self._runs += 1
         at = self._runs % 2 * _NUMBER  # two entries suffice: no rank is two runs ahead of another
+        # Written before the notification, after which the others read it.
         self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
         everyone = list(self._peers.values())
         self._tell(everyone)

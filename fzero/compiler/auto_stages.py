@@ -163,6 +163,7 @@ def even(work: Sequence[float], n: int) -> tuple[int, ...]:
     for stage in range(1, n + 1):
         row = [(math.inf, 0)] * (len(work) + 1)
         for end in range(stage, len(work) + 1):
+            # -i: among equal ones, the partition with the fewest blocks on this stage.
             row[end] = min((max(best[-1][i][0], before[end] - before[i]), -i) for i in range(stage - 1, end))
             row[end] = row[end][0], -row[end][1]
         best.append(row)

@@ -60,6 +60,7 @@ def overlap(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
         ops = [replace(x, body=visit(x.body)) if x.body else x for x in ops]
         if options.coalesced:
             for kind in (_GATHER, _SCATTER):
+                # Before transfers are moved: a merged transfer moves as one.
                 ops = _coalesce(ops, kind, options.coalesced, sent, state)
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Instruction(row.name), program.mesh)):
@@ -440,6 +441,7 @@ class _Sinking:
             self.out.append(op)
             if op.out and op.out[0].name in self.leaving:
                 self.left[op.out[0].name] = 1
+        # Not a loop over the dictionary, because a wait may add a transfer to it.
         while self.left:
             self._wait(next(iter(self.left)))
         return self.out
@@ -447,6 +449,7 @@ class _Sinking:
     def _pass(self, op: Instruction) -> None:
         """Adds the waits that must come before an op, and counts the op as a block for the other transfers."""
         counted, done = self._counted(op), self._done(op)
+        # Again until none is due, because a wait may start a further transfer that is due too.
         while due := [
             handle
             for handle, left in self.left.items()

@@ -97,6 +97,7 @@ def _meetings(items: Sequence[Item]) -> list[list[int]]:
     rows = sorted((a, b, i) for i, x in enumerate(items) for a, b in x.times)
     starts, out = [a for a, _, _ in rows], [list[int]() for _ in items]
     for k, (_, b, i) in enumerate(rows):
+        # Rows are sorted by their begin, so these are the ones that begin within this interval.
         for _, _, other in rows[k + 1 : bisect_right(starts, b)]:
             if other != i:
                 out[i].append(other)

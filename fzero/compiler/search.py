@@ -156,6 +156,7 @@ class Search:
         is known to fit."""
         values = grows(options, self.cost(options).program, self.budget.device)
         low, high = 0, len(values)
+        # The largest value first, because it often fits.
         at = high - 1
         while high - low > 1:
             low, high = (at, high) if self.fits(values[at]) else (low, at)

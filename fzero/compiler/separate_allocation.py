@@ -46,7 +46,9 @@ def apart(regions: Sequence[Region], beside: Bytes, resting: int) -> list[Region
     total = taken((r.item for r in regions), num)
     curves = {key: taken((r.item for r in group), num) for key, group in groups.items()}
     keys = sorted(curves, key=lambda key: (-int(curves[key].max()), key))[:GROUPS]
+    # [combinations, groups]: bit i of a combination says whether group i is separate.
     chosen = np.array([[n >> i & 1 for i in range(len(keys))] for n in range(1 << len(keys))])
+    # [combinations, ops]: the bytes that are live in separate allocations.
     moved = chosen @ np.stack([curves[key] for key in keys])
     peaks = (beside + moved).max(axis=1) + (total - moved).max(axis=1) + resting
     counts = chosen @ np.array([len(groups[key]) for key in keys])

@@ -262,6 +262,7 @@ STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
 class RankProgress:
     """The progress of a rank, in memory that it shares with its supervisor."""
 
+    # step, first, beats, waited, phase
     _FORM = struct.Struct("<qqqdq")
 
     def __init__(self, directory: Path, rank: int):

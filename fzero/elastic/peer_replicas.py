@@ -121,6 +121,7 @@ class PeerReplicas:
             every: one in `every` steps sends them.
             once: whether no step writes them, so that sending them once per slot is enough.
         """
+        # Not due in this step, sent in it already, or not stored by this rank.
         if self._seen % every or not self._come.isdisjoint(leaves) or not self._numel.keys() >= {*leaves}:
             return None
         if self._coming is None and not self._come:

@@ -294,6 +294,7 @@ def _permutation(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
 def _multinomial(mode: Draws, given: dict[str, Any]) -> torch.Tensor:
     """Draws by the largest log p + Gumbel noise."""
     p, number = given["self"], given["num_samples"]
+    # An exponential draw may be 0, whose logarithm is infinite.
     if given.get("replacement"):
         noise = _exponential(mode, [*p.shape[:-1], number, p.shape[-1]]).clamp_min(1e-20)
         return (p.unsqueeze(-2).log() - noise.log()).argmax(-1)

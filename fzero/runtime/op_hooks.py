@@ -39,6 +39,7 @@ def observe(
 
     names = {op.fn or op.op for op, _ in program.walk() if op.op != "loop"}
     plain = {name: namespace[name] for name in names}
+    # The executable looks up what it calls in this namespace, so replacing the entries is enough.
     namespace.update(observed(plain, begins, ends))
     try:
         yield

@@ -63,6 +63,7 @@ class Body:
 
     def __call__(self, xs: Sequence[torch.Tensor]) -> BlockResults:
         """Runs the function and returns its results. Blocks that it calls are inlined."""
+        # Without a tracer, a block that the function calls runs as a plain function.
         token = tracer.set(None)
         try:
             params, args, kwargs = tree.unflatten(

@@ -165,6 +165,7 @@ class Blocks:
                     )
                     raise TraceError(owner, "changes values that are read outside of it", [*where(fn), *changed], fix)
                 now = key()
+                # Under the new key too, so that the next call does not trace it again.
                 self.joints[now] = joint
         elif retracing.get():
             compare(joint)
@@ -258,6 +259,7 @@ class _Call(torch.autograd.Function):
         recorder, asked = ctx.recorder, {i: x for i, x in enumerate(tangents) if x is not None}
         given = list(asked.values())
         if not asked:
+            # 5 is the number of arguments of `forward` before the tensors.
             return (None,) * (5 + ctx.joint.num_inputs)
         again, ctx.differentiated = ctx.differentiated, True
         if not again and tuple(asked) != ctx.joint.diff_outputs:
@@ -313,8 +315,10 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Returns `x` with the strides of `like`, which is dense; copies `x` if the strides differ. Operations that were
     recorded for certain strides (a view) may not be valid for others."""
+    # The stride of a dimension of size 1 has no meaning.
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), like.stride(), strict=True)):
         return x
+    # Made contiguous with the dimensions in the order of decreasing stride, and permuted back.
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 

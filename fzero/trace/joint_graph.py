@@ -115,6 +115,7 @@ def trace_joint(
                 labels=labels,
                 trained=needs,
             )
+            # The forward part of the joint graph, without the nodes of the backward.
             both = Subgraph(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):

@@ -71,6 +71,7 @@ def _metadata(func: Any, args: Any, out: Any) -> Any:
         if not func.is_view or found is None:
             return found
         base = args[0]
+        # `new_view` is given only a shape, strides and an offset, so all else has to be that of the argument.
         same = [(x.dtype, x.device, *_memory([x])) for x in (base, out)]
         if out is base or same[0] != same[1]:
             return None
@@ -78,6 +79,7 @@ def _metadata(func: Any, args: Any, out: Any) -> Any:
     if type(out) is not tuple or func.is_view or not all(x is None or isinstance(x, torch.Tensor) for x in out):
         return None
     made, memory = [None if x is None else compat.fake_metadata(x) for x in out], _memory(out)
+    # Results that share memory with each other or with an argument cannot be created independently.
     apart = len({*memory}) == len(memory) > 0 and not {*memory} & {*_memory(args)}
     return made if apart and len(memory) == len(made) - made.count(None) else None
 

@@ -209,6 +209,7 @@ class Recorder(compat.TorchDispatchMode):
         check_types(self.owner, self.source)
         try:
             with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
+                # The recorder is entered last: the innermost dispatch mode gets each op first.
                 with emptied(), Calls(self), self:
                     yield
                 if self.refused is not None:
@@ -361,6 +362,7 @@ class Recorder(compat.TorchDispatchMode):
     def _nan_where_singular(self, info: torch.Tensor) -> None:
         """Makes results NaN if PyTorch would raise because a matrix is singular or not positive definite. A program
         cannot raise."""
+        # All results of a failed factorization are undefined, not only the one that is checked.
         call = self.node(info).args[0]
         of_call = {
             id(x): n

@@ -87,6 +87,7 @@ def names_in(code: types.CodeType) -> CodeNames:
     found = [i for c in codes for i in dis.get_instructions(c)]
     read = {i.argval for i in found if i.opname in _LOADS}
     imported = {i.argval for i in found if i.opname == "IMPORT_NAME"}
+    # `co_names` also has globals and imports. That does no harm: attributes are only read where they exist.
     attributes = frozenset(name for c in codes for name in c.co_names)
     texts = frozenset(text for c in codes for text in _texts(c.co_consts))
     keyed = [_keyed(c) for c in codes]

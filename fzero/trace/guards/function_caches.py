@@ -45,6 +45,7 @@ def _empty() -> None:
         state = cache.cache_info()[1:]
         if _without.get(cache) == state:
             continue
+        # functools has no function that returns the contents of a cache.
         if _contains(gc.get_referents(cache), lambda x: isinstance(x, torch.Tensor)):
             cache.cache_clear()
         else:

@@ -201,6 +201,7 @@ class Walk:
         that its code names."""
         code = fn.__code__
         self.modules.add(fn.__module__)
+        # Code objects compare by value: the functions that one `def` makes have equal code.
         self._fact(code, path or fn.__name__)
         for name, value in cells(fn):
             if value is EMPTY:
