@@ -161,7 +161,7 @@ def test_a_key_is_in_one_table() -> None:
 
 def test_the_documentation_has_every_key() -> None:
     """docs/migrate/deepspeed.md lists the keys that are supported and rejected."""
-    page = (Path(__file__).parents[2] / "docs" / "from_deepspeed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "migrate" / "deepspeed.md").read_text()
     for heading, table in (("### Supported keys", SUPPORTED), ("### Rejected keys", REJECTED)):
         section = page.partition(heading)[2].partition("\n#")[0]
         keys: set[str] = set()
