@@ -215,7 +215,9 @@ REJECTED: dict[str, Rejected] = {
     "bf16.bf16_optimizer_states": Rejected(_FP32_STATE, (False,)),
     "torch_autocast.lower_precision_safe_modules": Rejected("say fz.mixed_precision(where=)"),
     "data_types.buffer_dtype": Rejected("buffers keep their dtype", (None,)),
-    "zero_optimization.zero_hpz_partition_size": Rejected("use fz.hierarchical(axis='node') on a mesh with the axis node", (0, 1)),
+    "zero_optimization.zero_hpz_partition_size": Rejected(
+        "use fz.hierarchical(axis='node') on a mesh with the axis node", (0, 1)
+    ),
     **_each(
         "zero_optimization",
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
