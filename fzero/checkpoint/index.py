@@ -404,6 +404,7 @@ def to_json(
         **({} if run is None else {"run": run}),
         "leaves": stored,
         "aliases": dict(aliases),
+        # The name of the treespec in the file format.
         "skeleton": treespec,
         "meta": meta,
         "files": {name: {"bytes": f.bytes, "sha256": f.sha256, "crc32": f.crc32} for name, f in files.items()},
@@ -421,6 +422,7 @@ def _part_json(p: StoredPart) -> dict[str, Any]:
 
 def _digest(content: Mapping[str, Any]) -> str:
     rest = {k: v for k, v in content.items() if k != "sha256"}
+    # Of a normal form, so that the digest does not depend on the formatting of the file.
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

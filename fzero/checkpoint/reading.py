@@ -226,6 +226,8 @@ def _read(
             for name in group:
                 leaf, dtype = wanted[name], index.leaves[name][1]
                 device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
+                # In another dtype, the stored values are read into a temporary tensor and converted. The zeros are for
+                # the padding, which no file has.
                 given = into.get(leaf.path) if dtype == leaf.dtype else None
                 out[name] = (
                     torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device)
@@ -366,6 +368,7 @@ def _damage(index: Index, name: str) -> list[str]:
             bad = sorted(ranges.bad)
     except (OSError, safetensors_format.FormatError) as error:
         return [f"{name}: {error}"]
+    # The checksums say where a file is damaged; its sha256 only matters if none of them does.
     if not bad and digest.hexdigest() != file.sha256:
         return [f"{name}: its sha256 is {digest.hexdigest()}, {file.sha256} was written"]
     return [_bad_chunk(index, name, chunk) for chunk in bad]

@@ -392,6 +392,7 @@ def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> None:
     def entry(name: str) -> safetensors_format.Entry:
         boxes = mine[name]
         shape = part_shape(boxes.shape, boxes.along)
+        # A complete tensor, or a complete shard along dims, keeps its shape; a range of its elements has none.
         return safetensors_format.Entry(
             name, plan.leaves[name][1], shape if boxes.numel == math.prod(shape) else (boxes.numel,)
         )
@@ -525,6 +526,7 @@ def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[
     """Returns, for every shard, the ranks that hold it."""
     out: list[list[int]] = [[] for _ in range(mesh.axis_size(axes))]
     for rank in range(mesh.size):
+        # The mesh as that rank has it, for its index along axes.
         there = Mesh(mesh.axes, rank, torch.device("cpu"))
         if only is None or there.index(only.axis) == only.index:
             out[there.index(axes)].append(rank)

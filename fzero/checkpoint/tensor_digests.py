@@ -160,10 +160,12 @@ def digest(x: torch.Tensor | str) -> str:
     rows = x.numel() // width
     generator = torch.Generator("cpu").manual_seed(0)
     # Odd weights are invertible modulo 2**64, so the product with a weight loses no change of a word.
+    # int64[rows, 1]
     weights = (torch.randint(-(2**63), 2**63 - 1, (rows, 1), generator=generator, device="cpu") | 1).to(x.device)
     sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=x.device)
     for at in range(0, rows, _ROWS):
         to = min(at + _ROWS, rows)
+        # int64[at most _ROWS, _COLUMNS]
         words = _bytes(x, at * width, to * width).view(torch.int64).view(-1, _COLUMNS)
         # a shift of int64 repeats the highest bit
         folded = (words >> _SHIFT).bitwise_and_(2 ** (64 - _SHIFT) - 1).bitwise_xor_(words)

@@ -190,6 +190,7 @@ class _Stream:
             mine = self._leaves.setdefault(name, [])
             for start, stop in held(leaf, mesh):
                 runs = sources[name]
+                # From the run on that contains `start`.
                 for run in runs[max(bisect_right(runs, start, key=lambda r: r.start) - 1, 0) :]:
                     low, high = max(start, run.start), min(stop, run.stop)
                     if run.start >= stop:
@@ -224,6 +225,7 @@ class _Stream:
             self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
             self._buffers = [torch.empty(self._share, dtype=torch.uint8, device="cpu") for _ in range(2)]
             self._pending = self._ahead.submit(self._read, 0) if self._total else None
+            # Only now, when everything could be opened, does it stay open.
             self._stack = stack.pop_all()
         return self
 

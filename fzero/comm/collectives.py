@@ -91,6 +91,7 @@ class ProcessGroups:
             before_leaving(self._deregister)
         else:
             found = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
+        # The same number on every rank, because all ranks allocate their pools in the same order.
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
         return found
@@ -120,6 +121,7 @@ class ProcessGroups:
                 works.append(compat.all_gather(whole, shard, group))
                 continue
             parts = whole.split(shard.numel())
+            # This rank is the root of one broadcast, which it sends from its part of the result.
             settle([shard], [parts[index]])
             data = [part.view(torch.uint8) for part in parts]  # gloo does not support float8
             works += [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(data)]
@@ -390,6 +392,7 @@ def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for flat in (f for f in flats if f.numel()):
         last = out[-1] if out else None
         if last is not None and last.dtype == flat.dtype and last.data_ptr() + last.nbytes == flat.data_ptr():
+            # The bytes after `last` are those of `flat`, in the same storage.
             out[-1] = last.as_strided((last.numel() + flat.numel(),), (1,))
         else:
             out.append(flat)

@@ -89,6 +89,7 @@ class SharedMemory:
         self._pool: _Pool | None = None
         self._names: list[str] = []  # names of the programs, indexed by the number of their pool
         self._runs = 0
+        # The end of its connections is how the other ranks notice that this rank has left.
         weakref.finalize(
             self,
             _close,
@@ -290,6 +291,8 @@ class SharedMemory:
         """
         step, itemsize = CHUNK // out.element_size(), out.element_size()
         in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
+        # In chunks that stay in the cache. Scratch buffer 0 has the first summand, buffer 1 each further one, buffer 2
+        # this rank's own.
         for at in range(0, out.numel(), step):
             num = min(step, out.numel() - at)
             here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize
@@ -350,6 +353,7 @@ class SharedMemory:
         """Sleeps until the peer increments its counter."""
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
+        # The kernel closes the connection of a rank that dies.
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
         deadline = time.monotonic() + self._mesh.timeout
         while (
@@ -407,6 +411,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
             server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
             server.listen(mesh.size)
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
+            # Derived, so that the mesh's own secret is never sent.
             secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
             # Each rank connects to the ranks before it and accepts those after it, so each pair connects once.
             for rank in range(me):
@@ -420,6 +425,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
         failure = str(error) or type(error).__name__
         store.set(f"{prefix}/failed", "")
     notes, ranks = Notes(store, prefix, me), range(mesh.size)
+    # All ranks have to decide alike, so each tells the others whether it has reached all of them.
     notes.write("ready", failure)
     missing = absent(store, notes.keys("ready", ranks), mesh.timeout)
     came = notes.read("ready", [r for r in ranks if r not in missing], str)
@@ -491,10 +497,12 @@ def _callers(
                         ready.register(connection, selectors.EVENT_READ)
                         continue
                     connection: socket.socket = key.fileobj  # type: ignore[no-redef, assignment]
+                    # A caller sends the secret, and its rank in four bytes.
                     num, data = _NUM_SECRET + 4 - len(said[connection]), b""
                     with contextlib.suppress(ConnectionError):
                         data = connection.recv(num)
                     said[connection] += data
+                    # The rest is still to come. Without data, the connection was closed.
                     if 0 < len(data) < num:
                         continue
                     ready.unregister(connection)

@@ -62,6 +62,7 @@ def lower_train(t: Training) -> BaseProgram:
         maxima[RAISED] = largest.pop(0)
     if largest:
         (maxima["block_max"],) = largest
+    # Reversed, so that a node that is several of the sums gets the name of the first.
     wanted: dict[fx.Node, str] = {
         n: f"sum_{j + (ahead.count is not None)}" if j else "loss_sum"
         for j, n in reversed(list(enumerate(outputs[:num_sums])))
@@ -71,6 +72,7 @@ def lower_train(t: Training) -> BaseProgram:
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = GraphOps(graph, functions, names, wanted)
+    # The seed depends on the counts of all ranks, so it is computed as late as possible: right before its first reader.
     at = next((i for i, op in enumerate(body.ops) if SEED in op.args), 0)
     ops = [*ops, *ahead.ops, *body.ops[:at], *ahead.seed, *body.ops[at:]]
     ops, sums = _distinct(ops, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)

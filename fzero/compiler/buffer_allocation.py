@@ -422,6 +422,7 @@ class _Placer:
     def _take(self, region: Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
         """Keeps an allocation live from `first` until it has been read, both on this rank and by the other ranks, which
         read it at their wait."""
+        # The other ranks read it in this rank's pool, so it cannot be allocated separately.
         region.fixed |= self.mesh.shared_memory
         self.held.append(_Held(region, first, last, wait, axes))
 

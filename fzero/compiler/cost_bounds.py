@@ -158,8 +158,10 @@ class Sizes:
             self.resting + self.state * (1 - state_h - state_d) + self.params * (1 - master_h - master_d) + streams
         )
         return LowerBound(
+            # Held gradients grow while activations shrink, so the larger of the two is a bound, and not their sum.
             device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
+            # Values that are written speculatively have a second extent.
             disk=written * (1 + early[1]) + stored,
             phases=(
                 *((forward, backward) if self.iterations == 1 else (_sum(forward, backward),)),

@@ -121,6 +121,7 @@ def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequ
         offsets[i], mine = at, (at, at + nbytes)
         for j in meetings[i]:
             if offsets[j] < 0:
+                # Kept in order, so that the loop above finds the lowest gap in one pass.
                 insort(taken[j], mine)
     return Packing(tuple(offsets), max(at + x.nbytes for at, x in zip(offsets, items, strict=True)))
 

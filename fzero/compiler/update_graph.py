@@ -118,6 +118,7 @@ def record_update(
     info: dict[str, Any] = {}
 
     def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        # In the order of `places`.
         it = iter(fakes)
         step = next(it)
         key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None

@@ -131,6 +131,7 @@ class ArrayDataset(Steps):
     def _rows(self, samples: list[int], step: int, rank: int) -> Any:
         if self.dataset is None and self.transform is None:
             return self._made(samples, step, rank)
+        # Comparing the states of generators is cheap. The draws are traced only if a state has changed.
         before, others = torch.random.get_rng_state(), _generators()
         made = self._made(samples, step, rank)
         if not torch.equal(before, torch.random.get_rng_state()):

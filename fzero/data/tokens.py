@@ -99,6 +99,7 @@ class TokenDataset(Steps):
         return self.order(first, count)
 
     def _rows(self, samples: list[int], step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # int64[samples, seq + 1]: the inputs, and the targets one token later
         out = torch.empty((len(samples), self.seq + 1), dtype=torch.int64)
         for row, window in zip(out, samples, strict=True):
             row.copy_(self.tokens[window * self.seq : (window + 1) * self.seq + 1])

@@ -247,6 +247,7 @@ def main() -> None:
 
     def write() -> None:
         while not told.wait(_BEAT):
+            # Replaced in one operation, so that no supervisor reads half a file.
             new = memory / "hosts.new"
             with contextlib.suppress(OSError):
                 new.write_text(json.dumps(signs.oldest()))

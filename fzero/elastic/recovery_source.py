@@ -176,6 +176,7 @@ def check(index: Index) -> None:
     dtypes = {name: dtype for name, (_, dtype) in index.leaves.items()}
     for file, parts in of_file.items():
         with (Path(index.directory) / file).open("rb") as f:
+            # A safetensors file begins with the length of its header, which is JSON.
             length = int.from_bytes(f.read(8), "little")
             header = parsed(f.read(length)) if 8 + length <= index.files[file].bytes else {}
         for part in parts:

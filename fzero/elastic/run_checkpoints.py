@@ -68,6 +68,7 @@ class RunCheckpoints:
         if self._data is not None and "data" in note:
             data = self._data
             return agreement.run_on_all_ranks(self._mesh, "run", lambda: data.resume(note["data"]))
+        # A checkpoint that no run has saved has no note: it has seen as many batches as it has taken steps.
         return note.get("seen", saved.step)
 
     def check(self, state: Any, meta: Any) -> None:

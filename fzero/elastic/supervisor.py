@@ -75,6 +75,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._hear)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             host_directory.die_with_parent(signal.SIGTERM)
+            # torchrun ended before the kernel was asked to tell.
             if os.getppid() != self._parent:
                 host_directory.remove(self._memory)
                 return 1

@@ -44,6 +44,7 @@ class Staged:
         for x, offset in zip(leaves, offsets, strict=True):
             place = self._buffers[number][offset : offset + x.nbytes].view(x.dtype).view(x.shape)
             out.append(place.copy_(x).to(self._device, non_blocking=True))
+        # After the last copy: until this event the device may still read the buffer.
         event = self._copied[number] = torch.cuda.Event()
         event.record()
         return out

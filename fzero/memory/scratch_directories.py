@@ -323,6 +323,7 @@ def _sweep(path: Path) -> None:
         with suppress(OSError):  # another run may be removing it, or it may belong to another user
             if os.lstat(directory).st_uid != os.geteuid():
                 continue
+            # Not through a link, which another user might have put there.
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if stat.S_ISREG(os.fstat(lock).st_mode) and _hold(lock):

@@ -226,6 +226,7 @@ class Transfer:
             last = self._left == 0
         if last:
             self.seconds = time.perf_counter() - self._started
+            # A transfer that is done does not keep its files open, however long its caller holds it.
             self._files = None
             self._done.set()
 

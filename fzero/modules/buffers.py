@@ -65,5 +65,6 @@ def written_names(module: nn.Module) -> set[str]:
             seen.add(name)
             for code in methods.get(name, ()):
                 found |= stores(code)
+                # A method that this code names may be called by it.
                 todo += code.co_names
     return found

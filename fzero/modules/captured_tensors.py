@@ -95,6 +95,7 @@ class Outside(OwnTensors):
         if id(x) not in self._literals:
             with compat.no_modes():
                 value = x.detach().clone(memory_format=torch.contiguous_format)
+            # The recorder takes the argument of `lift_fresh` for a literal.
             self._literals[id(x)] = made = torch.ops.aten.lift_fresh.default(value)
             self._versions[id(made)] = version_of(made)
         return self._literals[id(x)]

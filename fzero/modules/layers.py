@@ -118,6 +118,7 @@ def in_block() -> bool:
 def as_blocks(layers: Sequence[Layer], call: LayerCall) -> Iterator[None]:
     """Makes calls of these layers inside the context calls of blocks."""
     for layer in layers:
+        # An attribute of the instance, which `nn.Module.__call__` finds before the method of the class.
         vars(layer.module)["forward"] = layer
     try:
         with _within(call), call.draws:

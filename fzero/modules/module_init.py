@@ -39,6 +39,7 @@ def initialized(meta_module: nn.Module, own: Mapping[str, torch.Tensor], key: to
         else:
             _reset(meta_module)
         made = {s.name: s.get() for s in slots}
+    # Neither replaced nor written in place.
     left = [name for name, x in made.items() if x is given[name] and x._version == 0]
     wrong = [f"{n}: {tree.describe(own[n])}" for n in left if own[n].is_meta or own[n].numel() > MOST]
     if wrong:

@@ -76,6 +76,7 @@ def asgd(
         need_params(_WHERE, grads, params)
         before, size = state.count.to(torch.float64), rate(_WHERE, lr, state.count)
         eta = torch.where(state.count == 0, size, state.eta)
+        # The second is torch's `mu`. It is 1 until averaging starts: then the averages equal the parameters.
         at = scalars(-eta, 1 / (before - t0).clamp(min=1.0))
 
         def leaf(g: Any, a: Any, p: Any) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ def scale_by_trust_ratio() -> GradientTransformation:
 
     def leaf(g: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
         p_norm, g_norm = sum_of_squares(p).sqrt(), sum_of_squares(g).sqrt()
+        # With a ratio of 0, a parameter that is 0 could never change; for a zero gradient the ratio would be infinite.
         ratio = torch.where((p_norm > 0) & (g_norm > 0), p_norm / g_norm, 1.0)
         g = upcast(g)
         return (g * ratio.to(g.dtype),)

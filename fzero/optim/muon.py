@@ -227,6 +227,7 @@ def _orthogonal(u: torch.Tensor, num: int, steps: int, eps: float) -> torch.Tens
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
+        # x: [..., m, n] with m <= n; gram: [..., m, m]
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(u.shape)

@@ -85,6 +85,7 @@ def nadam(
     def update(grads: Tree, state: NAdamState, params: Tree = None) -> tuple[Tree, NAdamState]:
         count = state.count + 1
         t = count.to(torch.float64)
+        # The momenta of this update and of the next one.
         now, later = (b1 * (1 - 0.5 * 0.96 ** (x * momentum_decay)) for x in (t, t + 1))
         product = state.product * now
         at = scalars((1 - now) / (1 - product), later / (1 - product * later), (1 - b2**t).sqrt())

@@ -46,6 +46,7 @@ def _adafactor(lr: float | Schedule, o: Options) -> GradientTransformation:
 def _muon(lr: float | Schedule, o: Options) -> GradientTransformation:
     scale = "match_rms" if o["adjust_lr_fn"] == "match_rms_adamw" else "spectral"
     numbers = o["momentum"], o["nesterov"], o["ns_steps"], o["weight_decay"]
+    # torch's Muon accepts only parameters with two dims.
     return muon(lr, *numbers, scale, lambda path, leaf: True, eps=o["eps"])
 
 

@@ -53,6 +53,7 @@ def _finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> lis
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
     # aminmax returns NaN for both if there is a NaN
     ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]
+    # float64[parameters, 2], read with one transfer
     return list(zip(asked, torch.stack(ends).isfinite().all(1).tolist() if ends else [], strict=True))
 
 

@@ -80,6 +80,7 @@ def plan(
         sources |= {n: weights.whole(key) for n, key in own.items() if key in weights.entries and n not in sources}
     runs, missing = {}, []
     for i in inputs.distinct:
+        # A tied parameter may be stored under any of its names.
         name = next((found[j] for j, t in enumerate(inputs.ties) if t == i and found[j] in sources), None)
         if name is None:
             missing.append(i)
@@ -90,6 +91,8 @@ def plan(
     extra = [n for n, (_, e) in weights.entries.items() if n not in used and e.numel]
     silent = set(getattr(model, "unstored", ()))
     absent = [i for i in missing if found[i] not in silent]
+    # More than a few missing tensors are no reason for an error, but if most of both sides do not match, these are the
+    # files of another model.
     if len(runs) < len(absent) and len(runs) < len(extra):
         lines = [f"{found[i]}: missing in the files" for i in absent[:5]] + [
             f"{n}: not in this model" for n in extra[:5]

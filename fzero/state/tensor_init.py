@@ -62,6 +62,7 @@ def from_function(
     # one split makes the keys of many leaves, so it is done only once
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
     derived = _Run(Subgraph(graph, [place], keys).extract()).run(key)
+    # `x=x` binds the value of this iteration.
     values: dict[fx.Node, Load] = {n: (lambda x=x: x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
     wanted = [i for i in inputs.distinct if only is None or i in only]
     return _leaves(graph, values, {}, inputs, wanted, mesh, put)
@@ -190,8 +191,10 @@ def _leaves(
             continue
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
+        # Each shard is divided into `num` consecutive smaller ones; those of this rank begin with number `first`.
         finer, first = made_as or Cut((), 1), index * num
         finer = finer._replace(size=finer.size * num, grid=finer.grid * num)
+        # An op that can only be computed unsharded (`cut`) would be computed again for every piece.
         if num > 1 and not any(node.target is cut for node in _shard_of(source, finer, first).graph.nodes):
             out[i] = put(_parts(source, loads, leaf, mesh, finer, range(first, first + num)), leaf)
         else:

@@ -92,6 +92,7 @@ def inlined(
 def ancestors(outputs: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
     """The nodes that `outputs` depend on, including `outputs`. The search does not go past `stop`."""
     seen: set[fx.Node] = set()
+    # Not recursive, because a graph is deeper than Python's stack.
     todo = list(outputs)
     while todo:
         node = todo.pop()

@@ -62,6 +62,7 @@ def text_at(code: types.CodeType, instruction: dis.Instruction) -> str:
     at = instruction.positions
     if at is None or not (at.lineno and at.end_lineno) or at.col_offset is None or at.end_col_offset is None:
         return ""
+    # Columns are counted in bytes of UTF-8.
     lines = [linecache.getline(code.co_filename, n).encode() for n in range(at.lineno, at.end_lineno + 1)]
     lines[-1] = lines[-1][: at.end_col_offset]
     return b"".join([lines[0][at.col_offset :], *lines[1:]]).decode(errors="replace")

@@ -220,6 +220,7 @@ def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> boo
 def _caught(found: Sequence[dis.Instruction], offset: int, code: CodeType) -> bool:
     """Whether an instruction is inside a `try`. A `with` does not count, because it lets exceptions through."""
     handlers = [e.target for e in dis.Bytecode(code).exception_entries if e.start <= offset < e.end]  # type: ignore[attr-defined]
+    # The handler of a `with` begins with PUSH_EXC_INFO and WITH_EXCEPT_START.
     names = {x.offset: [y.opname for y in found[i : i + 3]] for i, x in enumerate(found) if x.offset in handlers}
     return any("WITH_EXCEPT_START" not in names[h] for h in handlers)
 

@@ -95,6 +95,7 @@ class _Scope:
         if not new:
             return []
         self._keys -= new
+        # The order of a set depends on its history.
         return sorted(new)
 
 
