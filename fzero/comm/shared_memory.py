@@ -291,8 +291,8 @@ class SharedMemory:
         """
         step, itemsize = CHUNK // out.element_size(), out.element_size()
         in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
-        # In chunks that stay in the cache. Scratch buffer 0 has the first summand, buffer 1 each further one, buffer 2
-        # this rank's own.
+        # In chunks that stay in the cache. Scratch buffer 0 has the first summand, buffer 1 each further one, and
+        # buffer 2 this rank's own if the sum would overwrite it.
         for at in range(0, out.numel(), step):
             num = min(step, out.numel() - at)
             here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize

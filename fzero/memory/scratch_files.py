@@ -157,8 +157,8 @@ class ScratchFiles:
         for offset, flat in runs:
             view, done = flat.numpy().data, 0
             while done < len(view):
-                # A piece ends where the runs are not adjacent and, if there are several files, at the boundary of a
-                # stripe.
+                # A piece has at most PIECE bytes. It ends earlier where the runs are not adjacent and, if there are
+                # several files, at the boundary of a stripe.
                 if offset + done != end or end == spans[-1][1]:
                     end = offset + done
                     spans.append((end, end + PIECE - (end % PIECE if num > 1 else 0)))

@@ -44,7 +44,7 @@ def unsharded(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def on_unsharded(*args: Any, **kwargs: Any) -> Any:
-        # An op that returns its argument: it only marks in a trace that the unsharded tensor is needed here.
+        # An op that copies its argument. In a trace it marks that the unsharded tensor is needed here.
         mark = lambda x: WHOLE(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
         args, kwargs = tree.map(mark, (args, kwargs))
         return fn(*args, **kwargs)
