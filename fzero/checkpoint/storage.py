@@ -145,6 +145,7 @@ class Storage(ABC):
         Raises:
             Malformed: the file has more than `most` bytes.
         """
+        # One byte more than allowed shows that a file is too long, without reading all of it.
         data = self.read(file, most + 1)
         if len(data) > most:
             raise Malformed(f"more than {most} bytes")

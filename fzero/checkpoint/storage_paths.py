@@ -23,6 +23,8 @@ SET_ASIDE = ".replaced"
 
 GIVE = "give the path that fz.checkpoint.save was given"
 
+# ":" is among the characters so that a chain of fsspec's protocols (simplecache::s3://…) is taken for a URL, which is
+# rejected by name, and not for a path.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 
 

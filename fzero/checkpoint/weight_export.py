@@ -113,8 +113,10 @@ def _write(
     )
 
     out.mkdir(parents=True, exist_ok=True)
+    # An export that was killed leaves its directory behind.
     for stale in out.glob(_TEMPORARY + "*"):
         shutil.rmtree(stale)
+    # Within `out`, because a rename does not work between filesystems.
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=out))
     try:
         for file, shard in zip(files, shards, strict=True):

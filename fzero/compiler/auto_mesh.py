@@ -132,6 +132,7 @@ def _plan_mesh(step: Step, mesh: AbstractMesh, params: Any, batch: Any, budget: 
     """Plans the step on one mesh. If it cannot be planned, the result has the reason."""
     tensors = [x for x in tree.leaves(batch) if isinstance(x, torch.Tensor) and x.ndim]
     num_samples = len(tensors[0]) if tensors else 1
+    # Ranks along the other axes (model, pipe, seq) work on the same samples.
     num_shards = math.prod(mesh.axes.get(axis, 1) for axis in ("node", "data", "expert"))
 
     def shard(x: Any) -> Any:

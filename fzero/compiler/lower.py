@@ -126,6 +126,7 @@ def resolve_and_lower(
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
             step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
             step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
+            # A trace that was made before stages were chosen is the trace of another step.
             chosen, traced = (*ruled, *chosen, *staged), None if staged else traced
         inputs = params_inputs(step, mesh, params), batch_inputs(batch)
         lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip, draft=draft)

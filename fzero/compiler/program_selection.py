@@ -55,6 +55,7 @@ def lower_inputs(
     search = Search(found.programs, found.passes, budget)
     with within("planning", "the fastest program that fits"):
         if open_formats(step) is None:
+            # `map` is lazy: a start that needs less memory is searched only if nothing fits from those before it.
             options = next(filter(None, map(search.best, found.starts)), None)
         else:
             options = _with_formats(found, search, formats or ())

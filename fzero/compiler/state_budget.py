@@ -52,6 +52,7 @@ class AtRest:
         none."""
         if not self.axes or self.whole >= limit:
             return None
+        # The smallest n with whole + (total - whole) * ranks / n <= limit.
         return math.ceil((self.total - self.whole) * self.ranks / (limit - self.whole))
 
     def __str__(self) -> str:

@@ -81,6 +81,7 @@ class Slots:
             params: the parameters before the step.
             update: returns new parameters for gradients.
         """
+        # Each wraps the ones before it, so the last transform of the step is the first to see the gradients.
         for transform in (t for t in self.transforms if _has(t, "update")):
             update = functools.partial(self._around, transform, held, params, update)
         return update
@@ -193,6 +194,7 @@ def _is_leaf(x: Any) -> bool:
 def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
     """Returns the tree that a transform's method returned; raises if it differs in structure, shapes or dtypes from the
     one that the method got."""
+    # A transform may return only the slots that it has changed.
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
     old, new = (dict(tree.with_paths(x, what)) for x in (before, after))
     problems = [f"{p}: not among the tensors given to it" for p in new.keys() - old.keys()]

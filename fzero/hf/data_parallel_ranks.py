@@ -92,6 +92,8 @@ def of(mesh: Mesh, axis: str) -> DataParts:
     These are the axes that shard a step's batch: compiling rejects a mesh with an axis that has no use.
     """
     axes = tuple(name for name in mesh.axes if name != axis)
+    # Ranks are numbered with the last axis of the mesh fastest. Along `axis`, neighbors are `stride` ranks apart, and
+    # the first of them has the coordinate 0.
     stride, size = 1, mesh.axes[axis]
     for name in reversed(mesh.axes):
         if name == axis:
@@ -126,6 +128,7 @@ class Accelerator(Base):
         firsts, size = self._parts().firsts, self.state.num_processes
 
         def once(x: Any) -> Any:
+            # [size * batch, ...] -> [size, batch, ...] -> [shards * batch, ...]
             return x.reshape(size, x.shape[0] // size, *x.shape[1:])[firsts].flatten(0, 1)
 
         return recursively_apply(once, super().gather(tensor), error_on_other_type=True)
@@ -136,6 +139,8 @@ class Accelerator(Base):
                 recursively_apply(lambda x: x, input_data, error_on_other_type=True)
             except TypeError:
                 use_gather_object = True
+        # Accelerate joins the lists of all processes, so an empty one adds nothing. A rank must not skip the call, for
+        # which the others wait.
         if use_gather_object and self.state.process_index not in self._parts().firsts:
             input_data = []
         return super().gather_for_metrics(input_data, use_gather_object)
@@ -172,6 +177,7 @@ class Exchange:
         high, low = {n: max(x) for n, x in numbers.items()}, {n: min(x) for n, x in numbers.items()}
         if self.alone:
             return high, low
+        # One gather for both bounds: the largest of the negated numbers is the smallest number, negated.
         here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
         everyone: Any = gather(here)
         found = everyone.amax(0).tolist()

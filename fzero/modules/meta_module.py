@@ -145,6 +145,7 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
     ]
     for name, x in leaves.items():
         if not x.is_meta and x.numel() and x.layout is torch.strided:
+            # One more than the offset of the last element. A view with gaps reaches farther than it has elements.
             reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
             first, last = x.data_ptr(), x.data_ptr() + reach * x.itemsize
             by_storage.setdefault(x.untyped_storage().data_ptr(), []).append((first, last, name, x))
@@ -169,6 +170,8 @@ def renumber_hooks(module: nn.Module) -> None:
     for m in module.modules():
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             hooks = vars(m)[kind]
+            # PyTorch numbers the hooks of all modules of a process with one counter, so equal modules have different
+            # numbers.
             new = {old: at - len(hooks) for at, old in enumerate(hooks)}  # numbers that no later hook can get
             for name, held in vars(m).items():
                 if name.startswith(kind) and name.removeprefix(kind) in ("", "_with_kwargs", "_always_called"):

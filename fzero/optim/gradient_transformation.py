@@ -129,10 +129,12 @@ def apply_updates(params: Tree, updates: Tree, key: torch.Tensor | None = None) 
         {'w': tensor([1.5000, 0.0000])}
     """
     sizes = [p.numel() for p in tree.leaves(params) if isinstance(p, torch.Tensor)]
+    # The parameters take consecutive parts of one draw, so that no two of them are rounded by the same random bits.
     starts = iter([sum(sizes[:i]) for i in range(len(sizes))])
 
     def leaf(u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
         start, new = next(starts), p + u
+        # A bfloat16 sum is already rounded to the nearest, so nothing is left to round stochastically.
         if key is None or p.dtype != torch.bfloat16 or new.dtype == torch.bfloat16:
             return (new.to(p.dtype),)
         return (stochastic_round(key, new.to(torch.float32), start=start, numel=sum(sizes)),)

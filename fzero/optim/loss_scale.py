@@ -113,7 +113,9 @@ class LossScale:
         grows = torch.logical_and(torch.logical_not(overflow), count >= self.growth_interval)
         lowers = torch.logical_and(overflow, state.hysteresis <= 1)
         grown = state.scale * self.growth_factor
+        # An infinite scale would make every later gradient overflow.
         grown = torch.where(torch.isfinite(grown), grown, state.scale)
+        # The minimum must not raise a scale that is below it, which a restored state may have.
         lowered = torch.minimum((state.scale * self.backoff_factor).clamp(min=self.minimum), state.scale)
         refills = torch.logical_not(overflow) if self.consecutive_hysteresis else grows
         left = torch.where(overflow, (state.hysteresis - 1).clamp(min=1), state.hysteresis)

@@ -116,6 +116,7 @@ def quantize(code: Code, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns codes with the shape of `x`, and the scale of each block, float32 [num_blocks, 1]."""
     scales = block_max(x.abs())
     scale = block_expand(scales, x.shape)
+    # A block of zeros has the scale 0, and 0 / 0 is NaN.
     return code.encode(torch.where(scale > 0, x / scale, 0)), scales
 
 

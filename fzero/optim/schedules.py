@@ -169,6 +169,7 @@ def warmup_lr(
     _check_warmup("warmup_lr", {"min_lr": min_lr, "max_lr": max_lr}, warmup_steps, warmup_type)
 
     def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        # At least 2, as in DeepSpeed: log(1) is 0, and the warm-up divides by it.
         x, steps = _float(step), max(2, warmup_steps)
         gamma = torch.where(x < steps, _gamma(x, steps, warmup_type), 1.0)
         return (min_lr + (max_lr - min_lr) * gamma).to(torch.float32)
@@ -305,11 +306,13 @@ def cycle_share(x: torch.Tensor, first: float, second: float, first_stairs: int,
     def share(part: torch.Tensor, whole: float, stairs: int) -> torch.Tensor:
         return torch.floor(part * stairs / whole) / stairs if stairs else part / whole
 
+    # The way down is the way up in mirror image. It may have no steps at all, but is still computed.
     up, down = share(x, first, first_stairs), share(first + second - x, max(1, second), second_stairs)
     return torch.where(x <= first, up, down) * (x < first + second)
 
 
 def _float(step: torch.Tensor | int) -> torch.Tensor:
+    # float32 counts without gaps only up to 2**24 steps. The schedules round to it once, at the end.
     return torch.as_tensor(step).to(torch.float64)
 
 
@@ -322,6 +325,7 @@ def _half_cosine(init: float, end: float, fraction: torch.Tensor) -> torch.Tenso
 
 
 def _warmup(init: float, peak: float, x: torch.Tensor, steps: int) -> torch.Tensor:
+    # `torch.where` computes both its sides: this one too if there is no warm-up, and then it would divide by 0.
     return init + (peak - init) * _fraction(x, max(1, steps))
 
 

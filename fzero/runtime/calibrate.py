@@ -136,6 +136,7 @@ def _of_first(measured: dict[str, Any]) -> dict[str, Any]:
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None) -> dict[str, Any]:
     """Starts processes as torchrun would, and returns their measurements."""
+    # Port 0: the system chooses one that is free. The server stays in this process, as in torchrun's agent.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": num_ranks,
@@ -143,6 +144,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": store.port,
     }
+    # With "True", rank 0 connects to the server above instead of starting its own on the same port.
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": torch.get_num_threads()}
     command = [
         sys.executable,

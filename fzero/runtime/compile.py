@@ -97,6 +97,7 @@ def compile(
     if not isinstance(mesh, Mesh):
         fix = "make one with fz.make_mesh(data=-1); for a mesh without devices use fz.lower"
         raise FzeroTypeError("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix)
+    # Called for its checks: a wrong axis is reported here, and not at the first call.
     zero_of(step, mesh)
     step = on_device(step, mesh.device)
     for record in (find(step.transforms, MixedPrecision), find(step.transforms, Fp8)):

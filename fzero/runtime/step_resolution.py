@@ -70,6 +70,7 @@ class StepResolution:
         try:
             return self.laid_out(abstract_params(params))
         except BaseException:
+            # A later call may then decide with another batch.
             self._batch = None
             raise
 
@@ -97,6 +98,8 @@ class StepResolution:
         """
         asked = any(isinstance(t, Offload) for t in self.step.transforms) or open_formats(self.step) is not None
         if self._budget is None and (asked or self._limits != (None, None, None)):
+            # Hosts may have been calibrated differently, and with different rates the ranks would choose different
+            # programs.
             device = agreement.broadcast_from_rank0(
                 self._mesh, "compile", lambda: get_device(None, self._mesh.device_type).to_json()
             )

@@ -228,6 +228,7 @@ def library_source(kernels: Sequence[CppKernel]) -> str:
     for i, kernel in enumerate(kernels):
         lines = kernel.source.splitlines()
         includes.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
+        # Inductor's kernels are `extern "C"`: with one name they would be one function, despite their namespaces.
         rest = re.sub(
             r"\bkernel\s*(?=\()", f"kernel_{i}", "\n".join(line for line in lines if not line.startswith("#include"))
         )

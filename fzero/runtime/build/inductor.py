@@ -45,6 +45,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
     load = _Loader(functions, keys, device)
     built = load(cache) if cache is not None else {}
+    # The time to compile a subgraph grows roughly with its number of nodes. Only ratios matter: they divide the work.
     costs = {keys[name]: float(len(graph.graph.nodes)) for name, (_, graph) in functions.items()}
     share = Share(mesh, host(), cache.identity() if cache is not None else mesh.rank, costs)
     if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
@@ -68,6 +69,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
         if cache is not None:
             with share.delivering():
                 make(cache, {n for n in functions if n not in built and load.keys[n] in share.mine})
+            # From here on, the cache also holds what other ranks have compiled.
             share.wait()
             built |= load(cache, built)
             if alone := {n for n in functions if n not in built and load.keys[n] != keys[n]}:

@@ -71,6 +71,8 @@ def changes(old: Settings, new: Settings) -> list[str]:
     for place in (*after, *before):
         if before.get(place) != after.get(place):
             return [f"{place}: {before.get(place, 'not set')} before, {after.get(place, 'not set')} now"]
+    # All values that can be shown are equal: the difference is in one that has no text, such as an object compared by
+    # identity.
     at = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), 0)
     return [f"{new.places[at]}: a different object than before"]
 

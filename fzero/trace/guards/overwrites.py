@@ -62,6 +62,7 @@ def _of_a_library(
     *results, new_mean, new_var = do(
         aten._batch_norm_with_update_functional.default, x, weight, bias, mean, var, momentum, eps
     )
+    # The functional operator returns a reserve as its last result, as cuDNN's does; MIOpen's does not.
     return _written(overwrite, results[:num_results], (mean, new_mean), (var, new_var))
 
 

@@ -40,6 +40,7 @@ def progress(x: Any) -> Hashable:
     if isinstance(x, itertools.count):
         return repr(x)
     if isinstance(x, types.GeneratorType):
+        # None once the generator has ended. While it waits, its state is the last instruction and the locals.
         frame = x.gi_frame
         return frame and (
             frame.f_lasti,
