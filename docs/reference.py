@@ -1,16 +1,19 @@
-"""Makes the parts of the site that are generated: the API reference, the index of files, and tables of results.
+"""Makes the generated parts of the site: the API reference, indexes of files and flags, and tables of results.
 
 `mkdocs build` calls the hooks at the end of this file. Each public name has a page, made from its docstring; the index
 of these pages follows the text of docs/reference/api.md. The index of the package's files follows the text of
-docs/design.md. In a page at the root of docs/, a paragraph that is only a link to a table of results becomes the table
-itself. All of this exists only in the built site.
+docs/design.md, and the flags of each command follow that of docs/reference/cli.md. In a page at the root of docs/, a
+paragraph that is only a link to a table of results becomes the table itself. All of this exists only in the built site.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -43,6 +46,8 @@ API = "reference/api.md"
 """The page that the index of public names follows, from docs/."""
 DESIGN = "design.md"
 """The page that the index of files follows, from docs/."""
+CLI = "reference/cli.md"
+"""The page that the flags of the commands follow, from docs/."""
 
 
 class Name(NamedTuple):
@@ -121,6 +126,26 @@ def files_index() -> str:
     return "\n".join(out)
 
 
+def flags(columns: int = 100) -> str:
+    """The output of `fzero COMMAND --help` for each command, formatted for a terminal with so many columns."""
+    from fzero.cli.flag_parsing import COMMANDS, parse
+
+    out = list[str]()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(columns)
+    for command in COMMANDS:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            parse([command, "--help"])
+        lines = [line.rstrip() for line in printed.getvalue().strip().splitlines()]
+        out.append("\n".join([f"## Flags of `fzero {command}`", "", "```text", *lines, "```"]) + "\n")
+    if before is None:
+        del os.environ["COLUMNS"]
+    else:
+        os.environ["COLUMNS"] = before
+    return "\n".join(out)
+
+
 def page(name: Name) -> str:
     """The source of a name's page; mkdocstrings fills it in."""
     return f"# {name.text}\n\n::: {name.home}\n"
@@ -130,7 +155,7 @@ def of_site(markdown: str, path: str) -> str:
     """Returns the text of a page as the site shows it.
 
     Tables of results replace the paragraphs that are only links to them. The page `API` ends with the index of public
-    names, and the page `DESIGN` with the index of files.
+    names, the page `DESIGN` with the index of files, and the page `CLI` with the flags of each command.
 
     Args:
         markdown: The text in the repository.
@@ -145,6 +170,8 @@ def of_site(markdown: str, path: str) -> str:
         return f"{markdown}\n{index()}"
     if path == DESIGN:
         return f"{markdown}\n{files_index()}"
+    if path == CLI:
+        return f"{markdown}\n{flags()}"
     return re.sub(r"^\[[^\]]+\]\((results/\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
 
 

@@ -109,9 +109,7 @@ class Check:
     mesh: Annotated[
         tuple[str, ...], arg(metavar="AXIS=SIZE ...", help_behavior_hint="(default: all processes along data)")
     ] = ()
-    """axes and their sizes, outermost first; their product is the number of processes. local: the processes of a
-    host, -1: all remaining processes
-    """
+    """axes and sizes, outermost first. local: the processes of a host; -1: all remaining processes"""
     steps: int = 3
     """number of steps to run"""
     backend: Literal["inductor", "eager"] = "eager"

@@ -55,6 +55,15 @@ examples:
 exit code: 0; 1 if fzero cannot work here""",
 }
 
+COMMANDS: dict[str, type] = {
+    "plan": PlanCommand,
+    "show": Show,
+    "check": Check,
+    "calibrate": Calibrate,
+    "doctor": Doctor,
+}
+"""The commands: each field is a flag, and its docstring is the flag's help (on one line: tyro keeps line breaks)."""
+
 _ELSEWHERE = {
     "--gpus": "--devices",
     "--num-gpus": "--devices",
@@ -87,15 +96,14 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate | Docto
             name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
         )
 
-    kinds = {"plan": PlanCommand, "show": Show, "check": Check, "calibrate": Calibrate, "doctor": Doctor}
-    each = tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())
+    each = tuple(Annotated[kind, told(name, kind)] for name, kind in COMMANDS.items())
     commands = Union[each]  # noqa: UP007  # made of a list
     try:
         return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]
     except SystemExit as stop:
-        if stop.code and args and args[0] in kinds:
+        if stop.code and args and args[0] in COMMANDS:
             print(f"fzero {args[0]} --help lists its flags", file=sys.stderr)
-            for line in _meant(args[1:], _flags(kinds[args[0]])):
+            for line in _meant(args[1:], _flags(COMMANDS[args[0]])):
                 print(line, file=sys.stderr)
         raise
 

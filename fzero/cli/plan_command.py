@@ -42,13 +42,9 @@ class PlanCommand(StepCommand):
     picture: Annotated[Path | None, FILE] = None
     """draw the memory over the ops of the step, as .png or .svg"""
     html: Annotated[Path | None, FILE] = None
-    """write the plan as one page that opens in any browser, offline: memory, timeline, alternatives (which are planned,
-    too), the program and your lines with their cost
-    """
+    """write the plan as one page that opens in any browser, offline; also plans alternatives"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
-    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes get an axis for
-    them
-    """
+    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*'; adds an axis for them"""
 
     def run(self) -> int:
         with usage_errors():

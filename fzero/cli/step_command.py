@@ -57,22 +57,15 @@ class StepCommand:
     target: Annotated[Positional[str | None], TARGET] = None
     """returns (step, params, batch); or give --hf"""
     mesh: Annotated[tuple[tuple[str, ...], ...], UseAppendAction, MESH] = ()
-    """axes and their sizes, outermost first: data=8, or replica=2 data=4. To compare meshes, give plan several
-    --mesh, or "auto" with --devices, for a step without parallel transforms and the batch of all ranks
-    together
-    """
+    """axes and sizes, outermost first: data=8, or replica=2 data=4. Plan compares several --mesh, or those of auto"""
     device: Annotated[str | None, DEVICE] = None
-    """the device whose rates are used: h100, a100, rtx4090, … or a calibration file, optionally followed by changed
-    numbers: a100,memory_bytes=40GB,disk_read=3GB
-    """
+    """the device whose rates are used: h100, a100, … or a calibration file; with changes: a100,memory_bytes=40GB"""
     devices: Annotated[str | None, arg(metavar="NUMBERxNAME", help_behavior_hint="")] = None
     """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
     budget: Annotated[str | None, BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     include_process: Annotated[bool, FLAG] = False
-    """--budget is the memory of an entire device or container: the memory of the process itself is subtracted from
-    it
-    """
+    """--budget is the memory of an entire device or container: subtract the memory of the process"""
     host_budget: Annotated[str | None, BUDGET] = None
     """host memory a rank may use, if the host's memory is not the device's"""
     disk_budget: Annotated[str | None, BUDGET] = None

@@ -214,6 +214,16 @@ def dead_links(site: Path) -> Iterator[tuple[Path, str]]:
                 yield page, link
 
 
+def test_the_site_has_the_flags_of_every_command() -> None:
+    from fzero.cli.flag_parsing import COMMANDS, _flags
+
+    text = reference.of_site("# Command line\n", reference.CLI)
+    for command, kind in COMMANDS.items():
+        section = text.partition(f"## Flags of `fzero {command}`\n")[2].partition("\n## ")[0]
+        assert section.startswith(f"\n```text\nusage: fzero {command} ")
+        assert all(re.search(rf"^\W*{flag}(\s|$)", section, re.MULTILINE) for flag in _flags(kind)), section
+
+
 def test_the_site_has_the_tables() -> None:
     """In the repository they are links, which alone in a paragraph become what they lead to."""
     site = reference.of_site(
