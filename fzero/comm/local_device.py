@@ -161,6 +161,7 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     found = torch.cuda.get_device_properties(device)
+    # Not by the index: a process that sees only its own GPU calls it 0, whichever it is.
     return f"cuda {socket.gethostname()} {getattr(found, 'uuid', '')} {getattr(found, 'pci_bus_id', device.index)}"
 
 

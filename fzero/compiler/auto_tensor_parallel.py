@@ -99,6 +99,7 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     cuts = _descend(prices)
     by_path = {path: dim for slot, dim in cuts.items() for path in slot.paths}
     leaves = [x for x in inputs.leaves if x.role != "mutable"]
+    # Tied parameters are one tensor, so they get the rule of the first.
     of_first = {x.path: inputs.leaves[t].path for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
     rules = rules_for({dotted(x.path): by_path.get(of_first[x.path]) for x in leaves})
     chosen = replace(spec, rules=rules)
@@ -157,6 +158,7 @@ class _Prices:
         calls = [op for op in program.instructions if op.op == "call"]
         self.num_ahead = next((i for i, op in enumerate(calls) if op.is_backward), len(calls))
         self._find()
+        # The price of a collective is a fraction of the price of sharding nothing, which has no collectives.
         self.each = 0.0
         self.none = self({})
         self.each = _OF_A_CALL * self.none / max(len(calls), 1)
@@ -249,6 +251,8 @@ class _Prices:
         total = 0.0
         for node in graph.graph.nodes:
             if node.target in MARKERS:
+                # An all-reduce sends as much as a reduce-scatter and a gather. `each` is divided by the share because
+                # the sum is multiplied by it below.
                 total += (2 if node.target is all_reduce else 1) * _nbytes(node.meta["val"]) + self.each / self._share
             elif product_flops(node) and (made is None or node not in made.varies):
                 total += _nbytes(node.meta["val"])

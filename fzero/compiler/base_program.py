@@ -83,6 +83,7 @@ def lower_train(t: Training) -> BaseProgram:
     sum_values = [
         Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)
     ]
+    # The update takes the count right after the loss's total, even if it was computed before the loss.
     sum_values[1:1] = [] if ahead.count is None else [ahead.count]
     watched = watched_blocks(t.name, t.params, ops) if t.precision.watch else None
     max_values = {
@@ -191,6 +192,7 @@ def _record_loss(
         ahead = made_ahead(t, graph, functions, names)
     seed, *outputs = graph.outputs
     if ahead.count is not None:
+        # The count, which has already been computed.
         del outputs[1]
         found = replace(found, num_sums=found.num_sums - 1)
     graph.graph.output_node().args = (tuple(outputs),)

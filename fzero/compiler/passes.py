@@ -371,6 +371,7 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
     try:
         if changed:
             verify(program)
+        # Rules of a pass that is still to come hold up to it, and rules of a pass that has run hold from it on.
         for number, passed in enumerate(passes):
             (passed.behind if number <= at else passed.before)(program)
     except VerifyError as error:

@@ -181,6 +181,7 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
+            # In parts, so that a conversion takes at most 128 MiB.
             for part in tokens.split(1 << 24):
                 file.write(memoryview(part.to(stored).contiguous().view(torch.uint8).numpy()))
         os.replace(temporary, path)
@@ -210,6 +211,7 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
             problem,
             "pass the dtype it was written with, or write it again",
         )
+    # Not shared: if something writes to the tensor, the file stays as it is.
     return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
 
 

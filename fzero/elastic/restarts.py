@@ -119,6 +119,7 @@ def run(
     try:
         with Signals(stop_on) as signals:
             if supervised:
+                # The supervisor sends this signal before it kills a rank that hangs, to log where its threads are.
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
             result, stopped = _until_it_returns(
                 main, kept_in, every, signals, supervised and here.world > 1, timeout, health, on_resize, mesh

@@ -106,6 +106,7 @@ class Evaluation:
         own_shapes = partial(self._own_shapes, {**one, **nones}, reads)
         values, gradients = list[list[Named]](), list[list[Named]]()
         for part in (one, two):
+            # Any number of items, but the same one for both batches.
             loss, out, grads = self._exact(params, self._batch({**part, **nones}, 16, reads), key)
             out = None if out is None else self._cut(out, part, one, own_shapes)
             values.append([] if loss is None else [("the loss", loss)])
@@ -193,6 +194,7 @@ def _difference(one: Sequence[Named], two: Sequence[Named], *, exact: bool) -> t
         size, away = float(x.abs().max()), float((x - y).abs().max())
         size += 1e-4 * largest if x.numel() > 1 else 0.0
         limit = (5e-6 if x.numel() == 1 else 5e-5) if exact else 5e-2
+        # Not `away > …`, which is False if the results are NaN.
         if not away <= limit * size and not differs:
             how = f"{x.item():g} unpadded, {y.item():g} padded" if x.numel() == 1 else f"differs by {away / size:.2g}"
             differs = f"{name}: {how}"

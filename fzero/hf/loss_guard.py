@@ -161,6 +161,7 @@ class LossInputs:
         name."""
         trainer, named = self.trainer, self._names
         mro = type(trainer).__mro__
+        # Reversed, so that an attribute of a subclass replaces that of its base.
         own = {n: x for c in reversed(mro[: mro.index(self._base)]) for n, x in vars(c).items()}
         values = {n: x for n, x in (own | vars(trainer)).items() if n in named}
         found = {n: y for n, x in values.items() if (y := _shown(x, trainer, named)) is not _NOTHING}
@@ -222,6 +223,7 @@ def _tensors(x: Any, path: str, depth: int = 3) -> dict[torch.Tensor, str]:
         return {x: path}
     items: list[tuple[str, Any]] = []
     if depth and isinstance(x, dict):
+        # The last items, because tensors that a method keeps are appended.
         items = [(f"{path}[{k!r}]", y) for k, y in list(x.items())[-_MANY:]]
     elif depth and isinstance(x, (list, tuple, set, collections.deque)):
         items = [(f"{path}[{i}]", y) for i, y in list(enumerate(x))[-_MANY:]]
@@ -266,6 +268,7 @@ def _shown(x: Any, trainer: Any, named: set[str], depth: int = 4) -> Any:
     if isinstance(x, functools.partial):
         return [again(x.func), again(x.args), again(x.keywords)]
     if isinstance(x, (FunctionType, MethodType)):
+        # A bound method is a new object each time it is read; its function is not.
         return f"{x.__qualname__}, at {id(getattr(x, '__func__', x))}"
     if isinstance(x, torch.nn.Module):  # a small one; of others, the tensors that are read are compared
         few = sum(1 for _ in x.modules()) < 16

@@ -125,6 +125,7 @@ def save_pretrained(
             _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
         return files
 
+    # If the first rank finds a problem, all ranks raise it, before any of them writes.
     together(ranks, "hf.save_pretrained", what, prepare)
     try:
         saving.save(temporary, _Parameters(0, params))

@@ -173,6 +173,8 @@ def check(
     elif args.deepspeed:
         config, _ = read_file(args.deepspeed)
         try:
+            # Only for the checks: the result is dropped, so the optimizer and the number of steps need not be the real
+            # ones. Batch sizes are those of data shards, not of processes.
             counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
             of_deepspeed(counted, max(1, args.max_steps), Translated(optim.identity(), ()))
         except FzeroValueError as error:

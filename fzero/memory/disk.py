@@ -178,6 +178,7 @@ class _Writer:
         done = 0
         while done < flat.numel():
             which, used = self._at // self._size % 2, self._at % self._size
+            # A buffer is filled again only after its last write has ended, which may still read it.
             if used == 0:
                 self._wait(which)
             num = min(self._size - used, flat.numel() - done)

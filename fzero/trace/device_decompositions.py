@@ -46,6 +46,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
             for dtype, native in ((torch.bfloat16, compat.native_bf16), (torch.float16, compat.native_fp16))
             if not native(device)
         ]
+    # No rules if no product needs one: `substituted` would record the graph again for nothing.
     rules = (
         {op: _in_float32(op, slow) for op in _MATMULS}
         if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes)
