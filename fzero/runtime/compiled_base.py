@@ -149,6 +149,7 @@ class Compiled:
         check_bare(batch, flat_batch)
         kind = kind_of_call(params, flat_batch, structure)
         key = (*kind, self._formats.formats)
+        # Taken out and kept again below, which makes it the most recently used one.
         kept = self._runs.pop(key, None)
         if kept is None:
             before()

@@ -190,6 +190,8 @@ class NotFinite:
         if not wrong and (found or self._in_row < 2):
             return
         self._looks_left = 0
+        # `state.step` counts the newest step. The flag just read is `num_under_way` steps older, and is the last of a
+        # row of `_in_row` steps.
         step = int(state.step) - self._arriving.num_under_way - self._in_row + 1
         problems = [f"step {step} was the first whose loss or gradients were not", *wrong[:3]]
         problems += [f"and {len(wrong) - 3} more"] * (len(wrong) > 3)
