@@ -115,6 +115,7 @@ def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_public_names_in_the_pages_exist() -> None:
+    pytest.importorskip("transformers", reason="fz.hf has names that need it")
     missing = []
     for path in PAGES:
         page = path.read_text().replace(".md)", ")")
