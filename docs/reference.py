@@ -2,8 +2,8 @@
 
 `mkdocs build` calls the hooks at the end of this file. Each public name has a page, made from its docstring; the index
 of these pages follows the text of docs/reference/api.md. The index of the package's files follows the text of
-docs/design.md, and the flags of each command follow that of docs/reference/cli.md. In a page at the root of docs/, a
-paragraph that is only a link to a table of results becomes the table itself. All of this exists only in the built site.
+docs/design.md, and the flags of each command follow that of docs/reference/cli.md. A paragraph that is only
+a link to a table of results becomes the table itself. All of this exists only in the built site.
 """
 
 from __future__ import annotations
@@ -163,8 +163,9 @@ def of_site(markdown: str, path: str) -> str:
     """
 
     def table(found: re.Match[str]) -> str:
-        text = (ROOT / "docs" / found[1]).read_text().rstrip("\n")
-        return re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", lambda x: posixpath.normpath(f"results/{x[0]}"), text)
+        text = (ROOT / "docs" / "results" / found[2]).read_text().rstrip("\n")
+        folder = f"{found[1] or ''}results"
+        return re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", lambda x: posixpath.normpath(f"{folder}/{x[0]}"), text)
 
     if path == API:
         return f"{markdown}\n{index()}"
@@ -172,7 +173,7 @@ def of_site(markdown: str, path: str) -> str:
         return f"{markdown}\n{files_index()}"
     if path == CLI:
         return f"{markdown}\n{flags()}"
-    return re.sub(r"^\[[^\]]+\]\((results/\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
+    return re.sub(r"^\[[^\]]+\]\((\.\./)?results/(\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
 
 
 # --- called by mkdocs ---
