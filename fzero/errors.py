@@ -227,7 +227,7 @@ class CheckpointError(FzeroValueError):
         >>> fz.checkpoint.latest("nowhere")
         Traceback (most recent call last):
             ...
-        fzero.errors.CheckpointError: fzero.checkpoint: nowhere is not there
+        fzero.errors.CheckpointError: fzero.checkpoint: nowhere does not exist
         Fix: give the path that fz.checkpoint.save was given
     """
 

@@ -135,7 +135,7 @@ def formed(value: Any, form: Any, at: str = "") -> Any:
         {3: (1, 2.5)}
         >>> formed([["a", 1]], list[tuple[str, str]])
         Traceback (most recent call last):
-        fzero._utils.bounded_json.Malformed: 1 at [0][1], where str belongs
+        fzero._utils.bounded_json.Malformed: 1 at [0][1], expected str
     """
     origin, args = get_origin(form), get_args(form)
     if form is Any:
@@ -168,7 +168,7 @@ def formed(value: Any, form: Any, at: str = "") -> Any:
             with contextlib.suppress(TypeError):  # a field without a default is missing
                 return cast(Any, form)(**{n: formed(x, hints[n], f"{at}.{n}") for n, x in named.items()})
     name = getattr(form, "__name__", str(form)) if not args else str(form)
-    raise Malformed(f"{f'{value!r:.80}'} {f'at {at}, ' if at else ''}expected {name}")
+    raise Malformed(f"{f'{value!r:.80}'}{f' at {at}' if at else ''}, expected {name}")
 
 
 def _key(key: str, form: Any, at: str) -> Any:

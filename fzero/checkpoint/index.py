@@ -299,9 +299,9 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
         >>> check(index, {"params.w": ((3, 2), torch.float32)})
         Traceback (most recent call last):
             ...
-        fzero.errors.CheckpointError: fzero.checkpoint: the checkpoint ckpt/step-00000001 does not fit: 1 of 1 leaves
-          differ
-          params.w: another shape, the checkpoint has float32[2, 3], expected float32[3, 2]
+        fzero.errors.CheckpointError: fzero.checkpoint: the checkpoint ckpt/step-00000001 does not fit: 1 of 1
+        tensors differ
+          params.w: different shape, the checkpoint has float32[2, 3], expected float32[3, 2]
         Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
     """
     if problems := differences(index, expected, cast=cast):
@@ -356,7 +356,7 @@ def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
-    if all(": a different dtype," in p for p in problems) and not fits:
+    if all(": different dtype, " in p for p in problems) and not fits:
         fix = "give the state the stored dtypes, or pass cast=True to convert"
     return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} tensors differ", problems, fix)
 

@@ -200,8 +200,8 @@ def load_config(
         fzero.deepspeed: a dict has 3 problems
           zero_optimisation: unknown: did you mean 'zero_optimization'?
           gradient_cliping: unknown: did you mean 'gradient_clipping'?
-          optimizer: none is said; add the section, or write it with fz.optim, load_config(optimizer=...)
-        Fix: correct these keys; every other is understood
+          optimizer: none is given; add the section, or write it with fz.optim, load_config(optimizer=...)
+        Fix: correct these keys; all others are supported
     """
     given, source = read_file(config)
     found = settings(given, auto or {})

@@ -350,7 +350,7 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
 
     Example:
         >>> torn_ties(["a", "b", "c"], [0, 0, 2], [False, True, True], "trainable")
-        ['a and b are one tensor: `trainable` accepts b, not a']
+        ['a and b are one tensor: `trainable` matches b, not a']
     """
     groups: dict[int, list[int]] = {}
     for i, first in enumerate(tied):

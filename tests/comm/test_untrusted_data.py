@@ -148,7 +148,9 @@ def test_notes_of_ranks_stand_apart_and_are_read_in_their_form() -> None:
     notes[1].write(5, {"a": 2.5})
     assert notes[0].read(5, range(2), dict[str, float]) == {0: {"a": 1.5}, 1: {"a": 2.5}} and notes[0].read(5, []) == {}
     store.set(notes[0].key(5, 1), '{"a": "much"}')
-    with pytest.raises(DivergenceError, match=r"(?s)not this run's\n  rank 1: .*'much'.*fzero/test/5/1\nFix: .*port"):
+    with pytest.raises(
+        DivergenceError, match=r"(?s)not from this run\n  rank 1: .*'much'.*fzero/test/5/1\nFix: .*port"
+    ):
         notes[0].read(5, range(2), dict[str, float])
     signs = Notes(store, "fzero/test", 1, secret=b"secret", refused=lambda lines: KeyError(*lines))
     with pytest.raises(KeyError, match="rank 1: it was not written by this run: fzero/test/5/1"):
@@ -196,7 +198,7 @@ def test_ranks_exchange_values_tensors_and_a_secret(run_ranks: Any) -> None:
         assert [x["a"].tolist() for x in found] == [[0, 1, 2, 3], [1, 2, 3]] == [x["tied"].tolist() for x in found]
         assert all(x["b"].dtype == torch.bool and x["c"].shape == (0, 3) for x in found)
         assert raw == [b"", b"\x01" * 5]
-        assert "rank 1: 'text' where int belongs" in wrong and "rank 0" not in wrong
+        assert "rank 1: 'text', expected int" in wrong and "rank 0" not in wrong
         assert same and not leaked
 
 
@@ -249,9 +251,9 @@ def test_a_stop_that_a_stranger_sets_is_ignored_and_one_of_the_runs_own_is_heard
         (b"\xff{}", "not UTF-8: byte 0 is 0xff"),
         (b'{"a": 1,}', "not JSON: .*line 1 column 9"),
         (b"", "not JSON"),
-        (b"[" * 3000 + b"]" * 3000, f"more than {DEPTH} lists and objects"),
-        (b"[" * 100_000, f"more than {DEPTH} lists and objects"),
-        (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), f"more than {DEPTH} lists and objects"),
+        (b"[" * 3000 + b"]" * 3000, f"nested more than {DEPTH} deep"),
+        (b"[" * 100_000, f"nested more than {DEPTH} deep"),
+        (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), f"nested more than {DEPTH} deep"),
         (b'{"a": ' + b"7" * 5000 + b"}", "more than 4,300 digits at character 6"),
     ],
 )
@@ -265,13 +267,13 @@ def test_a_form_is_held_against_a_value() -> None:
     assert parsed('["a", [1]]', Pair | None) == Pair("a", [1.0])
     assert parsed('{"name": "a", "numbers": [], "more": {"-3": [4]}}', Pair) == Pair("a", [], {-3: (4,)})
     wrong = [
-        ("[true]", list[int], r"True at \[0\], where int"),
-        ("1.5", int, "1.5 where int"),
+        ("[true]", list[int], r"True at \[0\], expected int"),
+        ("1.5", int, "1.5, expected int"),
         ('{"x": 1}', dict[int, int], "the key 'x'"),
-        ("[1, 2]", tuple[int], "where tuple"),
-        ('["a"]', Pair, "where Pair"),
-        ('{"name": "a"}', Pair, "where Pair"),
-        ('{"name": "a", "numbers": [], "else": 1}', Pair, "where Pair"),
+        ("[1, 2]", tuple[int], "expected tuple"),
+        ('["a"]', Pair, "expected Pair"),
+        ('{"name": "a"}', Pair, "expected Pair"),
+        ('{"name": "a", "numbers": [], "else": 1}', Pair, "expected Pair"),
         ('{"a": {"b": null}}', dict[str, dict[str, str]], r"None at \['a'\]\['b'\]"),
     ]
     for text, form, said in wrong:

@@ -378,4 +378,4 @@ def test_write_tokens_refuses_what_does_not_fit(tmp_path):
 
 def test_batch_that_the_mesh_does_not_divide() -> None:
     data = TokenDataset(torch.arange(100), seq=4, batch=8)
-    raises(FzeroValueError, lambda: data.batch_at(0, rank=1, size=3), "8 rows", "3 ranks", "9")
+    raises(FzeroValueError, lambda: data.batch_at(0, rank=1, size=3), "8 samples", "3 ranks", "9")
