@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -121,16 +122,38 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def parsed(p: argparse.ArgumentParser, problems_of: Callable[[argparse.Namespace], list[str]]) -> argparse.Namespace:
-    """The flags of this process; what is wrong with them is told by rank 0. Without `--backend` what can run here."""
-    with contextlib.redirect_stderr(sys.stderr if RANK == 0 else io.StringIO()):
-        args = p.parse_args()
-        if problems := problems_of(args) or unwritable(args):
-            p.error("; ".join(problems))
+    """The flags of this process; help, and what is wrong with them, are printed by rank 0.
+
+    Raises:
+        FzeroValueError: under torchrun, which prints forty lines of its own when a rank fails: this error is the last
+            thing on the screen.
+        SystemExit: without torchrun; and after `--help`.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            args = p.parse_args()
+            if problems := problems_of(args) or unwritable(args):
+                p.error("; ".join(problems))
+    except SystemExit as stop:
+        if stop.code and "TORCHELASTIC_RUN_ID" in os.environ:
+            what = err.getvalue().partition(f"{p.prog}: error: ")[2].strip()
+            text = f"{p.prog}: {what}\nFix: python {shlex.quote(sys.argv[0])} --help lists the flags"
+            raise fz.errors.FzeroValueError(text) from None
+        if RANK == 0:
+            sys.stdout.write(out.getvalue())
+            sys.stderr.write(err.getvalue())
+        raise
     if args.backend is None:
-        args.backend = "inductor" if torch.cuda.is_available() or fz.has_compiler() else "eager"
+        args.backend = default_backend()
         if args.backend == "eager":
             say("note: there is no C++ compiler, so nothing is compiled (--backend eager)")
     return args
+
+
+def default_backend() -> str:
+    """What can run here."""
+    return "inductor" if torch.cuda.is_available() or fz.has_compiler() else "eager"
 
 
 def below_one(args: argparse.Namespace, *names: str) -> list[str]:
@@ -180,10 +203,37 @@ def unwritable(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def parse_args(description: str | None) -> argparse.Namespace:
+OF_THE_RUN = ("steps", "resume", "zero", "tensor", "json", "print_program")
+"""Flags that need not be given again to go on from a checkpoint."""
+OF_THE_PLACE = ("text", "lr", "seed", "deterministic", "out", "save_every", "timeout", "stop_on_nan", "backend")
+"""Other flags that do not change what a step costs."""
+
+
+def to_try_next(args: argparse.Namespace) -> str:
+    """Commands that go on with this run of train_gpt.py, with the flags that were given."""
+    defaults = vars(flags(None).parse_args([])) | {"backend": default_backend()}
+    given = {name: value for name, value in vars(args).items() if value != defaults[name]}
+    again = []
+    for name, value in given.items():
+        if name not in OF_THE_RUN:
+            again += [f"--{name.replace('_', '-')}"] + ([] if value is True else [shlex.quote(str(value))])
+    script, start, where = shlex.quote(sys.argv[0]), "python", "on one process"
+    if WORLD == 1 and args.batch % (2 * args.accumulate) == 0:
+        start, where = "torchrun --nproc-per-node 2", "on two processes"
+    more = ["--resume", "--steps", str(args.steps + 50), "--zero", "3" if args.zero == 1 else "1"]
+    lines = [f"  {start} {' '.join([script, *again, *more])}  # {where}"]
+    if not given.keys() - {*OF_THE_PLACE, "steps", "resume", "json", "print_program"}:  # plan_target has no flags
+        lines += [
+            f"  fzero plan {script}:plan_target --mesh data=8  # memory, time",
+            f"  fzero show {script}:plan_target --mesh data=8  # the program",
+        ]
+    return "\n".join(lines)
+
+
+def flags(description: str | None) -> argparse.ArgumentParser:
     """The flags of train_gpt.py."""
     p = argparse.ArgumentParser(description=description, formatter_class=Help)
-    p.add_argument("--steps", **WHOLE, default=250, help="to train")
+    p.add_argument("--steps", **WHOLE, default=150, help="to train")
     p.add_argument("--text", metavar="FILE", help="train on its bytes, instead of the source of Python's library")
     p.add_argument("--layers", **WHOLE, default=4, help="of the model")
     p.add_argument("--width", **WHOLE, default=192, help="of the model")
@@ -251,6 +301,11 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--json", metavar="FILE", help="one line a step")
     p.add_argument("--print-program", action="store_true", help="print the program that every rank runs")
     p.add_argument("--stop-on-nan", action="store_true", help="fail at the first loss that is not finite")
+    return p
+
+
+def parse_args(description: str | None) -> argparse.Namespace:
+    """The flags that were given to train_gpt.py."""
 
     def problems_of(args: argparse.Namespace) -> list[str]:
         names = ("steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every", "tensor")
@@ -275,4 +330,4 @@ def parse_args(description: str | None) -> argparse.Namespace:
             )
         return problems
 
-    return parsed(p, problems_of)
+    return parsed(flags(description), problems_of)

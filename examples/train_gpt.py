@@ -1,7 +1,7 @@
 """Trains a byte-level GPT, under ZeRO-0 to 3, on one process or many: on the source code of Python's standard library,
 or on a file of yours.
 
-torchrun --nproc-per-node 2 examples/train_gpt.py                      # about two minutes on two CPU cores
+torchrun --nproc-per-node 2 examples/train_gpt.py                      # about a minute on two CPU cores
 torchrun --nproc-per-node 2 examples/train_gpt.py --text FILE          # on its bytes, of whatever language
 torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
 torchrun --nproc-per-node 4 examples/train_gpt.py --resume --tensor 2  # each pair of processes cuts the matrices
@@ -13,17 +13,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # the imports below take seconds
-    print("importing PyTorch and fzero", file=sys.stderr, flush=True)
+if __name__ == "__main__":  # the imports below take seconds
+
+    def stop_importing(*_: object) -> None:
+        """Ctrl-C during an import would print a traceback on each rank."""
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"stopped while importing\n")
+        os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, stop_importing)
+    if os.environ.get("RANK", "0") == "0":
+        print("importing PyTorch and fzero", file=sys.stderr, flush=True)
 
 import torch
 import torch.nn.functional as F
-from console import digest, exit_code, parse_args, say, stops, use_deterministic_algorithms
+from console import digest, exit_code, parse_args, say, stops, to_try_next, use_deterministic_algorithms
 from einops import rearrange
 
 import fzero as fz
@@ -31,11 +41,6 @@ from fzero import optim
 
 VOCAB = 256  # bytes
 EVAL_BATCHES = 4
-NEXT = """
-to try next:
-  python examples/train_gpt.py --resume --steps 300 --zero 1  # on one process
-  fzero plan examples/train_gpt.py:plan_target --mesh data=8  # memory, time
-  fzero show examples/train_gpt.py:plan_target --mesh data=8  # the program"""
 
 # --- The model: pure functions of a pytree of parameters. A block is gathered, rematerialised and compiled as one. ---
 
@@ -227,7 +232,7 @@ def run(args: argparse.Namespace) -> None:
         say(f"sha256 of the parameters: {digest(fz.tree.leaves(train.gather(state).params))}")
     prompt = b"\n" if args.text else b"\n    def "
     say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed), prompt))
-    say(NEXT)
+    say(f"\nto try next:\n{to_try_next(args)}")
 
 
 def sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -185,6 +186,7 @@ def parse(monkeypatch):
         monkeypatch.setattr(sys, "argv", [EXAMPLE.name, *map(str, flags)])
         return console.parse_args(None)
 
+    parse.to_try_next = console.to_try_next
     return parse
 
 
@@ -219,6 +221,38 @@ def test_bad_flags(says, parse, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*BAD_FLAGS[says])
     assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_bad_flags_are_an_error_under_torchrun(parse, capsys, monkeypatch):
+    """torchrun prints it last, below its own report."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"train_gpt.py: unrecognized arguments: --stepz 3\nFix: .*--help"
+    ):
+        parse("--stepz", 3)
+    assert capsys.readouterr().err == ""
+
+
+NEXT = {
+    ("--steps", 20): ["--resume --steps 70 --zero 1", "fzero plan", "fzero show"],
+    ("--out", "my runs", "--seed", 3): [
+        "--seed 3 --out 'my runs' --resume --steps 200 --zero 1",
+        "fzero plan",
+        "fzero show",
+    ],
+    ("--width", 64, "--zero", 1, "--resume"): ["--width 64 --resume --steps 200 --zero 3"],
+    ("--dtype", "fp32", "--stop-on-nan"): ["--dtype fp32 --stop-on-nan --resume --steps 200 --zero 1"],
+    ("--batch", 3, "--accumulate", 1): ["--batch 3 --accumulate 1 --resume --steps 200 --zero 1"],
+}
+
+
+@pytest.mark.parametrize("given", NEXT, ids=lambda flags: " ".join(map(str, flags)))
+def test_what_to_try_next_has_the_flags_that_were_given(given, parse):
+    lines = parse.to_try_next(parse(*given)).splitlines()
+    assert len(lines) == len(NEXT[given]) and all(says in line for says, line in zip(NEXT[given], lines, strict=True))
+    assert ("torchrun --nproc-per-node 2" in lines[0]) == ("--batch" not in given), "3 rows are for one process"
+    again = shlex.split(lines[0].partition("train_gpt.py")[2], comments=True)
+    assert parse(*again).out == parse(*given).out
 
 
 def digest(printed):
@@ -309,6 +343,7 @@ def test_batches_that_were_no_step_count_as_seen(run_ranks, tmp_path):
     assert "resuming at step 3" in done.stdout and [r["step"] for r in records(tmp_path / "log")] == [4]
 
 
+@pytest.mark.fresh
 def test_bad_flags_are_told_by_one_rank(run_ranks, tmp_path):
     done = EXAMPLE.on(run_ranks, "--batch", 6, "--accumulate", 2, "--out", tmp_path / "out", ranks=2, code=2)
     assert done.stderr.count("--batch 6 is not a multiple of 4: 2 processes x --accumulate 2") == 1
