@@ -537,7 +537,7 @@ def test_a_caller_s_own_optimizer() -> None:
 
     found = load({"train_batch_size": 8, **warm}, optimizer=make)
     assert given == [found.schedule]
-    assert "optimizer: none is said" in refused({"train_batch_size": 8})
+    assert "optimizer: none is given" in refused({"train_batch_size": 8})
 
 
 AUTO: dict[str, Any] = {  # as Hugging Face's documentation has them
