@@ -18,6 +18,10 @@ from `ir/` or `compiler/`.
 | `pretrained_saving.py` | writes a directory that transformers' `from_pretrained` reads, in bounded memory |
 | `gathered_module.py` | runs a model with the weights of a sharded state, fully gathered or layer by layer |
 | `trainer.py` | `Trainer`: runs the micro-batches of an update as one compiled step |
+| `micro_batches.py` | joins the micro-batches of an update into one batch, padded to a few shapes |
+| `training_step.py` | compiles the Trainer's step, and runs it with the current learning rates |
+| `evaluator.py` | evaluates and predicts with the Trainer's current weights |
+| `trainer_checkpoint.py` | saves and restores the Trainer's sharded state, its weights and its scheduler |
 | `trainer_options.py` | `TrainingArguments`, and which options of the Trainer are ignored or rejected |
 | `step_recipe.py` | decides the optimizer, transforms and learning rates of the Trainer's step |
 | `torch_optimizers.py` | translates PyTorch optimizers, and writes their learning rates to the state |

@@ -2,64 +2,41 @@
 step.
 
 The loop, callbacks, logging, data, schedules and arguments are transformers' own code. The following is replaced:
-the step is made where transformers prepares a model, and runs at the last micro-batch of an update; evaluation happens
-where transformers predicts; states are saved and restored as checkpoints of fzero.
+the step is made where transformers prepares a model (`training_step.py`), and runs at the last micro-batch of an
+update (`micro_batches.py`); evaluation happens where transformers predicts (`evaluator.py`); states are saved and
+restored as checkpoints of fzero (`trainer_checkpoint.py`). The class below only overrides methods of transformers,
+which call these modules.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
-from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMissingImports]
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
-from fzero import checkpoint, random, tree
 from fzero._utils.arguments import python_numbers, shown
 from fzero.comm.all_ranks import together, world
-from fzero.errors import CheckpointError, FzeroValueError, TraceError
-from fzero.hf import (
-    data_parallel_ranks,
-    padding,
-    pretrained_saving,
-    step_recipe,
-    torch_optimizers,
-    traced_loss,
-    trainer_options,
-)
-from fzero.hf.batch_signatures import Kind, Kinds, check_constants, differences, kind_of, split, tensors_of
-from fzero.hf.data_parallel_ranks import Exchange
-from fzero.hf.evaluation_step import Evaluation
-from fzero.hf.gathered_module import whole
+from fzero.errors import FzeroValueError, TraceError
+from fzero.hf import data_parallel_ranks, step_recipe, trainer_checkpoint, trainer_options, training_step
+from fzero.hf.evaluator import Evaluator
 from fzero.hf.loss_guard import LossInputs
+from fzero.hf.micro_batches import MicroBatches
 from fzero.hf.models import Pretrained
-from fzero.hf.resume import newest_finished, unmark
+from fzero.hf.resume import newest_finished
 from fzero.hf.weight_sync import Sync
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import Functional, functionalize
-from fzero.runtime.compile import compile
 from fzero.runtime.compiled_step import CompiledStep
-from fzero.state.overwrite import overwrite
-from fzero.step import State, train_step
-from fzero.trace.guards.value_keys import exact
-from fzero.transforms.precision import mixed_precision
+from fzero.step import State
 from fzero.transforms.transform import Transform
-from fzero.transforms.zero import data_parallel
 
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
-_EVALUATION = 1 << 40
-"""Folded into the key of an evaluation. No training step folds in a number this large, so their random numbers
-differ."""
-STATE = "fzero"
-"""The directory of the sharded state in a checkpoint directory of transformers."""
 
 
 class Trainer(Base):
@@ -156,11 +133,9 @@ class Trainer(Base):
         self.compiled: CompiledStep | None = None
         self.train_state: State | None = None
         self._tracing = False
-        self._optimizer_was: Any = None
-        self._evaluated: tuple[bool, Any] | None = None  # during an evaluation, the weights that it uses
-        self._evaluations: dict[Any, Evaluation] = {}
-        self._num_predictions = 0
-        self._programs: set[Any] = set()
+        self._training_step: training_step.TrainingStep | None = None
+        self._micro_batches: MicroBatches | None = None
+        self._evaluator = Evaluator(self, Trainer)
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
         self._more = data_parallel_ranks.missing(self._tensor, self.model)
@@ -170,7 +145,7 @@ class Trainer(Base):
     @property
     def num_programs(self) -> int:
         """The number of compiled training programs: one for each shape that batches are padded to."""
-        return len(self._programs)
+        return 0 if self._micro_batches is None else len(self._micro_batches.programs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
         if resume_from_checkpoint:
@@ -202,39 +177,27 @@ class Trainer(Base):
             self.accelerator._models.append(model)
         return model
 
-    # --- the step ---
+    # --- preparation ---
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Makes the step, its state, and everything else for a training, where transformers would prepare the model."""
         if self.train_state is not None and resume_from_checkpoint is None:
             self._sync.refresh()  # after a training that was interrupted
         module = self.model.train()
-        carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
+        before = self._training_step
+        same_optimizer = before is not None and self.optimizer is not None and self.optimizer is before.optimizer
+        carried = self.train_state if same_optimizer else None
         model = self.functional = self._functional()
-        found = step_recipe.of(self, model, max_steps, self._transforms, self._more)
-        if found.report and self.is_world_process_zero():
-            print(found.report, file=sys.stderr, flush=True)
-        self._held = LossInputs(self, Trainer)
-        self._constants: dict[str, Any] = {}
-        loss = partial(traced_loss.loss, self._held, self._held.visible, self._constants)
-        step = train_step(
-            model.calling(loss, train=True), found.optimizer, trainable=model.trainable, mutable=model.mutable
-        )
-        self.compiled = compile(found.apply(step), self._mesh(), **self._compiling)
-        self._evaluations.clear()
-        self.train_state = self._first_state(resume_from_checkpoint, carried)
-        self._rates, self._optimizer_was = (
-            (torch_optimizers.rates(self.train_state.opt_state), found.groups),
-            self.optimizer,
-        )
-        self._values = found.values
-        self._parts = []
-        self._last_left: int | None = None  # the step at which an epoch had micro-batches left over
-        self._kinds = Kinds(Exchange(self))
-        self._paddings: dict[Kind, tuple[traced_loss.Losses, padding.Padding]] = {}
-        self._programs = set()
-        self._skips = SimpleNamespace(step_was_skipped=False)
-        self.accelerator._optimizers.append(self._skips)
+        recipe = step_recipe.of(self, model, max_steps, self._transforms, self._more)
+        if recipe.report and self.is_world_process_zero():
+            print(recipe.report, file=sys.stderr, flush=True)
+        held, constants = LossInputs(self, Trainer), dict[str, Any]()  # the constants come with the first batch
+        self.compiled = training_step.compiled(held, model, recipe, constants, self._mesh(), self._compiling)
+        self._evaluator.evaluations.clear()
+        self.train_state = trainer_checkpoint.first_state(self, resume_from_checkpoint, carried)
+        self._training_step = training_step.TrainingStep(held, recipe, self.train_state)
+        self._micro_batches = MicroBatches(held, model, constants, partial(self._evaluator.compared, constants))
+        self.accelerator._optimizers.append(self._training_step)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.model_wrapped = module
@@ -283,149 +246,31 @@ class Trainer(Base):
         finally:
             self.args = args
 
-    def _first_state(self, resumed: Any, carried: State | None) -> State:
-        """Returns the state that a training starts with.
-
-        It is restored from the checkpoint to resume from; or it is `carried`, the state of the training before, if
-        the optimizer is the same; or it is a new state, with the weights of the module or directory, or with those
-        trained before.
-        """
-        assert self.compiled is not None and self.functional is not None
-        key = random.key(self.args.seed)
-        if resumed is not None:
-            return self.compiled.restore(os.path.join(resumed, STATE), self.functional.params)
-        if carried is not None:  # the optimizer was kept, so its state is kept as well
-            self._sync.check_trained()
-            if not self._sync.same():
-                overwrite(carried, self.functional.named_params, self._mesh())
-            return carried
-        if self._pretrained is None or self._pretrained.directory is None:
-            state = self.compiled.init(self.functional.params, key)
-        else:
-            state = self.compiled.load(self._pretrained.directory, key=key)
-        if self._pretrained is not None and self.train_state is not None:  # no module holds the trained weights
-            names, values = tree.names(self.train_state.params), tree.leaves(self.train_state.params)
-            for name, x in zip(names, values, strict=True):
-                overwrite(state, {name: whole(x, self._mesh())}, self._mesh())
-        return state
+    # --- training ---
 
     def get_batch_samples(self, *args: Any) -> Any:
         """Returns the micro-batches of an update, and drops those that an epoch of unknown length has left over."""
-        if self._parts:
-            num, parts = len(self._parts), self.args.gradient_accumulation_steps
-            if self.state.global_step == self._last_left:
-                what = f"an epoch of {num} micro-batches makes no step of {parts}"
-                fix = "more rows, smaller batches, or fewer gradient_accumulation_steps"
-                raise FzeroValueError("hf.Trainer", what, fix=fix)
-            if self._last_left is None:
-                text = "%d micro-batches at an epoch's end make no step of %d; transformers adds theirs to the next"
-                logger.warning("fzero.hf.Trainer: " + text, num, parts)
-            self._parts, self._last_left = [], self.state.global_step
+        assert self._micro_batches is not None
+        self._micro_batches.drop_left_over()
         return super().get_batch_samples(*args)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Collects a micro-batch, and runs the step with the last one of an update."""
-        self._parts.append(self._prepare_inputs(inputs))
+        assert self._micro_batches is not None and self._training_step is not None and self.train_state is not None
+        self._micro_batches.add(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        parts, self._parts = self._parts, []
-        assert self.compiled is not None and self.train_state is not None
-        batch = self._batch(parts, num_items_in_batch)
-        self._sync.stepping()
-        self._held.check()
-        self._held.look()
-        if self.optimizer is not self._optimizer_was:
-            what, fix = "self.optimizer is not the optimizer that the step was made with", "give another before train()"
-            raise FzeroValueError("hf.Trainer", what, fix=fix)
-        torch_optimizers.check(self._values, self.optimizer)
-        torch_optimizers.write(*self._rates, self.optimizer)
-        self.train_state, self._metrics = self.compiled(self.train_state, batch)
-        self._skips.step_was_skipped = bool(self._metrics.get("skipped", False))
-        return self._metrics["loss"].detach().to(self.args.device, torch.float32)
+        batch = self._micro_batches.joined(self._micro_batches.take(), num_items_in_batch)
+        self.train_state = self._training_step(self.train_state, batch)
+        return self._training_step.metrics["loss"].detach().to(self.args.device, torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        return self._metrics["grad_norm"]
+        assert self._training_step is not None
+        return self._training_step.metrics["grad_norm"]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._metrics["grad_norm"]
-
-    def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
-        """Returns the batch of a step: for each kind of its micro-batches (`batch_signatures.py`) one micro-batch per
-        slot, all of one shape.
-
-        Slots whose micro-batch is of another kind, or is missing, hold copies with weight 0.
-        """
-        entries, constants = zip(*map(split, parts), strict=True)
-        if not self._paddings:
-            self._constants.update(constants[0])
-        check_constants(self._constants, constants)
-        kinds, device = self._kinds.of_step(entries), self.args.device
-        missing = self.args.gradient_accumulation_steps - len(parts)
-        made, shapes, reads = [], [], set()
-        for kind in kinds:
-            stand_in = self._kinds.stand_in(kind, entries, device)
-            if kind not in self._paddings:
-                self._paddings[kind] = self._padding_of(kind, stand_in, items)
-            losses, pad = self._paddings[kind]
-            on = [kind_of(x) == kind for x in entries]
-            slots = [x if is_own else stand_in for x, is_own in zip(entries, on, strict=True)]
-            padded, shape = pad([tensors_of(x) for x in slots], self._comparing(kind, losses))
-            padded += [padded[i % len(padded)] for i in range(missing)]
-            inputs = {n: None if x is None else torch.cat([part[n] for part in padded]) for n, x in stand_in.items()}
-            counts = torch.tensor([*map(float, on), *[0.0] * missing], device=device)
-            made.append({"inputs": inputs, "on": counts.repeat_interleave(shape[""])})
-            if losses.reads:
-                made[-1]["num_items"] = torch.as_tensor(items, device=device).expand(shape[""] * len(padded)).clone()
-            shapes.append(shape)
-            reads.add(losses.reads)
-        if len(kinds) > 1:
-            self._check_kinds(kinds, entries, shapes, reads)
-        self._programs.add(tuple((kind, *shape.items()) for kind, shape in zip(kinds, shapes, strict=True)))
-        return {"kinds": made}
-
-    def _padding_of(self, kind: Kind, entries: Any, items: Any) -> tuple[traced_loss.Losses, padding.Padding]:
-        """Returns what is known about the loss of batches with these entries, and the padding for them."""
-        assert self.functional is not None
-        losses = traced_loss.probe(self._held, self.functional, entries, self._constants, items is not None)
-        found = padding.of(self, self.functional, "training", losses, self._train_batch_size)
-        if not self._paddings:
-            found.check_rows(self, tensors_of(entries), self._comparing(kind, losses))
-            if self.is_world_process_zero() and (text := traced_loss.other_scale(self, losses, items is not None)):
-                logger.warning("fzero.hf.Trainer: %s", text)
-        return losses, found
-
-    def _comparing(self, kind: Kind, losses: traced_loss.Losses) -> padding.Compare:
-        """Returns a function that compares the losses of a batch and the same batch padded, with the current
-        weights."""
-
-        def compare(one: padding.Tensors, two: padding.Tensors) -> tuple[bool, str]:
-            assert self.train_state is not None
-            evaluation = self._evaluation(
-                traced_loss.Kind(losing=True, loss_only=True, ignored=()), self._constants, True
-            )
-            key = random.key(self.args.seed, self._mesh().device)
-            return evaluation.compared(self.train_state.params, kind, losses.reads, key, one, two)
-
-        return compare
-
-    def _check_kinds(self, kinds: list[Kind], entries: Any, shapes: list[Any], reads: set[bool]) -> None:
-        """Raises an error if micro-batches with different entries cannot be computed in one step; otherwise warns of
-        the cost."""
-        assert self.functional is not None
-        what, problems = "micro-batches of one step have different entries", differences(kinds, entries)
-        fix = "have the collator give every batch the same entries, such as a mask of ones"
-        if self.functional.mutable is not None:
-            why = "the model's forward overwrites buffers, and would do so for each kind of entries"
-            raise FzeroValueError("hf.Trainer", f"{what}: {why}", problems, fix)
-        if len(reads) > 1:
-            why = "only some of their losses are divided by num_items_in_batch"
-            raise FzeroValueError("hf.Trainer", f"{what}, and {why}", problems, fix)
-        if len({shape[""] for shape in shapes}) > 1:
-            sizes = ", ".join(str(shape[""]) for shape in shapes)
-            raise FzeroValueError("hf.Trainer", f"{what}, and different numbers of rows ({sizes})", problems, fix)
-        if not any(len(known) > 1 for known in self._programs) and self.is_world_process_zero():
-            text = "fzero.hf.Trainer: %s (%s): such a step computes each micro-batch once per kind of entries, %d times"
-            logger.warning(text, what, "; ".join(problems), len(kinds))
+        assert self._training_step is not None
+        return self._training_step.metrics["grad_norm"]
 
     def log(self, *args: Any, **settings: Any) -> None:
         if self._tracing:
@@ -437,106 +282,23 @@ class Trainer(Base):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        self._evaluated, self._num_predictions = self._weights(), 0  # each evaluation draws the same random numbers
-        try:
+        with self._evaluator.running():
             return super().evaluation_loop(*args, **settings)
-        finally:
-            self._evaluated = None
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Returns the loss, outputs and labels of a batch, computed from the sharded state."""
-        inputs = self._prepare_inputs(inputs)
-        config = getattr(self.model, "config", None)
-        if ignore_keys is None:
-            none = [] if config is None else ["past_key_values"]
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", none))
-        given = inputs.get("return_loss")
-        labelled = bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
-        losing = labelled or (not self.label_names and bool(self.can_return_loss if given is None else given))
-        labels = tuple(inputs.get(n) for n in self.label_names) if losing else None
-        labels = labels[0] if labels is not None and len(labels) == 1 else labels
-        items = self._get_num_items_in_batch([inputs], self.args.device) if losing else None
-        kind = traced_loss.Kind(losing, prediction_loss_only, tuple(ignore_keys))
-        ours, params = self._evaluated or self._weights()
-        entries, constants = split(inputs)
-        with self._sync.paused():
-            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items, self._next_key())
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, outputs[0] if len(outputs) == 1 else outputs, labels
+        return self._evaluator.predict(self._prepare_inputs(inputs), prediction_loss_only, ignore_keys)
 
-    def _next_key(self) -> torch.Tensor:
-        """Returns the key of the next batch of an evaluation, for this rank's shard of the global batch."""
-        key = random.fold_in(random.key(self.args.seed, self._mesh().device), _EVALUATION)
-        self._num_predictions += 1
-        return random.with_part(random.fold_in(key, self._num_predictions), self.accelerator.process_index)
-
-    def _evaluation(self, kind: traced_loss.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
-        """Returns the evaluation of a kind, for batches with these constants. `ours`: whether it uses the trained
-        state."""
-        known = kind, ours, frozenset((n, exact(x)) for n, x in constants.items())
-        if known not in self._evaluations or self._evaluations[known].held.changed():
-            assert self.functional is not None
-            if ours:
-                assert self.compiled is not None
-                transforms = self.compiled.resolved.transforms
-            else:
-                transforms = [data_parallel(axis=axis) for axis in self._mesh().axes]  # each rank has all weights
-                transforms += [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
-            held = LossInputs(self, Trainer)
-            self._evaluations[known] = Evaluation(
-                held, self.functional, kind, constants, transforms, self._mesh(), self._compiling
-            )
-        return self._evaluations[known]
-
-    def _weights(self) -> tuple[bool, Any]:
-        """Returns the parameters to evaluate, and whether they are those of the state."""
-        self._sync.take()
-        with self._sync.paused():
-            current = self._current()
-        if current:
-            assert self.train_state is not None
-            return True, self.train_state.params
-        if self.functional is None:
-            self.functional = self._functional()
-        if any(x.is_meta for x in tree.leaves(self.functional.params)):
-            what = "a model of fz.hf.from_pretrained has no weights before train() has read them"
-            fix = "eval_on_start=True evaluates before the first step; or give the module itself"
-            raise FzeroValueError("hf.Trainer", what, fix=fix)
-        return False, tree.map(lambda x: x.to(self._mesh().device), self.functional.params)
-
-    # --- the module, and checkpoints ---
-
-    def _current(self) -> bool:
-        """Whether the state has the module's weights: the module is being trained, or has not been changed since it
-        was."""
-        return self.train_state is not None and (self.is_in_train or self._sync.same())
+    # --- checkpoints ---
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes files that `from_pretrained` reads and, in a checkpoint directory of transformers, also the sharded
         state."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
         self._sync.take()
-        inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-        if _internal_call and inside and not self.args.save_only_model:
-            if self.args.should_save:
-                unmark(output_dir)
-            checkpoint.save(os.path.join(output_dir, STATE), self.train_state, keep=1)
-            if not self._saves_weights():
-                if self.args.should_save and self.processing_class is not None:
-                    self.processing_class.save_pretrained(output_dir)
-                return
-        if self._pretrained is not None and self.train_state is not None:
-            tokenizer = self.processing_class
-            tokenizer = getattr(self.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
-            with self._sync.paused():
-                pretrained_saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
-            if self.args.should_save:
-                torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
-            if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if trainer_checkpoint.save(self, output_dir, _internal_call):
             return
         with self._sync.paused():
             if self.is_in_train:
@@ -544,28 +306,11 @@ class Trainer(Base):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save:  # the optimizer's state is saved with the parameters
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+        trainer_checkpoint.save_scheduler(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = os.path.join(checkpoint, "scheduler.pt")
-        if os.path.isfile(path):
-            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
-            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
-
-    def _saves_weights(self) -> bool:
-        """Whether checkpoints also have files of weights. Warns once if the model's weights cannot be written."""
-        with self._sync.paused():
-            why = pretrained_saving.problem(self._pretrained or self.model) if self._save_weights else ""
-        if why:
-            self._save_weights = False
-            if self.is_world_process_zero():
-                text = "fzero.hf.Trainer: checkpoints have the state only, no files for from_pretrained: %s"
-                logger.warning(text, why)
-        return self._save_weights
+        if checkpoint is not None:
+            trainer_checkpoint.load_scheduler(self, checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -577,23 +322,15 @@ class Trainer(Base):
         """Does nothing, because the loss scale is part of the state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = os.path.join(resume_from_checkpoint, STATE)
-        if checkpoint.find(path) is None:
-            why = "is not complete" if os.path.isdir(path) else "is not there"
-            what = f"{resume_from_checkpoint} has no state of fzero: {STATE}/ {why}"
-            fix = "begin with its weights instead: from_pretrained(dir)"
-            raise CheckpointError("hf.Trainer", what, fix=fix)
+        """Checks the checkpoint only, because `_prepare_for_training` restores the state."""
+        trainer_checkpoint.check_state(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Restores the best checkpoint, and copies its weights to the module."""
-        best = self.state.best_model_checkpoint
         if self.args.save_only_model:
             super()._load_best_model()
-            return
-        assert self.compiled is not None and self.functional is not None
-        self.train_state = self.compiled.restore(os.path.join(best, STATE), self.functional.params)
-        self._sync.behind()
-        self._sync.refresh()
+        else:
+            trainer_checkpoint.load_best(self)
 
     def _finalize_training(self, *args: Any) -> Any:
         self._sync.end()

@@ -192,7 +192,7 @@ def test_options(tmp_path: Path, settings: dict[str, Any]) -> None:
 )
 def test_a_loss_in_chunks(tmp_path: Path, settings: dict[str, Any]) -> None:
     _, ours = beside(tmp_path, LOSS="chunked", max_steps=2, **settings)
-    for compiled in (ours.compiled, *(evaluation._usual for evaluation in ours._evaluations.values())):
+    for compiled in (ours.compiled, *(evaluation._usual for evaluation in ours._evaluator.evaluations.values())):
         assert any("chunk" in name for name in compiled.program.functions), [*compiled.program.functions]
 
 

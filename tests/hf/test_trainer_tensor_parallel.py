@@ -102,7 +102,7 @@ def test_weights_that_were_never_laid_out_are_evaluated_over_all_axes(tmp_path: 
     trainer = made(Trainer, tmp_path, ROWS, backend="eager", lengths=[40], mesh=fz.make_mesh(data=1, model=1))
     expected = made(transformers.Trainer, tmp_path, ROWS).evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
-    (evaluation,) = trainer._evaluations.values()
+    (evaluation,) = trainer._evaluator.evaluations.values()
     assert {x.axis for x in evaluation._usual.step.transforms} == {"data", "model"}
 
 
