@@ -90,7 +90,7 @@ class _OwnGradients:
                 name = op.args[0]
             else:
                 adds = op.op in ("accumulate", "add") and self._reduced(op)
-                return None if adds or value.placement.is_cut else name
+                return None if adds or value.placement.is_flat_shard else name
 
     def _reduced(self, op: Instruction) -> bool:
         """Whether a line adds up values that were already reduced, over at least one axis."""
@@ -126,7 +126,7 @@ class _OwnGradients:
         """The name of a function of values, whose result is returned or written over an argument."""
         mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
         device, values = compat.trace_device(self.program.mesh.device_type), [self.values[a] for a in args]
-        fakes = [compat.new_fake(mode, v.held(self.program.mesh), v.dtype, device) for v in values]
+        fakes = [compat.new_fake(mode, v.local_shape(self.program.mesh), v.dtype, device) for v in values]
         with mode:
             names = [f"in_{i}" for i in range(len(args))]
             graph = record(lambda *xs: [run(*xs)], fakes, owner=self.by, names=names, source=self.fn)

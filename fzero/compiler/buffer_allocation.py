@@ -173,7 +173,7 @@ class _Placer:
             items.append(Item(self.temporaries(self.program.functions[op.fn]), ((i, i),)))
             for value, slot in zip(op.out, self.into.get(i, [None] * len(op.out)), strict=True):
                 if slot is None and value.name in self.views.alone:
-                    held = math.prod(value.held(self.mesh)) * value.dtype.itemsize
+                    held = math.prod(value.local_shape(self.mesh)) * value.dtype.itemsize
                     items.append(Item(held, ((i, self.uses.last(value.name)),)))
         return taken(items, num)
 
@@ -195,7 +195,8 @@ class _Placer:
         if op.op in STARTS:
             return replace(op, into=tuple(s and s.place() for s in slots))
         return replace(
-            op, into=tuple(s and s.place(math.prod(v.held(self.mesh))) for s, v in zip(slots, op.out, strict=True))
+            op,
+            into=tuple(s and s.place(math.prod(v.local_shape(self.mesh))) for s, v in zip(slots, op.out, strict=True)),
         )
 
     # --- the allocations of each kind of op ---
@@ -218,7 +219,7 @@ class _Placer:
         parts = self._region(fixed=True)
         self._sums(op)
         for part, value in zip(op.args[len(op.out) :], op.out, strict=True):
-            parts.written(self._make(part, parts.add(math.prod(value.held(self.mesh)), value)))
+            parts.written(self._make(part, parts.add(math.prod(value.local_shape(self.mesh)), value)))
         assert parts.first is not None
         parts.times.append((parts.first, number))
 
@@ -249,8 +250,10 @@ class _Placer:
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Returns the number of elements of a value on one rank, including the padding of its shards over these
         axes."""
-        if value.placement.is_cut or value.placement.cuts or not axes:  # already a shard, or no padding needed
-            return math.prod(value.held(self.mesh))
+        if (
+            value.placement.is_flat_shard or value.placement.dim_shards or not axes
+        ):  # already a shard, or no padding needed
+            return math.prod(value.local_shape(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, op: Instruction) -> None:
@@ -259,7 +262,7 @@ class _Placer:
         region, axes, wait = self._region(kind="gather"), op.axes, self.waits[op.out[0].name]
         outs = self.ops[wait][0].out
         slots = [
-            region.add(math.prod(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            region.add(math.prod(self.values[a].local_shape(self.mesh)) * self.mesh.axis_size(axes), v)
             for a, v in zip(op.args, outs, strict=True)
         ]
         begins = number
@@ -283,7 +286,7 @@ class _Placer:
         self._apart(number, op, [self._padded(self.values[a], padded) for a in op.args])
 
     def _exchange(self, number: int, op: Instruction) -> None:
-        self._apart(number, op, [math.prod(self.values[a].held(self.mesh)) for a in op.args])
+        self._apart(number, op, [math.prod(self.values[a].local_shape(self.mesh)) for a in op.args])
 
     def _apart(self, number: int, op: Instruction, numels: Sequence[int]) -> None:
         """Makes the allocations of a transfer whose results are separate from its operands; `numels` are the elements
@@ -294,7 +297,7 @@ class _Placer:
         result.fixed = self.mesh.shared_memory and op.op != "reduce_scatter_start"
         outs = self.ops[wait][0].out
         sent = [self._source(source, a, number, n) for a, n in zip(op.args, numels, strict=True)]
-        made = [result.add(math.prod(v.held(self.mesh)), v) for v in outs]
+        made = [result.add(math.prod(v.local_shape(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*sent, *made], list(made)
         self.slots.update((v.name, s) for v, s in zip(outs, made, strict=True))
         self._take(source, source.first if source.first is not None else number, wait, wait, axes)
@@ -310,14 +313,16 @@ class _Placer:
         outs = self.ops[wait][0].out
         source = self._region(kind="summed")
         sent = [self.values[a] for a in op.args]
-        packed = sum(math.prod(v.held(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
-        slots = [self._source(source, v.name, number, math.prod(v.held(self.mesh)), packed) for v in sent]
+        packed = sum(math.prod(v.local_shape(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
+        slots = [self._source(source, v.name, number, math.prod(v.local_shape(self.mesh)), packed) for v in sent]
         results = slots
         if packed:  # small values are summed next to their summands, which saves a second message
             result = self._region()
             # GPU kernels need alignment; ranks that share memory add up values without gaps in one operation
             gaps = self.mesh.device_type != "cpu"
-            results = [result.add(math.prod(v.held(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs]
+            results = [
+                result.add(math.prod(v.local_shape(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs
+            ]
             result.times.append((number, max(self.uses.last(v.name) for v in outs)))
         last = wait if packed else max(self.uses.last(v.name) for v in outs)
         self.into[number], self.into[wait] = list(slots), list(results)
@@ -339,7 +344,7 @@ class _Placer:
             maker = self.made.get(name)
             if maker is not None and self._is_copy(maker) and maker not in self.into:
                 source = self._region(self.values[name].tier, "sent")
-                self.into[maker] = [source.add(math.prod(self.values[name].held(self.mesh)), self.values[name])]
+                self.into[maker] = [source.add(math.prod(self.values[name].local_shape(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
     def _replicate(self, number: int, op: Instruction) -> None:
@@ -349,7 +354,9 @@ class _Placer:
             return
         region, wait = self._region(), self.waits[op.out[0].name]
         names = STARTS[op.op].sent(op)
-        self.into[number] = [region.add(math.prod(self.values[a].held(self.mesh)), self.values[a]) for a in names]
+        self.into[number] = [
+            region.add(math.prod(self.values[a].local_shape(self.mesh)), self.values[a]) for a in names
+        ]
         self._take(region, number, wait, wait, op.axes)
 
     def _is_copy(self, number: int) -> bool:
@@ -363,7 +370,7 @@ class _Placer:
         op `number` on."""
         outs = op.out
         region = self._region(outs[0].tier, "fetched", fixed=self.mesh.unified_memory)
-        slots = region.add_leaves({v: math.prod(v.held(self.mesh)) for v in outs})
+        slots = region.add_leaves({v: math.prod(v.local_shape(self.mesh)) for v in outs})
         self.into[number] = list(slots)
         self.slots.update((slot.value.name, slot) for slot in slots)
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
@@ -376,7 +383,7 @@ class _Placer:
             free = value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(op, k)
             if into[k] is None and free and value.nbytes >= SMALL_RESULT:
                 region = self._region(kind=op.fn)
-                into[k] = region.add(math.prod(value.held(self.mesh)), value)
+                into[k] = region.add(math.prod(value.local_shape(self.mesh)), value)
                 region.times.append((number, self.uses.last(value.name)))
         if any(into):
             self.into[number] = into

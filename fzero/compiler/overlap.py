@@ -383,7 +383,7 @@ def _join_sums(ops: Sequence[Instruction], num: int, values: Mapping[str, Value]
     held: list[list[Instruction]] = []  # one list per block
     before: Instruction | None = None
     for op in (*ops, None):
-        if op is not None and op.op == "accumulate" and values[op.args[0]].placement.is_cut:
+        if op is not None and op.op == "accumulate" and values[op.args[0]].placement.is_flat_shard:
             if before is None or held == [] or held[-1][-1] is not before:
                 held.append([])
             held[-1].append(op)

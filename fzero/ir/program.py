@@ -93,7 +93,7 @@ class Placement:
 
     `partial`: the axes over which the value is still to be reduced, and `by` which reduction: "sum", "max" or "min".
     `grid`: of a shard, the axes that it is padded for, if those are more than its own. `dims`: the dimensions along
-    which the first of its axes shard it. `cuts`: of a value that is not a shard, the axes that shard it along
+    which the first of its axes shard it. `dim_shards`: of a value that is not a shard, the axes that shard it along
     dimensions.
     """
 
@@ -103,33 +103,33 @@ class Placement:
     by: str = "sum"
     grid: tuple[str, ...] = ()
     dims: tuple[Dim, ...] = ()
-    cuts: tuple[tuple[str, Dim], ...] = ()
+    dim_shards: tuple[tuple[str, Dim], ...] = ()
 
     def __post_init__(self) -> None:
         if self.grid:
-            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_cut else ())
+            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_flat_shard else ())
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
     @functools.cached_property
-    def own(self) -> tuple[str, ...]:
+    def varies_over(self) -> tuple[str, ...]:
         """The axes along which the value differs between ranks, because each rank has a shard or a summand."""
-        return (*self.axes, *(axis for axis, _ in self.cuts), *self.partial)
+        return (*self.axes, *(axis for axis, _ in self.dim_shards), *self.partial)
 
-    def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
+    def with_shard(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
         """Returns the placement sharded over these axes; a shard is sharded further. `grid`: the axes that a full
         tensor is padded for. `dims`: the dimensions along which the first of the axes shard a full tensor.
         """
         return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid, dims=self.dims or dims)
 
     @property
-    def is_cut(self) -> bool:
+    def is_flat_shard(self) -> bool:
         """Whether a rank holds it as a 1-D tensor: a shard, or permuted shards."""
         return self.kind in ("shard", "permuted")
 
     @property
-    def joined(self) -> Placement:
-        """The placement of the value that the last axis divides into these shards: one axis less."""
+    def gathered(self) -> Placement:
+        """The placement after a gather over the last axis."""
         left = self.axes[:-1]
         return replace(self, kind="shard" if left else "replicated", axes=left, grid=self.grid or self.axes)
 
@@ -146,14 +146,14 @@ class Placement:
     def __str__(self) -> str:
         finer = f" of {', '.join(self.grid)}" if self.grid else ""
         text = f"{self.kind}({over_axes(self.axes, self.dims)}{finer})" if self.axes else self.kind
-        if self.cuts:
-            parts = f"sharded({over_axes(*zip(*self.cuts, strict=True))})"
+        if self.dim_shards:
+            parts = f"sharded({over_axes(*zip(*self.dim_shards, strict=True))})"
             text = parts if self.kind == "replicated" else f"{text} {parts}"
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
         return text if not self.partial else partial if text == "replicated" else f"{text} {partial}"
 
 
-def resting(layout: Layout) -> Placement:
+def stored_placement(layout: Layout) -> Placement:
     """Returns the placement of a stored tensor of this layout."""
     return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else REPLICATED
 
@@ -182,11 +182,11 @@ class Value:
         """Bytes of the unsharded value."""
         return self.numel * self.dtype.itemsize
 
-    def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
-        """Returns the shape of what a rank holds of it."""
+    def local_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
+        """Returns the shape of the tensor that a rank holds."""
         at = self.placement
-        if not at.is_cut:
-            along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+        if not at.is_flat_shard:
+            along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
             return part_shape(self.shape, along) if along else self.shape
         parts = mesh.axis_size(at.axes[-1:]) if at.kind == "permuted" else 1
         return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
@@ -452,7 +452,7 @@ def repeats(op: Instruction) -> bool:
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:
     """Returns the bytes of a value on one rank; for a shard, including its padding."""
-    return math.prod(value.held(mesh)) * value.dtype.itemsize
+    return math.prod(value.local_shape(mesh)) * value.dtype.itemsize
 
 
 def __getattr__(name: str) -> Any:

@@ -64,7 +64,7 @@ class _Meeting:
                 way = (stage, said.peer) if send else (said.peer, stage)
                 moved: Sequence[Value] = [values[a] for a in op.args] if send else brought.get(op.out[0].name, ())
                 queue = (self.sends if send else self.recvs)[way]
-                queue.append(_Moved(op, said.number, tuple((v.held(mesh), v.dtype, v.placement) for v in moved)))
+                queue.append(_Moved(op, said.number, tuple((v.local_shape(mesh), v.dtype, v.placement) for v in moved)))
                 under_way[op.out[0].name] = way, send, len(queue)
                 found.append((op, *under_way[op.out[0].name], False))
             elif op.args and op.args[0] in under_way and OPS[op.op].waits:

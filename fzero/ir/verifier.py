@@ -72,7 +72,7 @@ class _Checker:
         self.iterations = 1  # number of iterations of the enclosing loop
         batch = (v for v in program.inputs if v.name not in program.leaves)
         # the axes along which the batch is sharded
-        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)
+        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.varies_over)
         # by a shard that may be a view of a state tensor, or a copy of one on another tier: that tensor
         self.aliases: dict[str, str] = {}
         self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that are possible on the mesh
@@ -145,7 +145,7 @@ class _Checker:
             at_rest = value.placement if value else REPLICATED
             if value is None:
                 self.problems.append(f"output {name} is never made")
-            elif at_rest.partial or at_rest.is_cut or at_rest.cuts or at_rest.kind == "moving":
+            elif at_rest.partial or at_rest.is_flat_shard or at_rest.dim_shards or at_rest.kind == "moving":
                 self.problems.append(f"output {name} is {value.placement}")
             elif name in self.device_only:
                 self.problems.append(f"output {name} is returned, and only the device has waited for it")
@@ -234,12 +234,12 @@ class _Checker:
         at, mesh = value.placement, self.program.mesh
         if (value.shape, at) in self.possible:
             return None
-        if unknown := sorted({*at.own} - {*mesh.axes}):
+        if unknown := sorted({*at.varies_over} - {*mesh.axes}):
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
-        cuts = [axis for axis, _ in at.cuts]
-        if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
+        axes = [axis for axis, _ in at.dim_shards]
+        if axes and (at.is_flat_shard or len({*axes}) < len(axes) or {*axes} & {*at.axes, *at.partial}):
             return f"{value.name} is {at}: an axis shards a value only once"
-        along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+        along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
         if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
             return f"{value.name} is {at}: {why}"
         self.possible.add((value.shape, at))

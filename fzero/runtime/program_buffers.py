@@ -79,7 +79,9 @@ def _tensors(
     ]
     if op.op in TRANSFERS:
         return flats
-    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, op.out, strict=True)]
+    return [
+        None if flat is None else flat.view(value.local_shape(mesh)) for flat, value in zip(flats, op.out, strict=True)
+    ]
 
 
 def _flat(place: Place, mesh: Mesh, memory: torch.Tensor) -> torch.Tensor:

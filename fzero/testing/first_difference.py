@@ -25,7 +25,7 @@ from fzero.ir.ops import OPS, STARTS, micro_of
 from fzero.ir.printer import statements
 from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import Mesh
-from fzero.testing.interpreter import Interpreter, cut
+from fzero.testing.interpreter import Interpreter, flat_shard
 from fzero.testing.recording import ExecutedOp
 from fzero.testing.report import FirstLine
 from fzero.testing.tolerance import LAMBDA, unit
@@ -277,7 +277,7 @@ class _Meanings:
         placement = self._values[name].placement
         shape = self._values[name].shape
         if placement.kind == "shard" and value.numel() == max(torch.Size(shape).numel(), 1):
-            value = cut(value, placement, self._mesh)
+            value = flat_shard(value, placement, self._mesh)
         return value
 
     def _others(self, parts: frozenset[int], axes: Sequence[str]) -> set[int]:

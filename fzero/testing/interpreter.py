@@ -97,12 +97,12 @@ class Interpreter:
         here = self.mesh.index(self._axes) if self._axes else 0
         return here * count + micro if self._part is None else self._part
 
-    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
+    def take_shard(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
         """Returns this rank's shard of a value that is sharded, or sharded further, to get the placement of
         another.
         """
         if source.placement.kind not in ("shard", "permuted"):
-            return cut(x, out.placement, self.mesh)
+            return flat_shard(x, out.placement, self.mesh)
         at = source.placement
         axes = at.axes[-1:] if at.kind == "permuted" else out.placement.axes[len(at.axes) :]
         return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
@@ -127,7 +127,7 @@ class Interpreter:
         return like
 
 
-def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
+def flat_shard(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
     """Returns this rank's flat, padded shard of an unsharded value."""
     layout = Layout(whole.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
     return shard(whole, Leaf("", "", tuple(whole.shape), layout), mesh)

@@ -251,7 +251,7 @@ class _Coding:
         return Wire(None if refused or narrow else format, numel, value.dtype)
 
     def _held(self, value: Value) -> Form:
-        return Form(value.held(self.mesh), value.dtype)
+        return Form(value.local_shape(self.mesh), value.dtype)
 
     # --- ops ---
 
@@ -380,7 +380,7 @@ class _Coding:
         # grouped by the axes over which the gradients vary
         bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
         for value, out, wire in moved:
-            own = tuple(a for a in self.mesh.axes if a in value.placement.own)
+            own = tuple(a for a in self.mesh.axes if a in value.placement.varies_over)
             bundles.setdefault(own, []).append((value, out, wire))
         made = [self._bundle(axis, own, values, scatters) for own, values in bundles.items()]
         self.num_deals += 1
@@ -419,7 +419,7 @@ class _Coding:
             return _Bundle(encode, sent, come, add, [], add)
         left = tuple(a for a in own if a != axis)
         rest = Placement("varying", left) if left else REPLICATED
-        parts, wholes = named("_part", replace(rest, cuts=((axis, Dim(0)),))), named("_sum", rest)
+        parts, wholes = named("_part", replace(rest, dim_shards=((axis, Dim(0)),))), named("_sum", rest)
         add = self._call("recode", compress_codes.recoder(wires, size, self.device), names, parts)
         decoder = compress_codes.unbundler(wires, size, made, self.device)
         return _Bundle(

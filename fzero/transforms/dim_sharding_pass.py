@@ -115,21 +115,22 @@ class _Before:
         own: for each value, the axes along which it differs between ranks.
         sent: for each handle, the values that the collective sends.
         rows: the values that a collective divides along dim 0.
-        num_cuts: for each value, the number of axes that shard it along dims.
+        num_dim_shards: for each value, the number of axes that shard it along dims.
     """
 
     own: dict[str, tuple[str, ...]]
     sent: Mapping[str, tuple[str, ...]]
     rows: frozenset[str]
-    num_cuts: Mapping[str, int]
+    num_dim_shards: Mapping[str, int]
 
     @classmethod
     def of(cls, program: Program) -> _Before:
         starts = [op for op in program.instructions if op.op in COLLECTIVES]
         rows = frozenset(a for op in starts if op.op != "all_reduce_start" for a in op.args)
         placed = {name: value.placement for name, value in program.values().items()}
-        own, num_cuts = {a: at.own for a, at in placed.items()}, {a: len(at.cuts) for a, at in placed.items()}
-        return cls(own, {op.out[0].name: op.args for op in starts}, rows, num_cuts)
+        own = {a: at.varies_over for a, at in placed.items()}
+        num_dim_shards = {a: len(at.dim_shards) for a, at in placed.items()}
+        return cls(own, {op.out[0].name: op.args for op in starts}, rows, num_dim_shards)
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _ToParts:
         self.places[value.name] = place
         at = value.placement
         if isinstance(place, Dim):
-            at = replace(at, cuts=(*at.cuts, (self.axis, place)))
+            at = replace(at, dim_shards=(*at.dim_shards, (self.axis, place)))
         elif place == PARTIAL:
             by = "max" if value.name in self.maxima else at.by
             at = replace(at, partial=(*at.partial, self.axis), by=by)
@@ -349,11 +350,11 @@ class _ToParts:
     def _brought(self, source: str, value: Value) -> Value:
         """Returns a result of a collective along another axis. The values that it sends are sharded along this axis
         already, so this sharding comes before those that the collective creates, such as that of a reduce_scatter."""
-        num, brought = self.before.num_cuts[source], self._put(value, self.places[source])
+        num, brought = self.before.num_dim_shards[source], self._put(value, self.places[source])
         if not isinstance(self.places[source], Dim):
             return brought
-        *cuts, own = brought.placement.cuts
-        return replace(brought, placement=replace(brought.placement, cuts=(*cuts[:num], own, *cuts[num:])))
+        *others, own = brought.placement.dim_shards
+        return replace(brought, placement=replace(brought.placement, dim_shards=(*others[:num], own, *others[num:])))
 
     def _cast_place(self, source: str, value: Value) -> Anywhere:
         """The place of a cast: that of its source. But a copy of a value that varies between ranks, made for a sum, is
@@ -498,7 +499,7 @@ class _ToParts:
         if sent is None or sent.kind is cuts.all_to_all:
             return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in cut.own else own)
         if sent.kind is cuts.all_gather:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((axis, Dim(0)),)))
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Dim(0)),)))
         result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
         if result is not None:
             shape, own = result.shape, result.placement
@@ -509,7 +510,7 @@ class _ToParts:
         value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((self.axis, Dim(0)),)))
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Dim(0)),)))
         own = Placement("varying", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
         return Value(name, shape, value.dtype, own)
 

@@ -48,7 +48,7 @@ def gathered(
             now[key] = replace(now[key], name=name, placement=placement)
         ops += [start, Instruction("wait", (start.out[0].name,), tuple(now[key] for key in here), by=by)]
         for key in (key for key in here if now[key].placement.kind == "permuted"):
-            parts, placement = now[key], now[key].placement.joined
+            parts, placement = now[key], now[key].placement.gathered
             name = names(f"{named(key)}_part" if placement.axes else named(key))
             now[key] = replace(parts, name=name, placement=placement)
             ops.append(Instruction("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=by))

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from fzero.ir.attributes import BufferAttrs
 from fzero.ir.ops import OPS
-from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, resting
+from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, stored_placement
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
 from fzero.transforms.accumulate_pass import loop_totals
@@ -44,7 +44,7 @@ def rewrite(
 def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
     """Returns the program with the tensors that store gradients added to its inputs."""
     new = {leaf.path: leaf for leaf in leaves}
-    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in new.values())
+    values = (Value(x.path, x.shape, x.dtype, stored_placement(x.layout)) for x in new.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **new})
 
 

@@ -562,7 +562,7 @@ class _Projection:
 
     def _sent_values(self, message: _Message) -> tuple[SentValue, ...]:
         values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
-        return tuple(SentValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
+        return tuple(SentValue(v.local_shape(mesh), v.dtype, v.placement.varies_over) for v in values)
 
     def _awaited(self, message: _Message, number: int) -> int:
         """Returns the index of the action before which a rank waits for a message that its action `number` sends."""

@@ -163,7 +163,7 @@ class _Dealer:
 
     def _stack(self, shard: Value, axis: tuple[str, ...]) -> Value:
         mesh = self.program.mesh
-        shape = (mesh.axis_size(axis), math.prod(shard.held(mesh)))
+        shape = (mesh.axis_size(axis), math.prod(shard.local_shape(mesh)))
         return Value(self.names("deal"), shape, shard.dtype, Placement("varying", axis))
 
     def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Instruction]:

@@ -90,7 +90,7 @@ def _calls(
     """
     made = dict(zip(of.inputs, args, strict=True))
     made.update((x, v) for x, v in zip(of.outputs, op.out, strict=True) if x not in made)
-    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
+    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.varies_over for x, v in zip(of.inputs, args, strict=True)}
     for x in of.inputs[0].graph.nodes:  # a value varies between ranks along all axes along which its inputs do
         if x not in own:
             own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))

@@ -24,7 +24,17 @@ from dataclasses import replace
 from fzero.ir.attributes import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
-from fzero.ir.program import MOVING, REPLICATED, Instruction, Placement, Program, Value, moving, repeats, resting
+from fzero.ir.program import (
+    MOVING,
+    REPLICATED,
+    Instruction,
+    Placement,
+    Program,
+    Value,
+    moving,
+    repeats,
+    stored_placement,
+)
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
@@ -82,8 +92,8 @@ class _Rewrite:
         self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
-        self.local = Placement("varying", zero.batch_axes) if zero.batch_axes else REPLICATED
-        self.own: set[str] = set()  # values that differ between ranks along a batch axis
+        self.batch_placement = Placement("varying", zero.batch_axes) if zero.batch_axes else REPLICATED
+        self.varying: set[str] = set()  # values that differ between ranks along a batch axis
         # by handle of a collective: the axes over which its results are the same on all ranks
         self.brought: dict[str, Sequence[str]] = {}
         # For a subgraph in segments: the values they read, and the names gathered for the first segment, by
@@ -124,9 +134,9 @@ class _Rewrite:
         inputs = []
         for value in self.program.inputs:
             leaf = self.program.leaves.get(value.name)
-            placement = self.local if leaf is None else resting(leaf.layout)
+            placement = self.batch_placement if leaf is None else stored_placement(leaf.layout)
             self.placement[value.name] = placement
-            self.own |= {value.name} if leaf is None else set()
+            self.varying |= {value.name} if leaf is None else set()
             inputs.append(replace(value, placement=placement))
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
@@ -209,7 +219,7 @@ class _Rewrite:
             return op.rename({**names, **{a: self.shared[a] for a in fresh}}), ops
         gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
         for a, name in gathered.items():
-            if self.placement[name].is_cut:
+            if self.placement[name].is_flat_shard:
                 gathered[a], tensor = self._unflatten(a, name)
                 more.append(tensor)
         if part in self.reads_of:
@@ -225,9 +235,9 @@ class _Rewrite:
     def _unflatten(self, name: str, shard: str) -> tuple[str, Instruction]:
         """Reshapes the flat shard of a parameter to the tensor that subgraphs read. Returns its name and the op."""
         at = self.placement[shard]
-        cuts = tuple(zip(at.axes, at.dims, strict=True))
-        value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_cut"))
-        value = replace(value, placement=Placement(cuts=cuts))
+        dim_shards = tuple(zip(at.axes, at.dims, strict=True))
+        value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_sharded"))
+        value = replace(value, placement=Placement(dim_shards=dim_shards))
         self.placement[value.name] = value.placement
         return value.name, Instruction("unflatten", (shard,), (value,), by=self.by)
 
@@ -291,16 +301,16 @@ class _Rewrite:
 
     def _placed(self, op: Instruction) -> Instruction:
         """Returns the op with the placements of its results: varying as soon as it reads any varying value."""
-        local = op.op in ("part_index", "take_part") or not self.own.isdisjoint(op.args)
+        local = op.op in ("part_index", "take_part") or not self.varying.isdisjoint(op.args)
         if op.op in ("all_gather_start", "all_reduce_start"):
             self.brought[op.out[0].name] = op.axes
         brought = self.brought.get(op.args[0], ()) if op.op == "wait" else ()
         out = []
         for value in op.out:
-            self.own |= {value.name} if local else set()
+            self.varying |= {value.name} if local else set()
             # along axes that shard or sum a value, it belongs to the samples of all ranks
-            cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
-            axes = tuple(a for a in self.zero.batch_axes if a not in cut)
+            known = {*value.placement.partial, *(axis for axis, _ in value.placement.dim_shards), *brought}
+            axes = tuple(a for a in self.zero.batch_axes if a not in known)
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
             by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"
             if value.placement == MOVING:
@@ -374,7 +384,7 @@ class _Rewrite:
         """Shards gradients over these axes, which also reduces them over these axes: one axis after the other, all
         values of one axis in one transfer."""
         ops, now = list[Instruction](), {n: self.renamed.get(n, n) for n in to}
-        ops += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
+        ops += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].dim_shards]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
             axes = {n: to[n][len(cut[n]) :][:1] for n in left}
@@ -407,7 +417,7 @@ class _Rewrite:
     def _flatten(self, now: dict[str, str], grad: str) -> Instruction:
         """Flattens the gradient of a shard along dims to the flat shard in which it is stored."""
         at, value = self.placement[now[grad]], self.values[now[grad]]
-        axes, dims = zip(*at.cuts, strict=True)
+        axes, dims = zip(*at.dim_shards, strict=True)
         flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
         shard = replace(value, name=self.names(f"{grad}_flat"), placement=flat)
         op = Instruction("flatten", (now[grad],), (shard,), by=self.by)
@@ -469,7 +479,10 @@ class _Rewrite:
                 and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :])
             ):
                 value = Value(
-                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
+                    self.names(f"{identifier(path)}_shard"),
+                    leaf.shape,
+                    leaf.dtype,
+                    self.placement[path].with_shard(more),
                 )
                 before.append(Instruction("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
                 rename[path] = value.name
@@ -504,5 +517,5 @@ def _both(over_batch: Placement, computed: Placement) -> Placement:
         axes=local,
         partial=tuple(dict.fromkeys((*over_batch.partial, *computed.partial))),
         by=computed.by if computed.partial else over_batch.by,
-        cuts=computed.cuts,
+        dim_shards=computed.dim_shards,
     )

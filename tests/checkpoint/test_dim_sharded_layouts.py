@@ -272,7 +272,8 @@ def test_what_cannot_be_cut_is_refused_by_name():
         lowered(fz.compose(cut_dims("model", qkv=Dim(1, 5), out=Dim(2), scale=Dim(0)), over), data=2, model=4)
     text = " ".join(str(error.value).split())
     assert (
-        "params['layers'][0]['qkv'] (float32[10, 36]): dim 1 of 36 is not a multiple of 20: 4 shards of 5 groups" in text
+        "params['layers'][0]['qkv'] (float32[10, 36]): dim 1 of 36 is not a multiple of 20: 4 shards of 5 groups"
+        in text
     )
     assert "params['layers'][1]['out'] (float32[12, 10]): it has no dim 2" in text
     assert "params['scale'] (float32[10]): dim 0 of 10 is not a multiple of 4: 4 shards" in text and "Fix:" in text

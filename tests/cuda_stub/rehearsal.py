@@ -88,7 +88,7 @@ def rehearse(program: Program) -> IssuedOps:
         counting = _Counting(issued)
         names = {op.fn or op.op for op, _ in program.walk()}
         run.namespace.update({n: counting.of(n, f) for n in names if callable(f := run.namespace.get(n))})
-        tensors = {v.name: torch.empty(v.held(program.mesh), dtype=v.dtype) for v in program.inputs}
+        tensors = {v.name: torch.empty(v.local_shape(program.mesh), dtype=v.dtype) for v in program.inputs}
         roots = dict.fromkeys(name.split("[")[0].split(".")[0] for name in tensors)
         order = ["step", "params", "opt_state", "key", "extras", "batch"]
         training = any(leaf.role == "step" for leaf in program.leaves.values())

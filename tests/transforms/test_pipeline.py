@@ -483,7 +483,7 @@ def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
     lowered = fz.lower(pipelined(2, *more), AbstractMesh(pipe=2, data=2, model=2), params(), batch())
     for program in lowered.programs:
         hands = [op for op in program.instructions if op.op == "send_start"]
-        large = {a for op in hands for a in op.args if program.values_by_name[a].held(program.mesh)}
+        large = {a for op in hands for a in op.args if program.values_by_name[a].local_shape(program.mesh)}
         assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
 
 

@@ -173,7 +173,7 @@ def test_a_layer_exchanges_four_values_each_way(remat):
     assert each == gradients | {("all_gather_start", "seq"): 4, ("reduce_scatter_start", "seq"): 2}
     assert not many.notes and len(few.functions) == len(many.functions)
     passing = [many.values_by_name[f"layer_{number}"] for number in range(5)]
-    assert all(v.placement.cuts == (("seq", Dim(1)),) for v in passing)
+    assert all(v.placement.dim_shards == (("seq", Dim(1)),) for v in passing)
 
 
 def test_gradients_are_reduced_once_over_data_and_positions():

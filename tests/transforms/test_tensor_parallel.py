@@ -44,7 +44,7 @@ def test_what_passes_between_blocks_is_cut_by_position():
     assert each == {("reduce_scatter_start", "model"): 4, ("all_gather_start", "model"): 4, norms: 1}
     values = many.values_by_name
     passing = [values[f"layer_{number}"] for number in range(5)]
-    assert all(v.placement.cuts == (("model", Dim(1)),) for v in passing)
+    assert all(v.placement.dim_shards == (("model", Dim(1)),) for v in passing)
     # a gradient that is a summand over model is cast, to be summed over data as well
     both = lowered(AbstractMesh(data=2, model=2), fz.shard_params(), fz.mixed_precision("bf16"), sequence=True).program
     cast = {v.placement.partial for x, _ in both.walk() if x.op == "cast" for v in x.out if v.name.startswith("d_")}
@@ -55,7 +55,7 @@ def kept(share: float, mesh: AbstractMesh, **more: Any) -> int:
     """The bytes that a rank keeps for the backward."""
     program = lowered(mesh, fz.remat(share), layers=3, **more).program
     saved = [v for x in program.instructions for v in x.out if v.name.startswith("saved_")]
-    return sum(math.prod(v.held(mesh)) * v.dtype.itemsize for v in saved)
+    return sum(math.prod(v.local_shape(mesh)) * v.dtype.itemsize for v in saved)
 
 
 @pytest.mark.full

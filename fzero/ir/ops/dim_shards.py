@@ -46,22 +46,23 @@ class Rearranged(Op[Over]):
         parts, joined = self.parts(op, args[0])
         at = parts.placement
         right = at.kind == "permuted" and at.axes[-1:] == op.attrs.axes and len(at.axes) == len(at.dims)
-        if not right or replace(parts, name=joined.name, placement=at.joined) != joined:
+        if not right or replace(parts, name=joined.name, placement=at.gathered) != joined:
             rules.bad(op, f"{args[0]} becomes {op.out[0]}")
 
     def touched(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return local_bytes(values[op.args[0]], mesh) + local_bytes(op.out[0], mesh)
 
-    def cut(self, op: Instruction[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+    def last_sharding(self, op: Instruction[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+        """Returns the sharding along a dim by the last axis, and the shape of the value that it shards."""
         parts, _ = self.parts(op, arg)
         at = parts.placement
         return part_shape(parts.shape, cut_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
 
     def text(self, op: Instruction[Over], program: Program) -> Text:
-        shape, (dim, groups) = self.cut(op, program.values_by_name[op.args[0]], program.mesh)
-        held = [*op.out[0].held(program.mesh)]
+        shape, (dim, groups) = self.last_sharding(op, program.values_by_name[op.args[0]], program.mesh)
+        local = [*op.out[0].local_shape(program.mesh)]
         said = [f"dim={dim}", *([f"groups={groups}"] if groups > 1 else []), f"shape={[*shape]}"]
-        said += [f"size={held}"] if held != [*shape] else []
+        said += [f"size={local}"] if local != [*shape] else []
         return Text(f"{self.name}({', '.join([op.args[0], over(op), *said, *into(op, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -82,8 +83,8 @@ class Rearranged(Op[Over]):
     def reference(
         self, op: Instruction[Over], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        shape, dim = self.cut(op, interpreter.program.values_by_name[op.args[0]], interpreter.mesh)
-        out = args[0].new_empty(op.out[0].held(interpreter.mesh))
+        shape, dim = self.last_sharding(op, interpreter.program.values_by_name[op.args[0]], interpreter.mesh)
+        out = args[0].new_empty(op.out[0].local_shape(interpreter.mesh))
         return [self.rearrange(args[0], out, shape, DimShard(*dim, interpreter.mesh.axis_size(op.attrs.axes)))]
 
     def record_meanings(self, op: Instruction[Over], of: Meanings, micro: int, iteration: int) -> None:
@@ -136,9 +137,9 @@ class Reshaped(Op):
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
         shard, tensor = self.parts(op, args[0])
         at = shard.placement
-        cut = Placement(partial=at.partial, by=at.by, cuts=tuple(zip(at.axes, at.dims, strict=False)))
+        sharded = Placement(partial=at.partial, by=at.by, dim_shards=tuple(zip(at.axes, at.dims, strict=False)))
         right = at.kind == "shard" and len(at.axes) == len(at.dims)
-        if not right or replace(shard, name=tensor.name, placement=cut) != tensor:
+        if not right or replace(shard, name=tensor.name, placement=sharded) != tensor:
             rules.bad(op, f"{args[0]} becomes {op.out[0]}")
         rules.aliases |= {op.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
 
@@ -152,7 +153,7 @@ class Reshaped(Op):
         return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
     def text(self, op: Instruction, program: Program) -> Text:
-        return Text(f"{self.name}({op.args[0]}, {[*op.out[0].held(program.mesh)]})")
+        return Text(f"{self.name}({op.args[0]}, {[*op.out[0].local_shape(program.mesh)]})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return _reshaped
@@ -160,7 +161,7 @@ class Reshaped(Op):
     def reference(
         self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        return [_reshaped(args[0], op.out[0].held(interpreter.mesh)).clone()]
+        return [_reshaped(args[0], op.out[0].local_shape(interpreter.mesh)).clone()]
 
     def record_meanings(self, op: Instruction, of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
@@ -214,7 +215,7 @@ class Deal(Op[DealAttrs]):
         alike = all(replace(v, name=first.name) == first for v in shards)
         wanted = replace(
             stack,
-            shape=(size, math.prod(first.held(rules.program.mesh))),
+            shape=(size, math.prod(first.local_shape(rules.program.mesh))),
             dtype=first.dtype,
             placement=Placement("varying", op.attrs.axes),
         )

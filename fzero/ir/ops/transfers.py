@@ -82,9 +82,9 @@ class Collective(Start[GatherAttrs]):
         found, axis = 0, {*op.attrs.axes}
         for value in (values[a] for a in op.args):
             at = value.placement
-            others = tuple(a for a in at.axes if at.is_cut and a not in axis)
-            cuts = tuple(cut for cut in at.cuts if cut[0] not in axis)
-            found += local_bytes(replace(value, placement=Placement(cuts=cuts)), mesh) // mesh.axis_size(others)
+            others = tuple(a for a in at.axes if at.is_flat_shard and a not in axis)
+            left = tuple(x for x in at.dim_shards if x[0] not in axis)
+            found += local_bytes(replace(value, placement=Placement(dim_shards=left)), mesh) // mesh.axis_size(others)
         return found
 
     def text(self, op: Instruction[GatherAttrs], program: Program) -> Text:
@@ -126,7 +126,7 @@ class AllGather(Collective):
 
     def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
         shard = placement.kind == "shard" and placement.axes[-1:] == op.attrs.axes
-        rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.cuts)
+        rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.dim_shards)
         return (shard or rows) and not placement.partial
 
     def reads_new(self, op: Instruction[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
@@ -136,10 +136,11 @@ class AllGather(Collective):
         return f"gather:{','.join(op.attrs.axes)}"
 
     def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
-        if placement.cuts:
-            return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in op.attrs.axes))
+        if placement.dim_shards:
+            left = tuple(x for x in placement.dim_shards if x[0] not in op.attrs.axes)
+            return replace(placement, dim_shards=left)
         along_dim = len(placement.axes) == len(placement.dims)
-        return replace(placement, kind="permuted") if along_dim else placement.joined
+        return replace(placement, kind="permuted") if along_dim else placement.gathered
 
     def wait_results(
         self,
@@ -150,7 +151,7 @@ class AllGather(Collective):
     ) -> Sequence[torch.Tensor]:
         (axis,) = op.attrs.axes
         gathered = zip((interpreter.gather(x.contiguous(), axis) for x in moved), out, strict=True)
-        shapes = ((x, v.held(interpreter.mesh)) for x, v in gathered)
+        shapes = ((x, v.local_shape(interpreter.mesh)) for x, v in gathered)
         return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
 
 
@@ -176,9 +177,11 @@ class ReduceScatter(Collective):
         axes, said = tuple(op.attrs.axes), op.says(ScatterAttrs)
         left = tuple(a for a in placement.partial if a not in axes)
         if said.rows:
-            return replace(placement, cuts=(*placement.cuts, *((axis, _ROWS) for axis in axes))).left(left)
-        cut = replace(placement, kind="shard") if placement.kind == "permuted" else placement.cut(axes, said.grid)
-        return cut.left(left)
+            return replace(placement, dim_shards=(*placement.dim_shards, *((axis, _ROWS) for axis in axes))).left(left)
+        shard = (
+            replace(placement, kind="shard") if placement.kind == "permuted" else placement.with_shard(axes, said.grid)
+        )
+        return shard.left(left)
 
     def wait_results(
         self,
@@ -193,7 +196,7 @@ class ReduceScatter(Collective):
                 x.chunk(interpreter.mesh.axis_size(op.axes))[interpreter.mesh.index(op.axes)].clone() for x in moved
             ]
         sources = [interpreter.program.values_by_name[a] for a in op.args]
-        return [interpreter.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
+        return [interpreter.take_shard(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
 class AllReduce(Collective):
@@ -337,11 +340,11 @@ class Send(Start[SendAttrs]):
         elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
             rules.bad(op, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
         for v in args:
-            if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
+            if not {*said.axes}.isdisjoint(v.placement.varies_over) or v.tier != "device":
                 rules.bad(op, f"{v.name} is {v}")
-        if not isinstance(said, RecvAttrs) and [SentValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
-            *said.values
-        ]:
+        if not isinstance(said, RecvAttrs) and [
+            SentValue(v.local_shape(mesh), v.dtype, v.placement.varies_over) for v in args
+        ] != [*said.values]:
             rules.bad(op, "sends different values than its attributes list")
 
     def filled(self, op: Instruction[SendAttrs]) -> Sequence[Place | None]:
@@ -557,7 +560,7 @@ class Wait(Op[WaitAttrs]):
         if isinstance(start.attrs, RecvAttrs):
             said, mesh = start.attrs, rules.program.mesh
             comes = [(*x, "device") for x in said.values]
-            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in op.out] != comes:
+            if [(v.local_shape(mesh), v.dtype, v.placement.varies_over, v.tier) for v in op.out] != comes:
                 rules.bad(op, "returns different values than it receives")
             return
         if [(v.shape, v.dtype) for v in op.out] != [(v.shape, v.dtype) for v in sent]:

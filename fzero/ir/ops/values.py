@@ -52,7 +52,7 @@ class Call(Op[CallAttrs]):
             return
         for place, arg in zip(places, args, strict=True):
             self._matches(op, arg, place.meta["val"], "takes", rules)
-            if arg.placement.is_cut and op.block is not None:
+            if arg.placement.is_flat_shard and op.block is not None:
                 rules.bad(op, f"{arg.name} is {arg.placement}, a block takes replicated or varying values")
             summed = {*arg.placement.partial}
             # A subgraph outside blocks may read this rank's own summands of totals over the batch, and the codes of a
@@ -67,14 +67,18 @@ class Call(Op[CallAttrs]):
         if len(returned) != len(op.out):
             rules.bad(op, f"{op.fn} returns {len(returned)} values, {len(op.out)} are named")
             return
-        own = {place: a for place, a in zip(places, args, strict=True) if a.placement.own}
-        axes = {axis for a in own.values() for axis in a.placement.own}
+        own = {place: a for place, a in zip(places, args, strict=True) if a.placement.varies_over}
+        axes = {axis for a in own.values() for axis in a.placement.varies_over}
         for node, out in zip(returned, op.out, strict=True):
             self._matches(op, out, node.meta["val"], "returns", rules)
-            if not axes.issubset(out.placement.own):
+            if not axes.issubset(out.placement.varies_over):
                 read = ancestors([node], stop=set(places))
                 for place, a in own.items():
-                    lost = [axis for axis in a.placement.own if axis not in out.placement.own and place in read]
+                    lost = [
+                        axis
+                        for axis in a.placement.varies_over
+                        if axis not in out.placement.varies_over and place in read
+                    ]
                     if lost:
                         said = f"{out.name} is {out.placement}, but reads {a.name}"
                         rules.bad(op, f"{said}, of which each rank along {', '.join(lost)} has its own")
@@ -82,7 +86,7 @@ class Call(Op[CallAttrs]):
     def _matches(
         self, op: Instruction[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules
     ) -> None:
-        if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
+        if tuple(expected.shape) != value.local_shape(rules.program.mesh) or expected.dtype != value.dtype:
             rules.bad(op, f"{op.fn} {verb} {dtype_name(expected.dtype)}{list(expected.shape)}, {value.name} is {value}")
 
     def text(self, op: Instruction[CallAttrs], program: Program) -> Text:
@@ -188,7 +192,9 @@ class Buffer(Op[BufferAttrs]):
     def reference(
         self, op: Instruction[BufferAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.held(interpreter.mesh), dtype=v.dtype, device=interpreter.mesh.device) for v in op.out]
+        return [
+            torch.zeros(v.local_shape(interpreter.mesh), dtype=v.dtype, device=interpreter.mesh.device) for v in op.out
+        ]
 
 
 class Zeros(Op):
@@ -201,7 +207,7 @@ class Zeros(Op):
     settles = True
 
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
-        if op.out[0].placement.kind not in ("replicated", "varying") or op.out[0].placement.cuts:
+        if op.out[0].placement.kind not in ("replicated", "varying") or op.out[0].placement.dim_shards:
             rules.bad(op, f"makes {op.out[0]}")
 
     def text(self, op: Instruction, program: Program) -> Text:
@@ -236,7 +242,7 @@ class TakeShard(Op[CutAttrs]):
     def check(self, op: Instruction[CutAttrs], args: list[Value], rules: Rules) -> None:
         rules.aliases[op.out[0].name] = rules.root(op.args[0])
         here = args[0].placement
-        shard = replace(args[0], name=op.out[0].name, placement=here.cut(op.attrs.axes, dims=op.attrs.dims))
+        shard = replace(args[0], name=op.out[0].name, placement=here.with_shard(op.attrs.axes, dims=op.attrs.dims))
         if here.kind not in ("replicated", "shard") or here.partial or op.out[0] != shard:
             rules.bad(op, f"takes a shard of {args[0]}, which is {op.out[0]}")
 
@@ -270,7 +276,7 @@ class TakeShard(Op[CutAttrs]):
     def reference(
         self, op: Instruction[CutAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
-        return [interpreter.cut(args[0], interpreter.program.values_by_name[op.args[0]], op.out[0])]
+        return [interpreter.take_shard(args[0], interpreter.program.values_by_name[op.args[0]], op.out[0])]
 
     def record_meanings(self, op: Instruction[CutAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
