@@ -14,9 +14,9 @@ from fzero.ir.from_graph import Functions
 from fzero.sharding.dim_propagation import (
     MARKERS,
     PARTIAL,
-    CutFunction,
     OutputPlacement,
     Place,
+    ShardedGraph,
     all_gather,
     all_reduce,
     all_to_all,
@@ -140,7 +140,7 @@ def run(graph: Recorded, inputs: Sequence[Tensors]) -> list[list[torch.Tensor]]:
     return [[v[x] for x in graph.outputs] for v in values]
 
 
-def run_cut(cut: CutFunction, inputs: Tensors, places: Sequence[Place], n: int) -> list[torch.Tensor]:
+def run_cut(cut: ShardedGraph, inputs: Tensors, places: Sequence[Place], n: int) -> list[torch.Tensor]:
     """The whole results of a function on parts of these inputs."""
     given = list(zip(*(parts(x, p, n) for x, p in zip(inputs, places, strict=True)), strict=True))
     ranks = [[*xs, *([torch.tensor([r])] if cut.has_index else [])] for r, xs in enumerate(given)]
@@ -149,12 +149,12 @@ def run_cut(cut: CutFunction, inputs: Tensors, places: Sequence[Place], n: int) 
     return [whole(xs, place) for xs, place in zip(zip(*out, strict=True), cut.places, strict=True)]
 
 
-def _check_varies(cut: CutFunction, ranks: Sequence[Tensors]) -> None:
+def _check_varies(cut: ShardedGraph, ranks: Sequence[Tensors]) -> None:
     for x, place in zip(cut.graph.outputs, cut.places, strict=True):
         assert place is not None or x not in cut.varies, f"{x} is whole, but the rank's own"
 
 
-def collectives(cut: CutFunction) -> list[str]:
+def collectives(cut: ShardedGraph) -> list[str]:
     """The names of its markers, in order."""
     return [x.target.__name__ for x in cut.graph.graph.nodes if x.target in MARKERS]
 
@@ -192,7 +192,7 @@ def halves(fn: Callable[..., Any], inputs: Tensors, keep: str = "min_cut") -> tu
 
 def run_halves(
     parts_of: Halves, inputs: Tensors, tangents: Tensors, places: Sequence[Place], n: int, stream: Dim | None = None
-) -> tuple[CutFunction, CutFunction, list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[ShardedGraph, ShardedGraph, list[torch.Tensor], list[torch.Tensor]]:
     """Forward and vjp cut apart, as a step has them: saved values keep the places that the forward gave them. The first
     inputs with a place are parameters; the gradients of these come at their place, others as summands."""
     split, outputs, place_of = parts_of.split, parts_of.num_outputs, dict(enumerate(places))

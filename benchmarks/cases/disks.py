@@ -88,7 +88,7 @@ def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], 
     end = 0
     for name, leaf in program.leaves.items():
         if leaf.layout.tier == "disk":
-            offsets[name] = end, disk.padded(math.prod(leaf.resting_shape(program.mesh)) * leaf.dtype.itemsize)
+            offsets[name] = end, disk.padded(math.prod(leaf.stored_shape(program.mesh)) * leaf.dtype.itemsize)
             end += offsets[name][1]
     # not those of a wrong guess
     copies = [op for op, times in program.walk() if times and op.op in ("disk_read_start", "disk_write_start")]

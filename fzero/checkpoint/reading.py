@@ -230,9 +230,7 @@ def _read(
                 # the padding, which no file has.
                 given = into.get(leaf.path) if dtype == leaf.dtype else None
                 out[name] = (
-                    torch.zeros(leaf.resting_shape(mesh), dtype=dtype, device=device)
-                    if given is None
-                    else given.zero_()
+                    torch.zeros(leaf.stored_shape(mesh), dtype=dtype, device=device) if given is None else given.zero_()
                 )
                 _cut(index, stored[name], held[name], safetensors_format.as_bytes(out[name]), jobs)
             reading.run(jobs)

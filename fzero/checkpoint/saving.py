@@ -39,7 +39,7 @@ from fzero.comm.all_ranks import Ranks, together, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
 from fzero.mesh import Mesh
-from fzero.sharding.layout import Cut, Only, extent_of, leaf_of
+from fzero.sharding.layout import Only, Sharding, extent_of, leaf_of
 from fzero.sharding.shard_regions import Boxes, part_shape
 from fzero.train_state import check_whole, lasting
 
@@ -344,9 +344,9 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         if (axes, only) not in holders:
             assert tag is not None
             holders[axes, only] = _holders(tag[1], axes, only)
-        cut = Cut((), 1) if tag is None else tag[0].cut(tag[1])
+        sharding = Sharding((), 1) if tag is None else tag[0].sharding(tag[1])
         for index, ranks in enumerate(holders[axes, only]):
-            boxes = cut.boxes(shape, index)
+            boxes = sharding.boxes(shape, index)
             nbytes = boxes.numel * tensor.dtype.itemsize
             ranks = ranks if among is None else [r for r in ranks if r in among]
             if not (nbytes and ranks):
@@ -514,10 +514,10 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
     leaf, mesh = tag
     if (mesh.rank, mesh.size) != (rank, size):
         return f"it is rank {mesh.rank}'s on a mesh of {mesh.size}, saved by rank {rank} of {size}"
-    if tuple(tensor.shape) != leaf.resting_shape(mesh) or tensor.dtype != leaf.dtype:
+    if tuple(tensor.shape) != leaf.stored_shape(mesh) or tensor.dtype != leaf.dtype:
         return (
             f"it is {tree.form(tensor.shape, tensor.dtype)} where its layout says "
-            f"{tree.form(leaf.resting_shape(mesh), leaf.dtype)}"
+            f"{tree.form(leaf.stored_shape(mesh), leaf.dtype)}"
         )
     return None
 

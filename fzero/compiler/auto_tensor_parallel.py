@@ -39,7 +39,7 @@ from fzero.ir.from_graph import Inputs
 from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh
 from fzero.plan.plan import PlanDecision
-from fzero.sharding.dim_propagation import CutFunction
+from fzero.sharding.dim_propagation import ShardedGraph
 from fzero.sharding.graph_writer import MARKERS, all_reduce
 from fzero.sharding.layout import Leaf
 from fzero.sharding.matmul_chains import Chain, chains, pieces
@@ -96,8 +96,8 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     inputs = params_inputs(bare, mesh, params)
     program = trace_step(bare, mesh, inputs, batch).pass_cache.recorded
     prices = _Prices(program, spec, zero_of(bare, mesh))
-    cuts = _descend(prices)
-    by_path = {path: dim for slot, dim in cuts.items() for path in slot.paths}
+    shardings = _descend(prices)
+    by_path = {path: dim for slot, dim in shardings.items() for path in slot.paths}
     leaves = [x for x in inputs.leaves if x.role != "mutable"]
     # Tied parameters are one tensor, so they get the rule of the first.
     of_first = {x.path: inputs.leaves[t].path for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
@@ -123,16 +123,18 @@ class _Slot:
     able: tuple[Dim, ...]
     kept: int | None
 
-    def follows(self, cuts: Mapping[_Slot, Dim | None]) -> list[Dim]:
+    def follows(self, shardings: Mapping[_Slot, Dim | None]) -> list[Dim]:
         """Returns the possible shardings; for a vector, only those that match how a matrix of the same subgraph shards
         its results."""
         if len(self.shape) > 1:
             return [*self.able]
-        cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
-        return [x for x in self.able if (self.shape[x.dim], x.groups) in cut]
+        sharded = {
+            (s.shape[c.dim], c.groups) for s, c in shardings.items() if c and s.fn == self.fn and s.kept == c.dim
+        }
+        return [x for x in self.able if (self.shape[x.dim], x.groups) in sharded]
 
 
-_Cuts = dict[_Slot, Dim | None]
+_Shardings = dict[_Slot, Dim | None]
 
 
 class _Prices:
@@ -152,7 +154,7 @@ class _Prices:
         self.slots: list[_Slot] = []
         self.chains: list[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]] = []
         self.found: dict[tuple[Dim | None, ...], float] = {}
-        self.known: dict[Any, CutFunction] = {}
+        self.known: dict[Any, ShardedGraph] = {}
         self.of_function: dict[Any, float] = {}  # prices
         self.best = self.ahead = math.inf  # `ahead`: the part of the price before the first backward of a block
         calls = [op for op in program.instructions if op.op == "call"]
@@ -192,8 +194,8 @@ class _Prices:
         self, paths: Sequence[str], fn: str, params: Mapping[str, Leaf], graph: Recorded, kept: int | None
     ) -> _Slot:
         shape = params[paths[0]].shape
-        cut = any(params[path].layout.dims for path in paths)  # by another transform
-        dims = range(len(shape)) if len(shape) in (1, 2) and not cut else ()
+        sharded = any(params[path].layout.dims for path in paths)  # by another transform
+        dims = range(len(shape)) if len(shape) in (1, 2) and not sharded else ()
         able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
         return _Slot(tuple(paths), fn, shape, tuple(x for x in able if divides(shape, x, self.n)), kept)
 
@@ -204,22 +206,22 @@ class _Prices:
             before = {slots[p.matrix]: p.kept for p in x.before if p.matrix != x.last.matrix}
             yield slots[x.last.matrix], x.last.summed, tuple(before.items())
 
-    def __call__(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+    def __call__(self, shardings: Mapping[_Slot, Dim | None]) -> float:
         """Returns the bytes of an assignment; infinite if they exceed the best so far, or if more bytes are gathered
         for an operation than the spec allows."""
-        key = tuple(cuts.get(slot) for slot in self.slots)
+        key = tuple(shardings.get(slot) for slot in self.slots)
         if key not in self.found:
-            self.found[key] = self._price(cuts)
+            self.found[key] = self._price(shardings)
             self.best = min(self.best, self.found[key])
         return self.found[key]
 
-    def _price(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+    def _price(self, shardings: Mapping[_Slot, Dim | None]) -> float:
         """Computes the price of an assignment: see the module's documentation. Stops early if it exceeds the best price
         so far."""
         leaves, total = dict(self.program.leaves), 0.0
         for slot in self.slots:
             for path in slot.paths:
-                leaf, dim = leaves[path], cuts.get(slot)
+                leaf, dim = leaves[path], shardings.get(slot)
                 if dim is None:
                     total += 2 * self._share * leaf.numel * leaf.dtype.itemsize
                 else:
@@ -238,13 +240,13 @@ class _Prices:
     def _share(self) -> float:
         return (self.n - 1) / self.n
 
-    def _of(self, op: Instruction, made: CutFunction | None) -> float:
+    def _of(self, op: Instruction, made: ShardedGraph | None) -> float:
         key = made or op.fn
         if key not in self.of_function:
             self.of_function[key] = self._function(op, made)
         return self.of_function[key]
 
-    def _function(self, op: Instruction, made: CutFunction | None) -> float:
+    def _function(self, op: Instruction, made: ShardedGraph | None) -> float:
         """Returns the price of one call: the bytes of its collectives, its redundant products and its gathered
         operands."""
         graph = self.program.functions[op.fn].graph if made is None else made.graph
@@ -274,19 +276,19 @@ def _nbytes(value: Any) -> int:
     return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
 
 
-def _descend(prices: _Prices) -> _Cuts:
+def _descend(prices: _Prices) -> _Shardings:
     """Returns the assignment that no move improves: see [Note: descent]."""
-    cuts: _Cuts = dict.fromkeys(prices.slots)
+    shardings: _Shardings = dict.fromkeys(prices.slots)
     best = prices.none
 
     def tried(changes: Iterable[Mapping[_Slot, Dim | None]]) -> bool:
-        nonlocal cuts, best
+        nonlocal shardings, best
         better = False
         for change in changes:
-            changed = {**cuts, **change}
+            changed = {**shardings, **change}
             price = prices(changed)
             if price < best:
-                cuts, best, better = changed, price, True
+                shardings, best, better = changed, price, True
         return better
 
     for chain in prices.chains:
@@ -295,12 +297,12 @@ def _descend(prices: _Prices) -> _Cuts:
     whole = [alike for *_, before in prices.chains for alike in _of_one_shape(before)]
     better = True
     while better:
-        found = [tried({slot: c} for c in (None, *slot.follows(cuts))) for slot in order]
+        found = [tried({slot: c} for c in (None, *slot.follows(shardings))) for slot in order]
         better = any(found) or tried(whole)
-    return cuts
+    return shardings
 
 
-def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iterator[_Shardings]:
     """Yields the possible shardings of a chain."""
     slots = [slot for slot, _ in before]
     able = [[c for c in slot.able if c.dim == kept] for slot, kept in before]
@@ -309,7 +311,7 @@ def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iter
         yield {**dict(zip(slots, way, strict=True)), last: end}
 
 
-def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Shardings]:
     """Yields, for each shape that several matrices of a chain have, the assignment that replicates them."""
     for shape in dict.fromkeys(slot.shape for slot, _ in before):
         alike = [slot for slot, _ in before if slot.shape == shape]

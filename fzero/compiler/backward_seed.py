@@ -141,7 +141,7 @@ def _check_range(t: Training, blocks: Sequence[fx.Node]) -> None:
     if t.precision.loss_scale is None:
         return
     made = ", ".join(dict.fromkeys(repr(n.args[0].name) for n in blocks))  # type: ignore[union-attr]
-    problem = f"count: made by {made}, and the batch is cut in {t.num_parts} parts, of which each has its own"
+    problem = f"count: made by {made}, and the batch is split into {t.num_parts} parts, each of which has its own count"
     fix = (
         "make the count of the batch or of the step's key; or return total "
         "/ count, a mean of the micro-batches' means; or "

@@ -9,7 +9,7 @@ from fzero.sharding.layout import Leaf
 from fzero.step import EvalStep, Step
 from fzero.transforms import zero as shard
 from fzero.transforms.compress import Compress
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.fp8_products import InFp8
 from fzero.transforms.hierarchical import Hierarchical
@@ -49,9 +49,9 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     """Returns the parallel transforms of a step on a mesh, after checking them against it."""
     specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    cutting = tuple(t for t in step.transforms if isinstance(t, Cutting))
+    dim_shardings = tuple(t for t in step.transforms if isinstance(t, DimSharding))
     pipeline = find(step.transforms, Pipeline)
-    for spec in (*cutting, *((pipeline,) if pipeline else ())):
+    for spec in (*dim_shardings, *((pipeline,) if pipeline else ())):
         if spec.axis not in mesh.axes:
             fix = f"name an axis of the mesh, or make one: make_mesh({spec.axis}=2)"
             raise FzeroValueError(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix)
@@ -60,7 +60,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
         mesh,
         lambda leaf: precision is not None and precision.casts(leaf),
         find(step.transforms, Hierarchical),
-        tuple(spec for spec in cutting if mesh.axes[spec.axis] > 1),
+        tuple(spec for spec in dim_shardings if mesh.axes[spec.axis] > 1),
         pipeline and pipeline.axis,
     )
     zero.check()

@@ -19,7 +19,7 @@ from fzero.sharding.shard_regions import Dim
 from fzero.step import EvalStep, Step
 from fzero.transforms import zero as shard
 from fzero.transforms.compress import Compress
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.pipeline import Pipeline
@@ -48,9 +48,9 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
         leaf = Leaf(path, "mutable" if mutable[i] else "params", tuple(x.shape), Layout(x.dtype))
         if precision is not None:
             leaf = leaf.with_layout(dtype=(precision.frozen_dtype if frozen[i] else precision.resting_dtype)(leaf))
-        leaves.append(leaf if mutable[i] else _cut(leaf, step, mesh))
+        leaves.append(leaf if mutable[i] else _with_dims(leaf, step, mesh))
     tied = ties(flat)
-    for spec in (t for t in step.transforms if isinstance(t, Cutting)):
+    for spec in (t for t in step.transforms if isinstance(t, DimSharding)):
         spec.check(leaves, tied)
     check_dims(leaves, mesh)
     zero.check_once(leaves)
@@ -69,15 +69,15 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     return Inputs(structure, tuple(rest), tuple(tied))
 
 
-def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
+def _with_dims(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
     """Returns a parameter sharded along the dims that transforms request. Axes with one device are ignored."""
     dims: dict[str, Dim] = {}
     for transform in step.transforms:
-        cuts = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
-        if twice := [*dims.keys() & cuts.keys()]:
-            what = f"{leaf} is cut along a dim over axis {twice[0]!r} already"
+        wanted = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
+        if twice := [*dims.keys() & wanted.keys()]:
+            what = f"{leaf} is sharded along a dim over axis {twice[0]!r} already"
             raise TransformError(transform.name, what, fix="shard it over another axis, or by one transform")
-        dims |= cuts
+        dims |= wanted
     return leaf.with_layout(axes=tuple(dims), dims=tuple(dims.values()))
 
 

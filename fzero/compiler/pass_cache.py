@@ -52,7 +52,7 @@ class PassCache:
         numbers = {x.name: i for i, x in enumerate(self.passes)}
         # Passes before `gradients` return the same for the same ops, wherever state is stored; many options share the
         # result of `tiers`.
-        self._at_base, self._at_cut, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
+        self._at_base, self._at_gradients, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
         self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in context.copies.values()}}
         # By pass, ops and option: the program before the pass (which keeps the ops alive), the one after, and the
         # variants whose state it has.
@@ -89,7 +89,7 @@ class PassCache:
     def _grads(self, least: Options) -> list[str]:
         """Returns the settings for which gradients are held on the host, equal outcomes once. The last one takes the
         least device memory."""
-        made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
+        made, found = self._made(least, self._at_gradients + 1), dict[Any, str]()
         for grads in offload_analysis.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
             waiting = tuple(update_placement(made, self.context, way).waiting for way in ways)
@@ -200,7 +200,7 @@ class PassCache:
         if number >= self._at_order:
             return rewrite()
         key = number, id(program.instructions), option
-        if number < self._at_cut:
+        if number < self._at_gradients:
             if key not in self._shared:
                 self._shared[key] = program, rewrite(), self
             _, found, owner = self._shared[key]

@@ -10,7 +10,7 @@ from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import refuse, shown
 
 
-def is_cut(program: Program) -> None:
+def update_is_partitioned(program: Program) -> None:
     """Checks that the update has been partitioned."""
     _check(program, lambda op: "the update is not yet partitioned" if op.op == "update" else "")
 

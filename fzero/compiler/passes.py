@@ -219,7 +219,7 @@ PASSES = (
     Pass(
         "cut",
         lambda program, context, _: dim_sharding_pass.rewrite(program, context.zero),
-        wanted=lambda program, context, _: context.zero.cutting,
+        wanted=lambda program, context, _: context.zero.dim_shardings,
         needed="subgraphs would read unsharded parameters, of which a rank has shards",
     ),
     Pass(
@@ -237,7 +237,7 @@ PASSES = (
     Pass(
         "shard",
         lambda program, context, option: zero_pass.rewrite(program, context.zero, *option),
-        wanted=lambda program, context, _: context.zero.batch_axes or context.zero.cutting,
+        wanted=lambda program, context, _: context.zero.batch_axes or context.zero.dim_shardings,
         option=lambda made, context, options: (options.full_grads, options.secondary_shard, _cast_once(made, options)),
         tried=lambda options, program, _: [replace(options, full_grads=True)] if _loops(program) else (),
         grows=lambda options, program, _: options.shares("secondary_shard") if _stays_open(program) else (),
@@ -255,7 +255,7 @@ PASSES = (
         lambda program, *_: cut_update(program),
         wanted=_trains,
         option=_tiers_of_leaves,
-        behind=pass_invariants.is_cut,
+        behind=pass_invariants.update_is_partitioned,
         needed="an update is run in functions",
     ),
     Pass("deal", lambda program, *_: deal(program), wanted=lambda program, *_: gathers(program)),

@@ -91,13 +91,13 @@ def trace_step(
                 num_parts=num_parts or num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
-    cut = {
+    split = {
         x.path: x.shape
         for x in (batch.leaves[i] for i in batch.distinct)
-        if num_micro > 1 and accumulation and accumulation.cuts(x)
+        if num_micro > 1 and accumulation and accumulation.splits(x)
     }
     context = PassContext(
-        zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners, temporaries=temporaries_on(mesh)
+        zero, num_micro, split, *with_leaves(step, mesh, params), skip, slots.owners, temporaries=temporaries_on(mesh)
     )
     pass_cache = PassCache(replace(program, transforms=step.transforms), context)
     return Traced(pass_cache.base(), pass_cache, opt_state, structure, watched, raises, slots)

@@ -176,7 +176,7 @@ def _write(path: Path, text: str) -> None:
 
 def _boxes_of(leaf: Leaf, mesh: Mesh, place: dict[str, int]) -> Boxes:
     """Returns the elements of a tensor that the rank at the coordinates `place` holds."""
-    return leaf.cut(mesh).boxes(leaf.shape, _index(mesh, leaf.layout.axes, place))
+    return leaf.sharding(mesh).boxes(leaf.shape, _index(mesh, leaf.layout.axes, place))
 
 
 def _index(mesh: Mesh, axes: Sequence[str], place: dict[str, int]) -> int:

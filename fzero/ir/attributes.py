@@ -63,7 +63,7 @@ class Over(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutAttrs(Over):
+class TakeShardAttrs(Over):
     """`dims`: the dimensions along which the first of the axes shard, if they do not shard flat."""
 
     dims: tuple[Dim, ...] = ()

@@ -114,7 +114,7 @@ class GraphOps:
         self._run: list[fx.Node] = []
         self._num_runs = 0
         # the subgraphs of blocks, and which of the block's inputs each reads
-        self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}
+        self._subgraphs: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}
         nodes = graph.graph.nodes
         self._inputs = [n for n in nodes if n.op == "placeholder"]
         self.name.update((n, n.meta["name"]) for n in self._inputs)
@@ -144,13 +144,13 @@ class GraphOps:
         # A vjp computes only the gradients that something reads.
         used = tuple(sorted(results)) if backward else tuple(range(joint.num_outputs))
         key = (joint, backward, used)
-        if key not in self._cut:
+        if key not in self._subgraphs:
             wanted = [outputs[i] for i in used]
             needed = ancestors(wanted, stop=set(places))
             reads = [i for i, p in enumerate(places) if p in needed]
             graph = extract(joint.graph, [places[i] for i in reads], wanted)
-            self._cut[key] = self.functions.add(f"{joint.name}_vjp" if backward else joint.name, graph), reads
-        fn, reads = self._cut[key]
+            self._subgraphs[key] = self.functions.add(f"{joint.name}_vjp" if backward else joint.name, graph), reads
+        fn, reads = self._subgraphs[key]
         base, out = f"d_{joint.name}_{call}" if backward else f"{joint.name}_{call}", []
         for i in used:
             got = results.get(i)

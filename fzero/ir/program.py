@@ -77,7 +77,7 @@ from fzero.ir.attributes import (
     UpdateAttrs,
 )
 from fzero.mesh import AbstractMesh
-from fzero.sharding.layout import Layout, Leaf, cut_over, grid_of, over_axes
+from fzero.sharding.layout import Layout, Leaf, grid_of, over_axes, sharding_over
 from fzero.sharding.shard_regions import Dim, DimShard, part_shape
 from fzero.trace.recorder import Recorded
 
@@ -189,7 +189,7 @@ class Value:
             along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
             return part_shape(self.shape, along) if along else self.shape
         parts = mesh.axis_size(at.axes[-1:]) if at.kind == "permuted" else 1
-        return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
+        return (parts * sharding_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

@@ -24,7 +24,7 @@ from fzero.errors import VerifyError
 from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
-from fzero.sharding.layout import cut_over
+from fzero.sharding.layout import sharding_over
 from fzero.sharding.shard_regions import DimShard, uneven
 
 BUG = "this is a bug in fzero: please report it with the program"
@@ -240,7 +240,7 @@ class _Checker:
         if axes and (at.is_flat_shard or len({*axes}) < len(axes) or {*axes} & {*at.axes, *at.partial}):
             return f"{value.name} is {at}: an axis shards a value only once"
         along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
-        if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
+        if why := uneven(value.shape, along or sharding_over(mesh, at.axes, dims=at.dims).along):
             return f"{value.name} is {at}: {why}"
         self.possible.add((value.shape, at))
         return None

@@ -67,7 +67,7 @@ def rest(
         >>> w.device, load(w).sum()
         (device(type='meta'), tensor(6.))
     """
-    tensors = [torch.empty(leaf.resting_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
+    tensors = [torch.empty(leaf.stored_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
     files, offset = ScratchFiles(directories, sum(padded(t.nbytes) for t in tensors)), 0
     for tensor, leaf in zip(tensors, leaves, strict=True):
         place(tensor, leaf, mesh, Extent(files, offset, tensor.nbytes))

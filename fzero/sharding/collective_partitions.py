@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.sharding.dim_propagation import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
+from fzero.sharding.dim_propagation import MARKERS, PARTIAL, ShardedGraph, all_gather, all_reduce, reduce_scatter
 from fzero.sharding.op_strategies import OWN, Anywhere
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
@@ -86,25 +86,25 @@ class Segments:
     own: frozenset[fx.Node]
 
 
-def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
+def segments(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> Segments:
     """Partitions a function on shards at its collectives.
 
     Args:
-        cut: the function; its graph is modified.
-        like: the outputs of the function from which `cut` was made. A replicated output gets the strides of its
+        sharded: the sharded graph; its graph is modified.
+        like: the outputs of the function from which `sharded` was made. A replicated output gets the strides of its
             counterpart; a shard is contiguous.
     """
-    graph, given = cut.graph.graph, {*cut.graph.inputs}
+    graph, given = sharded.graph.graph, {*sharded.graph.inputs}
     markers = [x for x in graph.nodes if x.target in MARKERS]
-    _lay_out(cut, like)
-    outputs = cut.graph.outputs
+    _lay_out(sharded, like)
+    outputs = sharded.graph.outputs
     for m in markers:  # A partial value may also be read unreduced, so the collective reduces a copy of it.
         source = m.args[0]
         assert isinstance(source, fx.Node)
         shared = m.target in (all_reduce, reduce_scatter) and len(source.users) > 1
         if shared or source in given or source.op == "get_attr":
             m.args = (_copied(graph, source), *m.args[1:])
-    made = _numbered(cut.graph, markers)
+    made = _numbered(sharded.graph, markers)
     _cross(graph, made, {*outputs})
     places = given | {*markers}
     steps: list[CallStep | ExchangeStep | WaitStep] = []
@@ -116,19 +116,19 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
         if leaving:
             needed = ancestors(leaving, stop=places)
             inputs = tuple(x for x in graph.nodes if x in needed and x in places)
-            steps.append(CallStep(extract(cut.graph, inputs, leaving), inputs, tuple(leaving)))
+            steps.append(CallStep(extract(sharded.graph, inputs, leaving), inputs, tuple(leaving)))
             places |= {*leaving}
         if number % 2:
             steps += [WaitStep(x) for x in begun]
         else:
             begun = _grouped(started)
             steps += begun
-    own = {*cut.varies}
+    own = {*sharded.varies}
     for x in graph.nodes:  # the results of these collectives are equal on all ranks
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
-    results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
-    return Segments(cut.graph.inputs, results, steps, frozenset(own))
+    results = [Result(*x) for x in zip(outputs, sharded.places, strict=True)]
+    return Segments(sharded.graph.inputs, results, steps, frozenset(own))
 
 
 class Pieces(NamedTuple):
@@ -175,12 +175,12 @@ def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
     return Pieces(whole.inputs, outputs, tuple(steps), tuple(positions))
 
 
-def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
+def _lay_out(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> None:
     """Gives every output the strides that its readers were recorded with, and copies a value that is returned twice, so
     that each output is a separate node."""
-    graph, seen = cut.graph.graph, set[fx.Node]()
+    graph, seen = sharded.graph.graph, set[fx.Node]()
     last, new = graph.output_node(), []
-    for node, place, before in zip(cut.graph.outputs, cut.places, like, strict=True):
+    for node, place, before in zip(sharded.graph.outputs, sharded.places, like, strict=True):
         value = node.meta["val"]
         strides = before.stride() if place in (None, OWN) else _packed(value).stride()
         with graph.inserting_before(last):

@@ -31,7 +31,7 @@ def _decomposes(*targets: Any) -> Callable[[Decomposition], Decomposition]:
     return add
 
 
-def _cut_along(op: WholeOp, node: Any, *dims: int) -> bool:
+def _sharded_along(op: WholeOp, node: Any, *dims: int) -> bool:
     """Whether a value is sharded along one of these dims."""
     if not isinstance(node, fx.Node):
         return False
@@ -57,7 +57,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _addmm(op: WholeOp, w: Writer) -> fx.Node | None:
     """Adds the bias once, to the sum of the partial products."""
     one, two = (op["mat1"], op["mat2"]) if op.target is aten.addmm.default else (op["batch1"], op["batch2"])
-    if not (_cut_along(op, one, -1) or _cut_along(op, two, -2)):
+    if not (_sharded_along(op, one, -1) or _sharded_along(op, two, -2)):
         return None
     y = w(aten.mm.default if op.target is aten.addmm.default else aten.bmm.default, one, two)
     y = y if op["alpha"] == 1 else w(aten.mul.Scalar, y, op["alpha"])
@@ -68,7 +68,7 @@ def _addmm(op: WholeOp, w: Writer) -> fx.Node | None:
 def _convolution(op: WholeOp, w: Writer) -> fx.Node | None:
     x, weight, bias = op["input"], op["weight"], op["bias"]
     into = 0 if op["transposed"] else 1
-    if bias is None or not (_cut_along(op, x, 1) or _cut_along(op, weight, into)):
+    if bias is None or not (_sharded_along(op, x, 1) or _sharded_along(op, weight, into)):
         return None
     y = w.named(op.target, op.named | {"bias": None})
     return w(aten.add.Tensor, y, w.view(bias, [-1 if d == 1 else 1 for d in range(len(op.shape))]))
@@ -77,7 +77,7 @@ def _convolution(op: WholeOp, w: Writer) -> fx.Node | None:
 @_decomposes(aten._softmax.default, aten._log_softmax.default)
 def _softmax(op: WholeOp, w: Writer) -> fx.Node | None:
     x, dim = op["self"], op["dim"]
-    if not _cut_along(op, x, dim):
+    if not _sharded_along(op, x, dim):
         return None
     result = op.outputs[0].dtype
     x = _to(w, x, _wide(result))
@@ -92,7 +92,7 @@ def _softmax(op: WholeOp, w: Writer) -> fx.Node | None:
 @_decomposes(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     grad, out, dim = op["grad_output"], op["output"], op["dim"]
-    if not (_cut_along(op, grad, dim) or _cut_along(op, out, dim)):
+    if not (_sharded_along(op, grad, dim) or _sharded_along(op, out, dim)):
         return None
     result = op.outputs[0].dtype
     grad, out = (_to(w, x, _wide(x.meta["val"].dtype)) for x in (grad, out))
@@ -107,7 +107,7 @@ def _softmax_backward(op: WholeOp, w: Writer) -> fx.Node | None:
 @_decomposes(aten.logsumexp.default)
 def _logsumexp(op: WholeOp, w: Writer) -> fx.Node | None:
     x, dims = op["self"], reduced_dims(op)
-    if not _cut_along(op, x, *dims) or not x.meta["val"].is_floating_point():
+    if not _sharded_along(op, x, *dims) or not x.meta["val"].is_floating_point():
         return None
     result = x.meta["val"].dtype
     x = _to(w, x, _wide(result))
@@ -122,7 +122,7 @@ def _logsumexp(op: WholeOp, w: Writer) -> fx.Node | None:
 def _extreme(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     """The index of the first maximum or minimum: the smallest index among the elements that are equal to it."""
     x, dim, keep = op["self"], op["dim"], op["keepdim"]
-    if dim is None or not _cut_along(op, x, dim):
+    if dim is None or not _sharded_along(op, x, dim):
         return None
     of = aten.amax.default if op.target in (aten.argmax.default, aten.max.dim) else aten.amin.default
     shape, dim = shape_of(x), dim % len(shape_of(x))
@@ -142,7 +142,7 @@ def _extreme(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
 @_decomposes(aten.var.correction, aten.var_mean.correction, aten.std.correction, aten.std_mean.correction)
 def _variance(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     x, dims = op["self"], reduced_dims(op)
-    if not _cut_along(op, x, *dims) or not x.meta["val"].is_floating_point():
+    if not _sharded_along(op, x, *dims) or not x.meta["val"].is_floating_point():
         return None
     shape, result = shape_of(x), x.meta["val"].dtype
     count = math.prod(shape[d] for d in dims)
@@ -167,7 +167,7 @@ def _variance(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
 def _fewer_keys(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     """Repeats the heads of keys and values if there are fewer of them than ranks, for attention that exchanges
     positions for heads. Each head is repeated as often as necessary to have some heads for each rank."""
-    if op.by_position is None or not any(_cut_along(op, op[name], 2) for name in ("query", "key", "value")):
+    if op.by_position is None or not any(_sharded_along(op, op[name], 2) for name in ("query", "key", "value")):
         return None
     heads = shape_of(op["key"])[1]
     if gathers_keys(op) or heads % op.n == 0 or shape_of(op["query"])[1] % heads:
@@ -202,7 +202,7 @@ DECOMPOSITIONS.update(dict.fromkeys(ATTENTION, _fewer_keys))
 def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
     """The log-probability of the target, as a sum over the classes in which only one term is not zero."""
     x, target, reduction = op["self"], op["target"], op["reduction"]
-    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _cut_along(op, x, 1)):
+    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _sharded_along(op, x, 1)):
         return None
     hit, valid = _hits(op, w, x, target)
     picked = w(aten.where.self, hit, x, _number(w, 0.0, x))
@@ -222,7 +222,7 @@ def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
 @_decomposes(aten.nll_loss_backward.default)
 def _nll_loss_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     x, target, reduction = op["self"], op["target"], op["reduction"]
-    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _cut_along(op, x, 1)):
+    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _sharded_along(op, x, 1)):
         return None
     hit, _ = _hits(op, w, x, target)
     grad = w(aten.neg.default, op["grad_output"])
@@ -246,7 +246,7 @@ def _elementwise(loss: Callable[[Writer, WholeOp], fx.Node]) -> Decomposition:
     """A loss that is computed element by element, with its reduction."""
 
     def of(op: WholeOp, w: Writer) -> fx.Node | None:
-        if not op.cut() or op["weight"] is not None:
+        if not op.sharded() or op["weight"] is not None:
             return None
         y = loss(w, op)
         return y if op["reduction"] == 0 else w((aten.mean if op["reduction"] == 1 else aten.sum).default, y)
@@ -265,7 +265,7 @@ DECOMPOSITIONS[aten.mse_loss.default] = _elementwise(_squared)
 @_decomposes(aten.mse_loss_backward.default)
 def _squared_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     x, target, grad = op["self"], op["target"], op["grad_output"]
-    if not op.cut():
+    if not op.sharded():
         return None
     share: Sequence[int] = shape_of(x) if op["reduction"] == 1 else []
     y = w(aten.mul.Scalar, w(aten.sub.Tensor, x, target), 2.0 / math.prod(share))

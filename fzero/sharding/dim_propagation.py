@@ -64,8 +64,8 @@ from fzero.trace.subgraph import ancestors, extract
 __all__ = [
     "MARKERS",
     "PARTIAL",
-    "CutFunction",
-    "CutEnds",
+    "ShardedGraph",
+    "EndPlacements",
     "Exchanged",
     "MadeWhole",
     "Place",
@@ -116,7 +116,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True, eq=False)
-class CutFunction:
+class ShardedGraph:
     """A function on shards.
 
     Attributes:
@@ -142,7 +142,7 @@ class CutFunction:
 
 
 @dataclass(frozen=True)
-class CutEnds:
+class EndPlacements:
     """The placements of a function's inputs along an axis of n ranks, and the requested placements of its outputs. The
     attributes are arguments of `propagate`."""
 
@@ -195,7 +195,7 @@ def propagate(
     by_position: Attention | None = None,
     given: Sequence[Sequence[Exchanged]] = (),
     handed_on: Sequence[Sequence[Exchanged]] = (),
-) -> CutFunction:
+) -> ShardedGraph:
     """Returns the function that computes with a rank's shards.
 
     Args:
@@ -292,7 +292,7 @@ class _Propagation:
         for x in self.source.inputs if by_position else ():  # a replicated input of a block, which comes from the batch
             if self.place[x] is None and x not in self.leaves and stream and tuple(shape_of(x)) in self.streams:
                 self.place[x] = stream
-                self.made[x][stream] = self.write.cut(self.made[x][None], stream)
+                self.made[x][stream] = self.write.take_shard(self.made[x][None], stream)
 
     def _given(self, x: fx.Node, exchanged: Exchanged) -> fx.Node:
         new, value = self.graph.placeholder(f"{x.name}_exchanged"), x.meta["val"]
@@ -335,7 +335,7 @@ class _Propagation:
             source, way = self.ways[before[0]]
             self._on_way(node, source, (*way, _said(node)))
 
-    def result(self, handed_on: Sequence[Sequence[Exchanged]]) -> CutFunction:
+    def result(self, handed_on: Sequence[Sequence[Exchanged]]) -> ShardedGraph:
         """Propagates through the function and returns it on shards, with the values in `handed_on` as additional
         outputs."""
         node = next(iter(self.source.graph.nodes))
@@ -358,7 +358,7 @@ class _Propagation:
         read = tuple(tuple(e for e, new in self.given.get(x, ()) if new.users) for x in self.source.inputs)
         values: dict[str, Place] = {x.name: place for x, place in self.place.items()}
         values.update((name, self.place[x]) for name, x in self.replaced.items() if x in self.place)
-        return CutFunction(
+        return ShardedGraph(
             graph,
             tuple(places),
             numbered,
@@ -417,8 +417,8 @@ class _Propagation:
         new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)
         self._put(node, places[i], new)
         back = self.back.get(source)
-        cut = isinstance(places[i], Dim) and len(shape_of(node)) > 3
-        if cut and back is not None and divides(shape_of(node), back, self.n):
+        sharded = isinstance(places[i], Dim) and len(shape_of(node)) > 3
+        if sharded and back is not None and divides(shape_of(node), back, self.n):
             self.place[node] = back
             self._get(node, back)
         if source in self.leaves:
@@ -661,12 +661,12 @@ class _Propagation:
         if None in made and isinstance(want, Dim):
             if (remade := self._remade(node, want)) is not None:
                 return remade
-            return self.write.cut(made[None], want)
+            return self.write.take_shard(made[None], want)
         if isinstance(want, Dim) and (viewed := self._viewed(node, want)):
             return self.write.view(self._get(*viewed), part(shape_of(node), want, self.n))
         have = min(made, key=lambda p: self._direct(node, p, want))
         if isinstance(have, Dim) and isinstance(want, Dim) and have.dim == want.dim:
-            return self.write.cut(self._get(node, None), want)
+            return self.write.take_shard(self._get(node, None), want)
         return self.write.converted(made[have], have, want)
 
     def _remade(self, node: fx.Node, want: Dim) -> fx.Node | None:

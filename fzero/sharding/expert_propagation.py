@@ -21,7 +21,7 @@ import torch.fx as fx
 from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
-from fzero.sharding.dim_propagation import CutFunction, MadeWhole, OutputPlacement
+from fzero.sharding.dim_propagation import MadeWhole, OutputPlacement, ShardedGraph
 from fzero.sharding.flat_propagation import VIEWS, constants_for_shapes
 from fzero.sharding.graph_writer import GraphWriter
 from fzero.sharding.layer_strategies import rule_of
@@ -69,7 +69,7 @@ def propagate(
     n: int,
     places: Sequence[Anywhere],
     wanted: Sequence[OutputPlacement | Dim | None],
-) -> CutFunction:
+) -> ShardedGraph:
     """Returns the function on a rank's own rows and its shard of the experts.
 
     Args:
@@ -125,7 +125,7 @@ class _RowPropagation:
         if place in (OWN, PARTIAL) or isinstance(place, ExpertShard):
             self.own.add(x)
 
-    def result(self) -> CutFunction:
+    def result(self) -> ShardedGraph:
         for node in self.source.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self._node(node)
@@ -137,7 +137,7 @@ class _RowPropagation:
         numbered, varies = self.write.finish(new, self.places)
         graph = Recorded(self.graph, self.source.constants)
         none = tuple(() for _ in self.source.inputs)
-        return CutFunction(graph, tuple(places), numbered, varies, tuple(self.whole), (), none)
+        return ShardedGraph(graph, tuple(places), numbered, varies, tuple(self.whole), (), none)
 
     def _output(self, x: fx.Node, want: OutputPlacement | Dim | None) -> tuple[fx.Node, Anywhere]:
         if isinstance(want, Dim):

@@ -38,7 +38,7 @@ from fzero.errors import FzeroTypeError
 from fzero.ops.block_quantization import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.ops.unsharded_mark import WHOLE
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
-from fzero.sharding.layout import Cut
+from fzero.sharding.layout import Sharding
 from fzero.sharding.shard_regions import Dim, part_shape
 from fzero.sharding.shard_regions import whole as all_of
 from fzero.trace.guards.user_frames import line
@@ -52,7 +52,7 @@ def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-def cut(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
+def take_shard(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
     """Marker: this rank's flat shard of the full `x` over these axes. The first axes shard along these dims."""
     raise AssertionError("a marker is not executable")
 
@@ -130,13 +130,13 @@ class Sharded(NamedTuple):
     """A tensor that arrives as a flat shard: its path, for errors, and how it is sharded."""
 
     path: str
-    cut: Cut
+    sharding: Sharding
 
 
 def propagate(
     source: Recorded,
     sharded: Mapping[fx.Node, Sharded],
-    demand: Sequence[Cut | None],
+    demand: Sequence[Sharding | None],
     owner: str,
     index: int | None = None,
 ) -> Recorded:
@@ -166,7 +166,7 @@ def propagate(
             place = node.meta.get("place")
             at_fault = (
                 None
-                if _shardable(node, origin.cut)
+                if _shardable(node, origin.sharding)
                 else f"{node.target} on {origin.path}{f', at {line(place)}' if place else ''}"
             )
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
@@ -178,12 +178,12 @@ def propagate(
     # available where these parameters are.
     numbers = {n for n in inside if num_elements(n) == 1}
     at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
-    want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
+    want: dict[fx.Node, set[Sharding | None]] = {n: set() for n in nodes}
     problems: dict[str, None] = {}
     for node, shard in zip(outputs, demand, strict=True):
         want[node].add(shard)
     for node in reversed(nodes):
-        for shard in _whole_first(want[node]):
+        for shard in _unsharded_first(want[node]):
             for arg, needs in _needs(node, None if node in at_once else shard, leaf, culprit, problems):
                 want[arg].add(needs)
     if problems:
@@ -196,17 +196,17 @@ def propagate(
     env: Env = {}
     for node in nodes:
         if node.op == "placeholder":
-            arrives = sharded[node].cut if node in sharded else None
+            arrives = sharded[node].sharding if node in sharded else None
             new = graph.placeholder(node.name)
             new.meta["val"] = _local(node, arrives)
             if arrives:
                 new.meta["shard"] = True
             env[node, arrives] = new
-            for shard in (s for s in _whole_first(want[node]) if s is not None and arrives is None):
-                env[node, shard] = _cut(graph, new, shard, _local(node, shard))
+            for shard in (s for s in _unsharded_first(want[node]) if s is not None and arrives is None):
+                env[node, shard] = _take_shard(graph, new, shard, _local(node, shard))
                 env[node, shard].meta["shard"] = True
             continue
-        for shard in _whole_first(want[node]):
+        for shard in _unsharded_first(want[node]):
             draws = node.target is DRAW and index is None
             if node.target is WHOLE and node not in leaf:
                 env[node, shard] = _whole(graph, node, shard, leaf, env)
@@ -218,7 +218,7 @@ def propagate(
                 if (node, None) not in env:
                     env[node, None] = graph.node_copy(node, lambda n: env[n, None])
                 if shard:
-                    env[node, shard] = _cut(graph, env[node, None], shard, _local(node, shard))
+                    env[node, shard] = _take_shard(graph, env[node, None], shard, _local(node, shard))
             elif draws:
                 env[node, shard] = _draw(graph, node, shard, env)
             else:
@@ -231,12 +231,12 @@ def propagate(
     return Recorded(graph, source.constants)
 
 
-Env = dict[tuple[fx.Node, Cut | None], fx.Node]
+Env = dict[tuple[fx.Node, Sharding | None], fx.Node]
 """Maps a value of the old graph and how it is sharded (None: in full) to a node of the new graph."""
 
 
-def _whole_first(cuts: set[Cut | None]) -> list[Cut | None]:
-    return sorted(cuts, key=lambda c: c or ((), 0, 0))
+def _unsharded_first(shardings: set[Sharding | None]) -> list[Sharding | None]:
+    return sorted(shardings, key=lambda c: c or ((), 0, 0))
 
 
 def constants_for_shapes(graph: Recorded) -> Recorded:
@@ -262,14 +262,14 @@ def _constant(graph: fx.Graph, node: fx.Node, shape: list[int], value: torch.Ten
     return _emit(graph, aten.full.default, (shape, fill), value, {"dtype": value.dtype, "device": device})
 
 
-def _shardable(node: fx.Node, shard: Cut) -> bool:
+def _shardable(node: fx.Node, shard: Sharding) -> bool:
     """Whether a node's shard can be computed from shards of its inputs."""
     if node.target in _LIKE or node.target in _NEW:
         return True
     return _is_view(node, shard) or _is_local(node, shard) or _is_blockwise(node, shard)
 
 
-def _is_local(node: fx.Node, shard: Cut) -> bool:
+def _is_local(node: fx.Node, shard: Sharding) -> bool:
     """Whether a node is pointwise, and its arguments are tensors of the same size and scalars."""
     if not _is_pointwise(node.target):
         return False
@@ -277,14 +277,14 @@ def _is_local(node: fx.Node, shard: Cut) -> bool:
     return sizes <= {1, num_elements(node)} and _keeps_dims(node, shard)
 
 
-def _keeps_dims(node: fx.Node, shard: Cut) -> bool:
+def _keeps_dims(node: fx.Node, shard: Sharding) -> bool:
     """Whether a node's arguments have the same dims as the node. This is required only if the shard is sharded along
     dims."""
     shapes = {a.meta["val"].shape for a in node.all_input_nodes if num_elements(a) != 1}
     return not shard.along or shapes <= {node.meta["val"].shape}
 
 
-def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
+def _is_blockwise(node: fx.Node, shard: Sharding) -> bool:
     """Whether a node maps the elements of a parameter to values per block, or back, and the parameter is sharded only
     at block boundaries."""
     if node.target not in (BLOCK_MAX, BLOCK_EXPAND) or shard.along:
@@ -294,28 +294,28 @@ def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
     return has_blocks(shape) and tuple(numbers.meta["val"].shape) == blocks_shape(shape)
 
 
-def _is_view(node: fx.Node, shard: Cut) -> bool:
+def _is_view(node: fx.Node, shard: Sharding) -> bool:
     same = node.target in VIEWS and num_elements(node) == num_elements(node.args[0])  # type: ignore[arg-type]
     return same and _keeps_dims(node, shard)
 
 
 def _needs(
     node: fx.Node,
-    shard: Cut | None,
+    shard: Sharding | None,
     leaf: Mapping[fx.Node, Sharded],
     culprit: Mapping[fx.Node, str],
     problems: dict[str, None],
-) -> list[tuple[fx.Node, Cut | None]]:
+) -> list[tuple[fx.Node, Sharding | None]]:
     """The inputs that are needed to compute a node in full or its shard, and how each of them must be sharded (None: in
     full)."""
-    if shard and node in leaf and leaf[node].cut != shard:
-        path, cut = leaf[node]
-        problems[f"{path}, sharded over {cut}, with a tensor that is sharded over {shard}"] = None
+    if shard and node in leaf and leaf[node].sharding != shard:
+        path, sharding = leaf[node]
+        problems[f"{path}, sharded over {sharding}, with a tensor that is sharded over {shard}"] = None
         return []
     if node.op != "call_function":
         return []
     args = list(node.all_input_nodes)
-    natural = [(a, leaf[a].cut if a in leaf else None) for a in args]
+    natural = [(a, leaf[a].sharding if a in leaf else None) for a in args]
     if node.target is WHOLE and node not in leaf:
         return [(args[0], shard)] if shard else natural
     if not shard:
@@ -339,28 +339,30 @@ def _needs(
     return [(a, None) for a in args]  # in full, and sharded afterwards
 
 
-def _whole(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env) -> fx.Node:
+def _whole(
+    graph: fx.Graph, node: fx.Node, shard: Sharding | None, leaf: Mapping[fx.Node, Sharded], env: Env
+) -> fx.Node:
     """A value that is marked as unsharded: gathered if its source is sharded, or its shard if that is requested."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     if shard or source not in leaf:
         return env[source, shard]
-    of, shape = leaf[source].cut, tuple(node.meta["val"].shape)
+    of, shape = leaf[source].sharding, tuple(node.meta["val"].shape)
     value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
     gathered = _once(graph, gather, (env[source, of], of.axes, of.dims, shape), value)
     gathered.meta["shard"] = True
     return gathered
 
 
-def _cut(graph: fx.Graph, source: fx.Node, shard: Cut, value: torch.Tensor) -> fx.Node:
-    return _emit(graph, cut, (source, shard.axes, shard.dims), value)
+def _take_shard(graph: fx.Graph, source: fx.Node, shard: Sharding, value: torch.Tensor) -> fx.Node:
+    return _emit(graph, take_shard, (source, shard.axes, shard.dims), value)
 
 
 def _make(
-    graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None
+    graph: fx.Graph, node: fx.Node, shard: Sharding | None, leaf: Mapping[fx.Node, Sharded], env: Env, index: int | None
 ) -> fx.Node:
     """Writes the node, computed on shards, to the new graph."""
     if not shard:
-        return _reduce(graph, node, env, leaf[node.args[0]].cut)  # type: ignore[index]
+        return _reduce(graph, node, env, leaf[node.args[0]].sharding)  # type: ignore[index]
     local = _local(node, shard)
     if node.target in _FACTORY:
         return _emit(graph, node.target, ([local.numel()], *node.args[1:]), local, node.kwargs)
@@ -389,10 +391,10 @@ def _make(
         return _emit(graph, node.target, args, local, kwargs)
     if (node, None) not in env:
         env[node, None] = graph.node_copy(node, lambda n: env[n, None])
-    return _cut(graph, env[node, None], shard, local)
+    return _take_shard(graph, env[node, None], shard, local)
 
 
-def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Node:
+def _draw(graph: fx.Graph, node: fx.Node, shard: Sharding | None, env: Env) -> fx.Node:
     """A draw, or a rank's shard of it, whose offset comes from an op of the program. So the function that draws for one
     parameter is the same for all similar parameters, and on every rank."""
     value, axes = _local(node, shard), shard.axes if shard else ()
@@ -409,7 +411,7 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
     return _emit(graph, DRAW_FROM, fx.map_arg(args, lambda n: env.get((n, None), n)), value, node.kwargs)
 
 
-def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Cut, env: Env, index: int) -> fx.Node:
+def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Sharding, env: Env, index: int) -> fx.Node:
     """One shard of a draw. If it consists of several runs, the range from its first to its last element is drawn, and
     the elements of other ranks in between are dropped."""
     value, boxes = _local(node, shard), shard.boxes(node.meta["val"].shape, index)
@@ -431,7 +433,7 @@ def take_runs(x: torch.Tensor, runs: Sequence[tuple[int, int, int]], numel: int)
     return out
 
 
-def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
+def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Sharding) -> fx.Node:
     """A full reduction over shards: padding is masked out, and the partial results of the ranks are combined by an
     all_reduce."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -541,7 +543,7 @@ def num_elements(node: fx.Node) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else -1
 
 
-def _local(node: fx.Node, shard: Cut | None) -> torch.Tensor:
+def _local(node: fx.Node, shard: Sharding | None) -> torch.Tensor:
     """A rank's shard of a node's value, or the full value if `shard` is None."""
     value = node.meta["val"]
     if shard is None or not isinstance(value, torch.Tensor):

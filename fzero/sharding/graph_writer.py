@@ -140,7 +140,7 @@ class GraphWriter:
 
     # --- conversions between placements ---
 
-    def cut(self, x: fx.Node, place: Dim) -> fx.Node:
+    def take_shard(self, x: fx.Node, place: Dim) -> fx.Node:
         """This rank's shard of a replicated value."""
         shape = shape_of(x)
         dim, groups = place
@@ -177,7 +177,7 @@ class GraphWriter:
     def converted(self, x: fx.Node, have: Place | ExpertShard, want: Place | ExpertShard) -> fx.Node:
         """Converts a value from one placement to another."""
         if have is None and isinstance(want, Dim):
-            return self.cut(x, want)
+            return self.take_shard(x, want)
         if have == PARTIAL and want is None:
             return self.all_reduce(x, "sum")
         if have == PARTIAL and isinstance(want, Dim):

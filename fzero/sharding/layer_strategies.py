@@ -67,24 +67,26 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
     query, keys = op["query"], (op["key"], op["value"])
     if bias in main:
         return
-    by_position = op.by_position is not None and any(p == _POSITIONS for _, p in op.cut(*main))
+    by_position = op.by_position is not None and any(p == _POSITIONS for _, p in op.sharded(*main))
     if by_position and gathers_keys(op):
         yield from _by_queries(op, main, bias)
     heads = [Dim(1)] * (by_position and not gathers_keys(op))
-    for c in unique([*(p for _, p in op.cut(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2), *heads]):
+    for c in unique([*(p for _, p in op.sharded(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2), *heads]):
         want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(main, c)
         one = [c.dim == 1 and shape_of(k)[1] == 1 != shape_of(query)[1] for k in keys]
         want |= {k: None for k, single in zip(keys, one, strict=True) if single}
         if isinstance(bias, fx.Node):
             want[bias] = lined_up(bias, c, 4) if bias.meta["val"].numel() else None
         sizes = {shape_of(a)[c.dim] for a in (query, *keys)}
-        cut = [isinstance(v, torch.Tensor) and v.dim() > 2 and v.shape[c.dim] in sizes for v in op.outputs]
-        states = not grads and any(isinstance(v, torch.Tensor) and not k for v, k in zip(op.outputs, cut, strict=True))
-        out: list[Place] = [c if k else None for k in cut]
+        sharded = [isinstance(v, torch.Tensor) and v.dim() > 2 and v.shape[c.dim] in sizes for v in op.outputs]
+        states = not grads and any(
+            isinstance(v, torch.Tensor) and not k for v, k in zip(op.outputs, sharded, strict=True)
+        )
+        out: list[Place] = [c if k else None for k in sharded]
         if grads:  # of the query, the keys and the values; a head that every rank reads gets partial gradients
             out[1:3] = (PARTIAL if single else c for single in one)
         back = _POSITIONS if by_position and c == Dim(1) else None
-        yield Strategy(want, tuple(out), _without_states(op, cut) if states else None, back=back)
+        yield Strategy(want, tuple(out), _without_states(op, sharded) if states else None, back=back)
 
 
 _POSITIONS = Dim(2)
@@ -136,7 +138,7 @@ def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Str
     yield Strategy(want, tuple(out), write if causal else None)
 
 
-def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[str, Any]], Written]:
+def _without_states(op: WholeOp, sharded: Sequence[bool]) -> Callable[[Writer, dict[str, Any]], Written]:
     """The results of the op. Without dropout nothing reads the states of the random generator, so they are zeros, the
     same on every rank."""
 
@@ -146,7 +148,7 @@ def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[
             w(operator.getitem, node, i)
             if k or not isinstance(v, torch.Tensor)
             else w(aten.full.default, list(v.shape), 0, dtype=v.dtype, device=v.device)
-            for i, (v, k) in enumerate(zip(op.outputs, cut, strict=True))
+            for i, (v, k) in enumerate(zip(op.outputs, sharded, strict=True))
         )
 
     return write
@@ -159,7 +161,7 @@ def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[
 def _norm(op: WholeOp) -> Iterator[Strategy]:
     x = op["input"]
     before = len(shape_of(x)) - len(op["normalized_shape"])
-    for c in unique([*(p for _, p in op.cut(x)), *op.asked]):
+    for c in unique([*(p for _, p in op.sharded(x)), *op.asked]):
         if c.dim < before:
             yield Strategy(op.at({x: c}), tuple(c for _ in op.outputs))
 
@@ -169,14 +171,14 @@ def _norm_backward(op: WholeOp) -> Iterator[Strategy]:
     x = op["input"]
     rows = [a for a in (op["grad_out"], x, op["mean"], op["rstd"]) if a is not None]
     before = len(shape_of(x)) - len(op["normalized_shape"])
-    for c in unique([*(p for _, p in op.cut(*rows)), *op.asked]):
+    for c in unique([*(p for _, p in op.sharded(*rows)), *op.asked]):
         if c.dim < before:
             yield Strategy(op.at(dict.fromkeys(rows, c)), (c, *(PARTIAL for _ in op.outputs[1:])))
 
 
 @rule(aten.native_group_norm.default)
 def _group_norm(op: WholeOp) -> Iterator[Strategy]:
-    for c in unique([*(p for _, p in op.cut(op["input"])), *op.asked]):
+    for c in unique([*(p for _, p in op.sharded(op["input"])), *op.asked]):
         if c.dim == 0:
             yield Strategy(
                 op.at({op["input"]: c}),
@@ -241,7 +243,7 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
     dims, indices = found
     first, count = _indexed(dims, indices)
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut(x)), *_asked_through(op, dims, first, count, len(shape_of(x)))]):
+    for p in unique([*(p for _, p in op.sharded(x)), *_asked_through(op, dims, first, count, len(shape_of(x)))]):
         if p.dim not in dims:
             yield Strategy(op.at({x: p}), Dim(_through(p.dim, dims, first, count), p.groups))
         elif dims == [p.dim] and p.groups == 1:
@@ -253,7 +255,7 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
                 return _only(w, y, inside, len(shape_of(y)) - d - count)
 
             yield Strategy(op.at({x: p}), PARTIAL, write)
-    for c in unique([Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.cut(*indices)]):
+    for c in unique([Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]):
         yield Strategy(op.at({i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}), c)
 
 
@@ -279,8 +281,8 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
     adds = op["accumulate"] and zeros(x)
     if adds and op.partial(values):
         yield Strategy(op.at({values: PARTIAL}), PARTIAL)
-    kept = [Dim(back[p.dim], p.groups) for _, p in op.cut(values) if p.dim in back]
-    for p in unique([*kept, *(p for _, p in op.cut(x)), *op.asked]):
+    kept = [Dim(back[p.dim], p.groups) for _, p in op.sharded(values) if p.dim in back]
+    for p in unique([*kept, *(p for _, p in op.sharded(x)), *op.asked]):
         if p.dim not in dims:
             yield Strategy(op.at({x: p, values: Dim(_through(p.dim, dims, first, count), p.groups)}), p)
         elif dims == [p.dim] and p.groups == 1 and op["accumulate"]:
@@ -292,8 +294,8 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
                 return w(aten.index_put.default, a["self"], [*[None] * d, at], y, True)
 
             yield Strategy(op.at({x: p}), p, write)
-    of_index = [Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.cut(*indices)]
-    of_index += [p for _, p in op.cut(values) if p.dim not in back]
+    of_index = [Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]
+    of_index += [p for _, p in op.sharded(values) if p.dim not in back]
     for c in unique(of_index) if adds else ():
         yield Strategy(
             op.at({values: c, **{i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}}), PARTIAL
@@ -308,7 +310,7 @@ def _embedding(op: WholeOp) -> Iterator[Strategy]:
     count = len(shape_of(indices))
     yield from moves(op, table)
     asked = [Dim(1, c.groups) for c in op.asked if c.dim == count]
-    for p in unique([*(p for _, p in op.cut(table)), *asked]):
+    for p in unique([*(p for _, p in op.sharded(table)), *asked]):
         if p.dim == 1:
             yield Strategy({table: p, indices: None}, Dim(count, p.groups))
         elif p.groups == 1:
@@ -319,7 +321,7 @@ def _embedding(op: WholeOp) -> Iterator[Strategy]:
                 return _only(w, w(aten.embedding.default, a["weight"], index), inside, 1)
 
             yield Strategy({table: p, indices: None}, PARTIAL, write)
-    for p in unique([*(p for _, p in op.cut(indices)), *(c for c in op.asked if c.dim < count)]):
+    for p in unique([*(p for _, p in op.sharded(indices)), *(c for c in op.asked if c.dim < count)]):
         yield Strategy({table: None, indices: p}, p)
 
 
@@ -331,10 +333,10 @@ def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
     if op["scale_grad_by_freq"]:
         return
     yield from moves(op, grad)
-    for p in unique([*(p for _, p in op.cut(grad)), *(p for _, p in op.cut(indices))]):
+    for p in unique([*(p for _, p in op.sharded(grad)), *(p for _, p in op.sharded(indices))]):
         if p.dim < count:
             yield Strategy({grad: p, indices: p}, PARTIAL)
-    last = [p for _, p in op.cut(grad) if p.dim == count]
+    last = [p for _, p in op.sharded(grad) if p.dim == count]
     for c in unique([*(Dim(1, p.groups) for p in last), *op.asked]):
         if c.dim == 1:
             yield Strategy({grad: Dim(count, c.groups), indices: None}, c)
@@ -356,7 +358,7 @@ def _index_select(op: WholeOp) -> Iterator[Strategy]:
     """As for `_index`, with a one-dimensional index."""
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut(x)), *(c for c in op.asked if c.dim != d)]):
+    for p in unique([*(p for _, p in op.sharded(x)), *(c for c in op.asked if c.dim != d)]):
         if p.dim != d:
             yield Strategy({x: p, index: None}, p)
         elif p.groups == 1 and len(shape_of(index)) == 1:
@@ -368,7 +370,7 @@ def _index_select(op: WholeOp) -> Iterator[Strategy]:
                 return _only(w, y, inside, len(shape_of(y)) - d - 1)
 
             yield Strategy({x: p, index: None}, PARTIAL, write)
-    for _, p in op.cut(index):
+    for _, p in op.sharded(index):
         yield Strategy({x: None, index: p}, Dim(d, p.groups))
 
 
@@ -379,10 +381,10 @@ def _gather(op: WholeOp) -> Iterator[Strategy]:
     if x is index or not op.shape:
         return
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut()), *op.asked]):
+    for p in unique([*(p for _, p in op.sharded()), *op.asked]):
         if p.dim != d and shape_of(x)[p.dim] == shape_of(index)[p.dim]:
             yield Strategy({x: p, index: p}, p)
-    for p in unique(p for _, p in op.cut(x)):
+    for p in unique(p for _, p in op.sharded(x)):
         if p.dim == d and p.groups == 1:
             rows, whole = shape_of(x)[d] // op.n, shape_of(x)[d]
 
@@ -400,7 +402,7 @@ def _index_add(op: WholeOp) -> Iterator[Strategy]:
         return
     if zeros(x) and op.partial(source):
         yield Strategy(op.at({source: PARTIAL}), PARTIAL)
-    for p in unique([*(p for _, p in op.cut(x, source)), *op.asked]):
+    for p in unique([*(p for _, p in op.sharded(x, source)), *op.asked]):
         if p.dim != d:
             yield Strategy({x: p, index: None, source: p}, p)
         elif zeros(x) and op.place[source] == p:
@@ -420,19 +422,19 @@ def _scatter(op: WholeOp) -> Iterator[Strategy]:
     adds = op.target is aten.scatter_add.default and zeros(x) and source is not None
     if adds and op.partial(source):
         yield Strategy(op.at({source: PARTIAL}), PARTIAL)
-    for p in unique([*(p for _, p in op.cut()), *op.asked]):
+    for p in unique([*(p for _, p in op.sharded()), *op.asked]):
         if p.dim != d and len({s[p.dim] for s in sizes}) == 1:
             yield Strategy(dict.fromkeys(op.inputs, p), p)
-        elif p.dim == d and adds and any(q == p for _, q in op.cut(index, source)) and sizes[1] == sizes[2]:
+        elif p.dim == d and adds and any(q == p for _, q in op.sharded(index, source)) and sizes[1] == sizes[2]:
             yield Strategy({x: None, index: p, source: p}, PARTIAL)
         elif p.dim == d and adds and p.groups == 1:
             rows, whole = op.shape[d] // op.n, op.shape[d]
 
             def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
                 at, inside = _here(w, a["index"], rows, whole)
-                cut = [aten.slice.Tensor] * (shape_of(a["src"]) != shape_of(at))
+                slices = [aten.slice.Tensor] * (shape_of(a["src"]) != shape_of(at))
                 source = a["src"]
-                for k in range(len(sizes[2])) if cut else ():
+                for k in range(len(sizes[2])) if slices else ():
                     source = w(aten.slice.Tensor, source, k, 0, shape_of(at)[k])
                 return w(aten.scatter_add.default, a["self"], d, at, _only(w, source, inside, 0))
 
@@ -450,29 +452,29 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
     into, out = (0, 1) if op["transposed"] else (1, 0)  # dims of the weight's input and output channels
     if x is weight or len(shape_of(x)) != len(shape_of(weight)):
         return
-    cuts = op.cut(x, weight)
-    for c in unique([*(p for a, p in cuts if a is x and p.dim == 0), *(c for c in op.asked if c.dim == 0)]):
+    sharded = op.sharded(x, weight)
+    for c in unique([*(p for a, p in sharded if a is x and p.dim == 0), *(c for c in op.asked if c.dim == 0)]):
         yield Strategy(op.at({x: c}), c)
     if op["groups"] != 1:
-        for c in _of_groups(op, cuts, x, weight):
+        for c in _of_groups(op, sharded, x, weight):
             want = {x: c, weight: Dim(0, c.groups)} | ({bias: Dim(0, c.groups)} if bias is not None else {})
             groups = {"groups": op["groups"] // op.n}
             yield Strategy(op.at(want), c, lambda w, a, groups=groups: w.named(op.target, a | groups))
         return
-    of_out = [p.groups for a, p in cuts if a is weight and p.dim == out] + [c.groups for c in op.asked if c.dim == 1]
+    of_out = [p.groups for a, p in sharded if a is weight and p.dim == out] + [c.groups for c in op.asked if c.dim == 1]
     for g in dict.fromkeys(of_out):
         want = {weight: Dim(out, g)} | ({bias: Dim(0, g)} if bias is not None else {})
         yield Strategy(op.at(want), Dim(1, g))
-    for g in dict.fromkeys(p.groups for a, p in cuts if p.dim == (1 if a is x else into)) if bias is None else ():
+    for g in dict.fromkeys(p.groups for a, p in sharded if p.dim == (1 if a is x else into)) if bias is None else ():
         yield Strategy({x: Dim(1, g), weight: Dim(into, g)}, PARTIAL)
 
 
 def _of_groups(
-    op: WholeOp, cuts: Sequence[tuple[fx.Node, Dim]], x: fx.Node, weight: fx.Node, *others: fx.Node
+    op: WholeOp, sharded: Sequence[tuple[fx.Node, Dim]], x: fx.Node, weight: fx.Node, *others: fx.Node
 ) -> list[Dim]:
     """The shardings of channels that do not divide a group of a convolution."""
-    found = [p for a, p in cuts if p.dim == 1 and (a is x or a in others)]
-    found += [Dim(1, p.groups) for a, p in cuts if a is weight and p.dim == 0]
+    found = [p for a, p in sharded if p.dim == 1 and (a is x or a in others)]
+    found += [Dim(1, p.groups) for a, p in sharded if a is weight and p.dim == 0]
     return [c for c in unique(found) if not op["transposed"] and op["groups"] % (c.groups * op.n) == 0]
 
 
@@ -483,12 +485,14 @@ def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
     into, out = (0, 1) if op["transposed"] else (1, 0)
     if len({grad, x, weight}) < 3 or len(shape_of(x)) != len(shape_of(weight)):
         return
-    cuts = op.cut()
-    for c in unique(p for a, p in cuts if a is not weight and p.dim == 0):
+    sharded = op.sharded()
+    for c in unique(p for a, p in sharded if a is not weight and p.dim == 0):
         yield Strategy(op.at({grad: c, x: c}), (c, PARTIAL, PARTIAL))
     if op["groups"] != 1:
         return
-    for g in dict.fromkeys(p.groups for a, p in cuts if (a is grad and p.dim == 1) or (a is weight and p.dim == out)):
+    for g in dict.fromkeys(
+        p.groups for a, p in sharded if (a is grad and p.dim == 1) or (a is weight and p.dim == out)
+    ):
         sizes = [shape_of(weight)[out] // op.n]
         named = {"bias_sizes": sizes} if op["bias_sizes"] is not None else {}
         yield Strategy(
@@ -496,7 +500,7 @@ def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
             (PARTIAL, Dim(out, g), Dim(0, g)),
             lambda w, a, named=named: w.named(op.target, a | named),
         )
-    for g in dict.fromkeys(p.groups for a, p in cuts if (a is x and p.dim == 1) or (a is weight and p.dim == into)):
+    for g in dict.fromkeys(p.groups for a, p in sharded if (a is x and p.dim == 1) or (a is weight and p.dim == into)):
 
         def write(w: Writer, a: dict[str, Any]) -> tuple[fx.Node, ...]:
             mask = a["output_mask"]
@@ -540,8 +544,8 @@ def _loss(op: WholeOp) -> Iterator[Strategy]:
     x, target, grad = op["self"], op["target"], op["grad_output"]
     if op["reduction"] != 0:
         return
-    of_rows = [Dim(p.dim + (p.dim > 0), p.groups) for _, p in op.cut(target, grad)]
-    for c in unique([*(p for _, p in op.cut(x) if p.dim != 1), *of_rows]):
+    of_rows = [Dim(p.dim + (p.dim > 0), p.groups) for _, p in op.sharded(target, grad)]
+    for c in unique([*(p for _, p in op.sharded(x) if p.dim != 1), *of_rows]):
         rows = Dim(c.dim - (c.dim > 0), c.groups)
         if grad is None:
             yield Strategy(op.at({x: c, target: rows}), (rows, None))

@@ -147,23 +147,23 @@ class Leaf:
         only = self.layout.only
         return only is None or not isinstance(mesh, Mesh) or mesh.index(only.axis) == only.index
 
-    def cut(self, mesh: AbstractMesh) -> Cut:
+    def sharding(self, mesh: AbstractMesh) -> Sharding:
         """How the tensor is sharded on a mesh, among the ranks that have it. A replicated tensor has one shard."""
-        return cut_over(mesh, self.layout.axes, self.layout.grid, self.layout.dims)
+        return sharding_over(mesh, self.layout.axes, self.layout.grid, self.layout.dims)
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """The number of elements stored on each rank: those of the padded flat shard, or of the full tensor."""
-        return self.cut(mesh).numel(self.shape) if self.is_on(mesh) else 0
+        return self.sharding(mesh).numel(self.shape) if self.is_on(mesh) else 0
 
     def shard_bytes(self, mesh: AbstractMesh) -> int:
         return self.shard_numel(mesh) * self.dtype.itemsize
 
-    def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
+    def stored_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes or not self.is_on(mesh) else self.shape
 
     def boxes(self, mesh: Mesh) -> Boxes:
         """The elements that this rank holds, without padding."""
-        boxes = self.cut(mesh).boxes(self.shape, mesh.index(self.layout.axes))
+        boxes = self.sharding(mesh).boxes(self.shape, mesh.index(self.layout.axes))
         return boxes if self.is_on(mesh) else boxes.within(0, 0)
 
     @property
@@ -179,7 +179,7 @@ class Leaf:
         return f"{self.path} ({form(self.shape, self.dtype)})"
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """How tensors are sharded: over which axes, into how many shards, for how many shards they are padded (if those are
     more), and the sharding along dims that comes first."""
 
@@ -212,10 +212,12 @@ class Cut(NamedTuple):
         return Boxes(tuple(shape), self.along, place, min(numel * number, stop), min(numel * (number + 1), stop))
 
 
-def cut_over(mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Cut:
+def sharding_over(
+    mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()
+) -> Sharding:
     """How a layout, or the placement of a value, shards tensors on a mesh."""
     along = tuple(DimShard(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
-    return Cut(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
+    return Sharding(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
 
 
 def over_axes(axes: Sequence[str], dims: Sequence[Dim]) -> str:
@@ -232,7 +234,7 @@ def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
         missing = [a for a in leaf.layout.axes if a not in mesh.axes]
         if missing:
             problems.append(f"{leaf}: the mesh has no axis {missing[0]!r}, it has {mesh}")
-        elif why := uneven(leaf.shape, leaf.cut(mesh).along):
+        elif why := uneven(leaf.shape, leaf.sharding(mesh).along):
             problems.append(f"{leaf}: {why}")
     if problems:
         fix = "shard these tensors along another dim, or keep them unsharded; or give the dim a size that divides"

@@ -131,7 +131,7 @@ class WholeOp:
     def shape(self) -> list[int]:
         return list(self.outputs[0].shape)
 
-    def cut(self, *nodes: Any) -> list[tuple[fx.Node, Dim]]:
+    def sharded(self, *nodes: Any) -> list[tuple[fx.Node, Dim]]:
         """The nodes, among these or by default among all inputs, that are sharded, with their placements."""
         found = dict.fromkeys(a for a in (nodes or self.inputs) if isinstance(a, fx.Node))
         return [(a, p) for a in found if isinstance(p := self.place[a], Dim)]
@@ -245,7 +245,7 @@ def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Itera
     fixed, count = {*dims}, len(op.shape)
     if any(len(shape_of(a)) != count for a in op.inputs):
         return
-    for c in unique([*(p for _, p in op.cut()), *op.asked]):
+    for c in unique([*(p for _, p in op.sharded()), *op.asked]):
         if c.dim not in fixed and (not places or c in places):
             yield Strategy({a: lined_up(a, c, count) for a in op.inputs}, tuple(c for _ in op.outputs))
 
@@ -300,7 +300,7 @@ def pointwise(op: WholeOp) -> Iterator[Strategy]:
     """Strategies for element-by-element ops, with broadcasting."""
     dims = len(op.shape)
     yield from _linear(op)
-    for c in unique([*(lifted(a, p, dims) for a, p in op.cut()), *op.asked]):
+    for c in unique([*(lifted(a, p, dims) for a, p in op.sharded()), *op.asked]):
         yield Strategy({a: lined_up(a, c, dims) for a in op.inputs}, c)
 
 
@@ -341,7 +341,7 @@ def _reduced(op: WholeOp) -> Iterator[Strategy]:
     x, dims, kind = op["self"], reduced_dims(op), _REDUCTIONS[op.target]
     if kind in ("sum", "mean") and op.target is not aten.nansum.default:
         yield from moves(op, x)
-    for _, p in op.cut():
+    for _, p in op.sharded():
         if p.dim not in dims:
             c = p if op["keepdim"] else Dim(p.dim - sum(d < p.dim for d in dims), p.groups)
             yield Strategy({x: p}, tuple(c for _ in op.outputs))
@@ -401,7 +401,7 @@ def _product(op: WholeOp) -> Iterator[Strategy]:
     if a is b or bias in (a, b):
         return
     found = [of_out[c.dim] + f" {c.groups}" for c in op.asked]
-    found += [(of_a if x is a else of_b)[p.dim] + f" {p.groups}" for x, p in op.cut(a, b)]
+    found += [(of_a if x is a else of_b)[p.dim] + f" {p.groups}" for x, p in op.sharded(a, b)]
     for label, groups in dict.fromkeys((s[0], int(s[2:])) for s in found):
         want = {x: Dim(of.index(label), groups) if label in of else None for x, of in ((a, of_a), (b, of_b))}
         out = Dim(of_out.index(label), groups) if label in of_out else PARTIAL

@@ -30,7 +30,7 @@ def _slots(op: WholeOp) -> Iterator[Strategy]:
     def write(w: Writer, a: dict[str, Any]) -> fx.Node:
         return _of_whole(w, w(SLOTS, a["experts"], rows[0], rows[1] // w.n), rows, Dim(1))
 
-    for x, p in op.cut():
+    for x, p in op.sharded():
         if p.dim == 0 and rows[1] % op.n == 0:
             yield Strategy({x: p}, p, write)
 
@@ -38,7 +38,7 @@ def _slots(op: WholeOp) -> Iterator[Strategy]:
 @rule(CHOICES)
 def _choices(op: WholeOp) -> Iterator[Strategy]:
     rows = op["num_experts"], op["size"]
-    for x, p in op.cut():
+    for x, p in op.sharded():
         shape = tuple(shape_of(x))
 
         def write(w: Writer, a: dict[str, Any], p: Dim = p, shape: tuple[int, ...] = shape) -> fx.Node:
@@ -67,7 +67,7 @@ def _rows_at(op: WholeOp) -> Iterator[Strategy]:
 @rule(EXPERT_MM)
 def _expert_mm(op: WholeOp) -> Iterator[Strategy]:
     expert, rows, w = op.node.args
-    for p in unique(p for _, p in op.cut(expert, rows)):
+    for p in unique(p for _, p in op.sharded(expert, rows)):
         if p.dim == 1 and expert is not rows:
             yield Strategy({expert: p, rows: p, w: None}, p)  # type: ignore[dict-item]
 
@@ -75,7 +75,7 @@ def _expert_mm(op: WholeOp) -> Iterator[Strategy]:
 @rule(EXPERT_OUTER)
 def _expert_outer(op: WholeOp) -> Iterator[Strategy]:
     expert, a, b, _ = op.node.args
-    for p in unique(p for _, p in op.cut(expert, b)):
+    for p in unique(p for _, p in op.sharded(expert, b)):
         if p.dim == 1 and a is not b:
             yield Strategy({expert: p, a: Dim(2, p.groups), b: p}, PARTIAL)  # type: ignore[dict-item]
 

@@ -13,17 +13,17 @@ from fzero.random import DERIVE
 from fzero.sharding.flat_propagation import (
     REDUCTIONS,
     all_reduce,
-    cut,
     draw_start,
     gather,
     is_reduction,
     num_elements,
     num_valid,
+    take_shard,
 )
 
 aten = torch.ops.aten
 
-MARKERS = (all_reduce, cut, gather, num_valid, draw_start)
+MARKERS = (all_reduce, take_shard, gather, num_valid, draw_start)
 """The markers that propagation leaves in a graph, which lowering turns into ops of a program
 (sharding/flat_propagation.py)."""
 

@@ -50,7 +50,7 @@ def zeros(node: fx.Node) -> bool:
 def _view(op: WholeOp) -> Iterator[Strategy]:
     x, old, new = op["self"], shape_of(op["self"]), op.shape
     yield from moves(op, x)
-    places = [p for _, p in op.cut()]
+    places = [p for _, p in op.sharded()]
     places += unique(in_view(new, c, old, op.n) for c in op.asked)
     for p in places:
         if c := in_view(old, p, new, op.n):
@@ -70,7 +70,7 @@ def _permute(op: WholeOp) -> Iterator[Strategy]:
         i, j = op["dim0"] % len(order), op["dim1"] % len(order)
         order[i], order[j] = order[j], order[i]
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut()), *(Dim(order[c.dim], c.groups) for c in op.asked)]):
+    for p in unique([*(p for _, p in op.sharded()), *(Dim(order[c.dim], c.groups) for c in op.asked)]):
         yield Strategy({x: p}, Dim(order.index(p.dim), p.groups))
 
 
@@ -79,7 +79,7 @@ def _select(op: WholeOp) -> Iterator[Strategy]:
     x = op["self"]
     d = op["dim"] % len(shape_of(x))
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut()), *(Dim(c.dim + (c.dim >= d), c.groups) for c in op.asked)]):
+    for p in unique([*(p for _, p in op.sharded()), *(Dim(c.dim + (c.dim >= d), c.groups) for c in op.asked)]):
         if p.dim != d:
             yield Strategy({x: p}, tuple(Dim(p.dim - (p.dim > d), p.groups) for _ in op.outputs))
 
@@ -88,7 +88,7 @@ def _select(op: WholeOp) -> Iterator[Strategy]:
 def _select_backward(op: WholeOp) -> Iterator[Strategy]:
     g, d, shape = op["grad_output"], op["dim"] % len(op.shape), op.shape
     yield from moves(op, g)
-    for _, p in op.cut():
+    for _, p in op.sharded():
         c = Dim(p.dim + (p.dim >= d), p.groups)
         size = part(shape, c, op.n)
         yield Strategy({g: p}, c, lambda w, a, size=size: w.named(op.target, a | {"input_sizes": size}))
@@ -98,7 +98,7 @@ def _select_backward(op: WholeOp) -> Iterator[Strategy]:
 def _expand(op: WholeOp) -> Iterator[Strategy]:
     x, shape = op["self"], op.shape
     yield from moves(op, x)
-    for c in unique([*(lifted(x, p, len(shape)) for _, p in op.cut()), *op.asked]):
+    for c in unique([*(lifted(x, p, len(shape)) for _, p in op.sharded()), *op.asked]):
         size = part(shape, c, op.n)
         yield Strategy(
             {x: lined_up(x, c, len(shape))}, c, lambda w, a, size=size: w.named(op.target, a | {"size": size})
@@ -110,7 +110,7 @@ def _repeat(op: WholeOp) -> Iterator[Strategy]:
     """Repeating a sharded dim multiplies the number of its groups."""
     x, repeats, dims = op["self"], op["repeats"], len(op.shape)
     yield from moves(op, x)
-    for _, p in op.cut():
+    for _, p in op.sharded():
         c = lifted(x, p, dims)
         yield Strategy({x: p}, Dim(c.dim, c.groups * max(1, repeats[c.dim])))
 
@@ -128,7 +128,7 @@ def _split(op: WholeOp) -> Iterator[Strategy]:
     x, name = op["self"], "split_sizes" if "split_sizes" in op.named else "split_size"
     d, sizes = op["dim"] % len(shape_of(x)), op[name]
     yield from moves(op, x)
-    for _, p in op.cut():
+    for _, p in op.sharded():
         if p.dim != d:
             yield Strategy({x: p}, tuple(p for _ in op.outputs))
             continue
@@ -156,7 +156,7 @@ def _slice(op: WholeOp) -> Iterator[Strategy]:
     d = op["dim"] % len(sizes)
     first, stop = _slice_of(sizes[d], op["start"], op["end"])
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.cut()), *(c for c in op.asked if c.dim != d)]):
+    for p in unique([*(p for _, p in op.sharded()), *(c for c in op.asked if c.dim != d)]):
         c, local = p, dict[str, Any]()
         if p.dim == d:
             group = shape_of(x)[d] // p.groups  # group size of the sliced value, or of the slice in the backward
@@ -179,14 +179,14 @@ def _cat(op: WholeOp) -> Iterator[Strategy]:
     if any(len(shape_of(a)) != dims - stack for a in items):  # an empty tensor
         return
     asked = [Dim(c.dim - (stack and c.dim > d), c.groups) for c in op.asked if c.dim != d]
-    for p in unique([*(p for _, p in op.cut()), *asked]):
+    for p in unique([*(p for _, p in op.sharded()), *asked]):
         if stack or p.dim != d:
             yield Strategy(dict.fromkeys(items, p), Dim(p.dim + (stack and p.dim >= d), p.groups))
-    cut = dict(op.cut())
-    if stack or len(cut) < len({*items}) or any(p.dim != d for p in cut.values()):
+    sharded = dict(op.sharded())
+    if stack or len(sharded) < len({*items}) or any(p.dim != d for p in sharded.values()):
         return
-    if len({shape_of(a)[d] // cut[a].groups for a in items}) == 1:
-        yield Strategy(cut, Dim(d, sum(cut[a].groups for a in items)))
+    if len({shape_of(a)[d] // sharded[a].groups for a in items}) == 1:
+        yield Strategy(sharded, Dim(d, sum(sharded[a].groups for a in items)))
 
 
 # --- along dims ---

@@ -60,14 +60,14 @@ def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
 
 
 def _joined(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    cut = leaf.cut(mesh)
+    sharding = leaf.sharding(mesh)
     for axis in reversed(leaf.layout.axes):
         value = gather(mesh, value, axis)
     # [num_parts, elements of a shard with its padding]
-    parts = value.view(cut.num_parts, -1)
-    if not cut.along:
+    parts = value.view(sharding.num_parts, -1)
+    if not sharding.along:
         return parts[0, : leaf.numel].view(leaf.shape)
     out = value.new_empty(leaf.shape)
-    for part, boxes in zip(parts, parts_of(leaf.shape, cut.along), strict=True):
+    for part, boxes in zip(parts, parts_of(leaf.shape, sharding.along), strict=True):
         boxes.put(part[: boxes.numel], out)
     return out

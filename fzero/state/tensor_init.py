@@ -25,8 +25,8 @@ from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
 from fzero.ops.block_quantization import granule
 from fzero.random import DERIVE
-from fzero.sharding.flat_propagation import Sharded, aten, constants_for_shapes, cut, propagate
-from fzero.sharding.layout import Cut, Leaf, shard
+from fzero.sharding.flat_propagation import Sharded, aten, constants_for_shapes, propagate, take_shard
+from fzero.sharding.layout import Leaf, Sharding, shard
 from fzero.sharding.shard_regions import part_shape
 from fzero.step import Step
 from fzero.trace.functionalization import AGAIN
@@ -163,13 +163,13 @@ def _leaves(
         # extract the graph of one leaf: with all inputs the time would be quadratic in the number of leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)
         part = Subgraph(graph, read, [outputs[i]])
-        made_as, index = leaf.cut(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
+        made_as, index = leaf.sharding(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
         comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that shard each input
         rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]
         key = (part.signature, tuple(x and x.layout for x in rest), leaf.layout)
         if key not in known:
             one = part.extract()
-            arrives = {new: Sharded(leaf.path, x.cut(mesh)) for x, new in zip(rest, one.inputs, strict=True) if x}
+            arrives = {new: Sharded(leaf.path, x.sharding(mesh)) for x, new in zip(rest, one.inputs, strict=True) if x}
             known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
         source, made = known[key]
         if _is_zeros(made):
@@ -192,10 +192,10 @@ def _leaves(
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
         # Each shard is divided into `num` consecutive smaller ones; those of this rank begin with number `first`.
-        finer, first = made_as or Cut((), 1), index * num
+        finer, first = made_as or Sharding((), 1), index * num
         finer = finer._replace(size=finer.size * num, grid=finer.grid * num)
-        # An op that can only be computed unsharded (`cut`) would be computed again for every piece.
-        if num > 1 and not any(node.target is cut for node in _shard_of(source, finer, first).graph.nodes):
+        # An op that can only be computed unsharded (`take_shard`) would be computed again for every piece.
+        if num > 1 and not any(node.target is take_shard for node in _shard_of(source, finer, first).graph.nodes):
             out[i] = put(_parts(source, loads, leaf, mesh, finer, range(first, first + num)), leaf)
         else:
             out[i] = put(_value(made, loads, leaf, mesh), leaf)
@@ -205,10 +205,10 @@ def _leaves(
 def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
     """Returns the number of equal pieces in which a leaf is made, each of at most `PART` bytes; 1 if it cannot be
     divided in this way."""
-    cut = leaf.cut(mesh)
+    sharding = leaf.sharding(mesh)
     numel, unit = (
-        cut.numel(leaf.shape),
-        granule(part_shape(leaf.shape, cut.along)) * max(1, cut.grid // cut.size),
+        sharding.numel(leaf.shape),
+        granule(part_shape(leaf.shape, sharding.along)) * max(1, sharding.grid // sharding.size),
     )
     least = -(-numel * leaf.dtype.itemsize // PART)
     return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
@@ -228,7 +228,7 @@ def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.
 
 
 def _parts(
-    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Cut, indices: range
+    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Sharding, indices: range
 ) -> Iterator[torch.Tensor]:
     for index in indices:
         (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
@@ -236,7 +236,7 @@ def _parts(
         del part  # do not keep the piece alive while the next one is made
 
 
-def _shard_of(source: Recorded, shards: Cut, index: int) -> Recorded:
+def _shard_of(source: Recorded, shards: Sharding, index: int) -> Recorded:
     """Returns the graph that makes one shard of the result that `source` makes from unsharded inputs."""
     return constants_for_shapes(propagate(source, {}, [shards], "init", index))
 
@@ -244,7 +244,7 @@ def _shard_of(source: Recorded, shards: Cut, index: int) -> Recorded:
 def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     """Computes the leaf that a graph returns, in memory that no input shares."""
     given = [load() if node.users else None for node, load in zip(graph.inputs, loads, strict=True)]
-    (value,) = _Cutting(graph, leaf, mesh).run(*given)
+    (value,) = _ShardingRun(graph, leaf, mesh).run(*given)
     value = value.to(device=mesh.device, dtype=leaf.dtype)
     shared = any(x is not None and value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
     return value.clone(memory_format=torch.contiguous_format) if shared or not value.is_contiguous() else value.detach()
@@ -271,7 +271,7 @@ class _Run(fx.Interpreter):
         return super().call_function(AGAIN.get(target, target), args, kwargs)
 
 
-class _Cutting(_Run):
+class _ShardingRun(_Run):
     """Runs the graph of one leaf, and shards values that could only be computed unsharded."""
 
     def __init__(self, graph: Recorded, leaf: Leaf, mesh: Mesh):
@@ -279,7 +279,7 @@ class _Cutting(_Run):
         self._leaf, self._mesh = leaf, mesh
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is not cut:
+        if target is not take_shard:
             return super().call_function(target, args, kwargs)
         return shard(
             args[0],

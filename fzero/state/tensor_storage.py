@@ -121,7 +121,7 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
         places["disk"] = iter(agreement.run_on_all_ranks(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
         made = agreement.run_on_all_ranks(
-            mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
+            mesh, owner, lambda: host_tensors([(leaf.stored_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
         )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
@@ -197,7 +197,7 @@ def put(
     moved(resting_bytes(leaf, mesh))
     if leaf.layout.tier == "device":
         if not isinstance(value, torch.Tensor):
-            parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)
+            parts, value = value, torch.zeros(leaf.stored_shape(mesh), dtype=leaf.dtype, device=mesh.device)
             fill(value, parts or ())
         return place(value, leaf, mesh)
     if isinstance(value, torch.Tensor):

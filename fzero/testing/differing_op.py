@@ -121,8 +121,8 @@ def batches_of(s: Comparison) -> tuple[int, list[Any]]:
     record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     flat, structure = tree.flatten(s.whole_batch)
-    cut = rows(s.whole_batch, record)
+    split = rows(s.whole_batch, record)
     return num, [
-        tree.unflatten(structure, [x.chunk(num)[i] if c else x for x, c in zip(flat, cut, strict=True)])
+        tree.unflatten(structure, [x.chunk(num)[i] if c else x for x, c in zip(flat, split, strict=True)])
         for i in range(num)
     ]

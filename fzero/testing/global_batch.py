@@ -19,12 +19,12 @@ def rows(batch: Any, record: Accumulate | None) -> list[bool]:
     """Returns for each tensor of a batch whether each part of the batch has its own samples of it. Any other tensor
     is the same in all parts.
     """
-    return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
+    return [(record or Accumulate()).splits(leaf) for leaf in batch_inputs(batch).leaves]
 
 
 def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumulate | None) -> None:
     """Raises an error if tensors of which each rank has its own samples have different numbers of samples."""
-    of = [leaf for leaf, cut in zip(batch_inputs(batch).leaves, has_rows, strict=True) if cut]
+    of = [leaf for leaf, split in zip(batch_inputs(batch).leaves, has_rows, strict=True) if split]
     if len({leaf.shape[0] for leaf in of}) > 1:
         num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
         what = "the tensors of a batch differ in dim 0: which of them have the batch dimension?"
@@ -43,7 +43,7 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     parts = {int(part["index"]): part for part in gathered_tensors(here)}
     in_order = [[parts[i][str(n)] for n in range(len(flat))] for i in sorted(parts)]
     whole = [
-        torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device)
-        for cut, *xs in zip(has_rows, *in_order, strict=True)
+        torch.cat(xs).to(mesh.device) if split else xs[0].to(mesh.device)
+        for split, *xs in zip(has_rows, *in_order, strict=True)
     ]
     return tree.unflatten(structure, whole)

@@ -303,13 +303,13 @@ def parts_of(step: Step, mesh: AbstractMesh, batch: Any) -> list[Any]:
     axes, ranks = zero_of(step, mesh).batch_axes, ranks_of(mesh)
     num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
     record = find(step.transforms, Accumulate)
-    cut = rows(batch, record)
+    split = rows(batch, record)
     paths = tree.paths(batch, "batch")
-    if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c and x.shape[0] % num]:
+    if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, split, strict=True) if c and x.shape[0] % num]:
         fix = f"give a global batch of a multiple of {num} rows"
         raise FzeroValueError("simulate", f"the batch does not divide among {num} ranks", wrong, fix)
-    check_rows("simulate", batch, cut, record)
+    check_rows("simulate", batch, split, record)
     return [
-        tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, cut, strict=True)])
+        tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, split, strict=True)])
         for m in ranks
     ]

@@ -49,7 +49,7 @@ class Accumulate(Transform):
             "a batch is split to accumulate gradients, and an evaluation has none: call it with each part of the batch"
         )
 
-    def cuts(self, leaf: Leaf) -> bool:
+    def splits(self, leaf: Leaf) -> bool:
         """Whether a tensor of the batch is split into micro-batches: it is if it has a dim 0 and `replicated` does not
         accept it."""
         if not leaf.shape:
@@ -65,7 +65,7 @@ class Accumulate(Transform):
         """
         if self.replicated is None:
             return
-        paths, replicated = [x.path for x in leaves], [not self.cuts(x) for x in leaves]
+        paths, replicated = [x.path for x in leaves], [not self.splits(x) for x in leaves]
         if not any(replicated) and (missed := accepts_none("replicated", self.replicated, paths)):
             what, fix = (
                 "all tensors of the batch are already split",
@@ -84,11 +84,16 @@ class Accumulate(Transform):
             FzeroValueError: the tensors to be split differ in the size of dim 0, or that size is not a multiple of the
                 number of micro-batches.
         """
-        num, cut = self.num_micro_batches, [leaf for leaf in leaves if self.num_micro_batches > 1 and self.cuts(leaf)]
-        rows = Counter(leaf.shape[0] for leaf in cut)
+        num, split = (
+            self.num_micro_batches,
+            [leaf for leaf in leaves if self.num_micro_batches > 1 and self.splits(leaf)],
+        )
+        rows = Counter(leaf.shape[0] for leaf in split)
         usual = max(rows, key=lambda n: (rows[n], n), default=0)
         if odd := [
-            f"{leaf.path} {list(leaf.shape)}: the others have {usual} samples" for leaf in cut if leaf.shape[0] != usual
+            f"{leaf.path} {list(leaf.shape)}: the others have {usual} samples"
+            for leaf in split
+            if leaf.shape[0] != usual
         ]:
             fix = (
                 f"name the tensors that are the same for all micro-batches: fz.accumulate({num}, "
@@ -102,14 +107,14 @@ class Accumulate(Transform):
             )
         if wrong := [
             f"{leaf.path} {list(leaf.shape)}: dim 0 of {leaf.shape[0]} is not a multiple of {num}"
-            for leaf in cut
+            for leaf in split
             if leaf.shape[0] % num
         ]:
             fix = "choose a batch that is a multiple of ranks x micro-batches"
             raise FzeroValueError(
                 self.name, f"the batch of a rank is not divisible into {num} micro-batches", wrong, fix
             )
-        return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
+        return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in split else leaf.shape for leaf in leaves]
 
 
 @keyword_aliases("fz.accumulate", vertical=("schedule", {True: "layerwise", False: "sequential"}), whole="replicated")

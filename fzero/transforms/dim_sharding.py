@@ -19,7 +19,7 @@ from fzero.transforms.transform import Transform
 
 
 @dataclass(frozen=True)
-class Cutting(Transform):
+class DimSharding(Transform):
     """A mesh axis over which values are sharded along a dim; every rank computes on its shards.
 
     An operation that every rank would compute on unsharded values of more than `max_replicated_bytes` is an error.
@@ -28,14 +28,14 @@ class Cutting(Transform):
     axis: str = ""
     max_replicated_bytes: int = 1 << 20
     order: ClassVar[int] = 45
-    cuts_batch: ClassVar[bool] = False
+    shards_batch: ClassVar[bool] = False
     """Whether ranks along the axis have different samples of the batch; otherwise they have the same batch."""
     way_out: ClassVar[str] = ""
     """What a user can do about an operation that would be computed unsharded, other than allowing it."""
 
     @property
     def flops_axes(self) -> tuple[str, ...]:
-        return () if self.cuts_batch else (self.axis,)
+        return () if self.shards_batch else (self.axis,)
 
     @property
     def stream(self) -> Dim | None:
@@ -52,12 +52,12 @@ class Cutting(Transform):
             return "fp8 scales unsharded parameters, and these are sharded along dims"
         return super().conflict(other)
 
-    def cut(self, leaf: Leaf) -> Dim | None:
+    def sharded_dim(self, leaf: Leaf) -> Dim | None:
         """The dim along which a parameter is sharded; None if it is not."""
         return None
 
     def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
-        dim = self.cut(leaf)
+        dim = self.sharded_dim(leaf)
         return {} if dim is None else {self.axis: dim}
 
     def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:

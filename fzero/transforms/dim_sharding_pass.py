@@ -23,20 +23,19 @@ from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
-from fzero.sharding import dim_propagation as cuts
-from fzero.sharding import expert_propagation
+from fzero.sharding import dim_propagation, expert_propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
-from fzero.sharding.dim_propagation import CutEnds, CutFunction, Exchanged, OutputPlacement
+from fzero.sharding.dim_propagation import EndPlacements, Exchanged, OutputPlacement, ShardedGraph
 from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, ExpertShard, Place, part
 from fzero.sharding.shard_regions import Dim
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.zero_placement import Zero
 
 _STARTS = {
-    cuts.all_reduce: "all_reduce_start",
-    cuts.all_gather: "all_gather_start",
-    cuts.reduce_scatter: "reduce_scatter_start",
-    cuts.all_to_all: "all_to_all_start",
+    dim_propagation.all_reduce: "all_reduce_start",
+    dim_propagation.all_gather: "all_gather_start",
+    dim_propagation.reduce_scatter: "reduce_scatter_start",
+    dim_propagation.all_to_all: "all_to_all_start",
 }
 
 
@@ -49,14 +48,14 @@ def rewrite(program: Program, zero: Zero) -> Program:
         FzeroValueError: every rank would have to compute operations on unsharded values of more bytes than the spec
             allows.
     """
-    for spec in zero.cutting:
+    for spec in zero.dim_shardings:
         program = _ToParts(program, spec, zero).run()
     return program
 
 
 def calls_on_parts(
-    program: Program, spec: Cutting, zero: Zero, known: dict[Any, CutFunction]
-) -> Iterator[tuple[Instruction, CutFunction | None]]:
+    program: Program, spec: DimSharding, zero: Zero, known: dict[Any, ShardedGraph]
+) -> Iterator[tuple[Instruction, ShardedGraph | None]]:
     """Yields the calls of a program, each with its sharded subgraph; None if the axis does not affect the call.
 
     Args:
@@ -79,7 +78,7 @@ def calls_on_parts(
         yield op, made
 
 
-def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
+def end_placements_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[EndPlacements, ...]]:
     """Returns the shardings of the inputs and outputs of each block's call, along each axis that shards any of them.
 
     The keys are the numbers of the calls. Only what is known before subgraphs are sharded is included.
@@ -88,14 +87,15 @@ def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...
         program: a base program.
         zero: the sharding of parameters by all parallel transforms.
     """
-    found: dict[int, tuple[CutEnds, ...]] = {}
-    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # exchanged samples are as many as before
+    found: dict[int, tuple[EndPlacements, ...]] = {}
+    # A transform that shards the batch exchanges samples, of which a rank has as many as before.
+    for spec in (spec for spec in zero.dim_shardings if not spec.shards_batch):
         parts = _ToParts(program, spec, zero)
         places = parts.expected()
         for op in program.instructions:
             if (block := op.block) is not None and op.is_forward:
                 inputs = block.inputs[: block.joint.num_inputs]
-                ends = CutEnds(
+                ends = EndPlacements(
                     parts.n,
                     tuple(places[a] for a in inputs),
                     tuple(parts.wanted.get(v.name, OutputPlacement.FREE) for v in op.out),
@@ -136,7 +136,7 @@ class _Before:
 @dataclass(frozen=True)
 class _Request:
     """The key of a sharded subgraph: its name, the places of its inputs and the places wanted of its outputs. The other
-    fields are arguments of `cuts.propagate`."""
+    fields are arguments of `dim_propagation.propagate`."""
 
     fn: str
     places: tuple[Place, ...]
@@ -153,7 +153,7 @@ class _ToParts:
     it is the same on all ranks.
     """
 
-    def __init__(self, program: Program, spec: Cutting, zero: Zero):
+    def __init__(self, program: Program, spec: DimSharding, zero: Zero):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
@@ -165,8 +165,8 @@ class _ToParts:
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
         self.wanted: dict[str, OutputPlacement | Dim | None] = {}
-        self.known: dict[Any, CutFunction] = {}
-        self.segments: dict[CutFunction, Segments] = {}
+        self.known: dict[Any, ShardedGraph] = {}
+        self.segments: dict[ShardedGraph, Segments] = {}
         self.index: Value | None = None
         # operations computed unsharded: (subgraph, operation, source line) -> bytes
         self.whole: dict[tuple[str, str, str], int] = {}
@@ -225,7 +225,7 @@ class _ToParts:
         computed = leaf is not None and leaf.role in ("params", "compute")
         if computed:
             self.leaves.add(value.name)
-        own = leaf is None and self.spec.cuts_batch
+        own = leaf is None and self.spec.shards_batch
         return self._put(value, self._dim(value.name) if computed else OWN if own else None)
 
     def _dim(self, name: str) -> Dim | None:
@@ -239,7 +239,7 @@ class _ToParts:
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
         self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, OutputPlacement.SUMMAND)
-        if self.spec.cuts_batch:
+        if self.spec.shards_batch:
             added = {a for x in program.instructions if x.op == "add" for a in x.args}
             self.wanted |= dict.fromkeys(added | self.maxima, OutputPlacement.SUMMAND)
         self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
@@ -256,7 +256,7 @@ class _ToParts:
     def _summand(self, leaf: str) -> OutputPlacement:
         """The place wanted of a gradient whose parameter subgraphs read unsharded. It must be partial if the optimizer
         state is sharded over the axis, because the reduction then scatters it."""
-        scattered = not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
+        scattered = not self.spec.shards_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
         return OutputPlacement.PARTIAL if scattered else OutputPlacement.SUMMAND
 
     def _passing(self) -> list[str]:
@@ -318,7 +318,7 @@ class _ToParts:
     def _whole(self, op: Instruction, value: Value) -> Value:
         """Returns a result of an op that does not compute on shards. If ranks have different samples, the result may
         vary between ranks."""
-        if not self.spec.cuts_batch or isinstance(op.attrs, UpdateAttrs):
+        if not self.spec.shards_batch or isinstance(op.attrs, UpdateAttrs):
             # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
             summands = op.of_sums and any(self.places[a] == PARTIAL for a in op.args)
             return self._put(value, OWN if summands else None)
@@ -381,7 +381,7 @@ class _ToParts:
         op = replace(op, args=(*op.args, *given), out=(*op.out, *more))
         return self._emit(op, made, self.segments[made])
 
-    def _made(self, op: Instruction) -> CutFunction | None:
+    def _made(self, op: Instruction) -> ShardedGraph | None:
         """Returns the sharded subgraph of a call; None if the axis does not affect the call."""
         places: tuple[Anywhere, ...] = tuple(self.places[a] for a in op.args)
         wanted = tuple(self.wanted.get(v.name, OutputPlacement.FREE) for v in op.out)
@@ -389,7 +389,7 @@ class _ToParts:
             isinstance(place, (Dim, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
         ):
             return None
-        if self.spec.cuts_batch:
+        if self.spec.shards_batch:
             of = op.fn, places, wanted
             if of not in self.known:
                 self.known[of] = expert_propagation.propagate(
@@ -405,16 +405,16 @@ class _ToParts:
             tuple(self.exchanged.get(v.name, ()) for v in op.out),
         )
         made = self._propagated(request)
-        torn = {i for i, v in enumerate(op.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
+        torn = {i for i, v in enumerate(op.out) if v.name in self.before.rows and _is_sharded_in_rows(made.places[i])}
         if torn:  # a value that another axis exchanges along dim 0 is not sharded along it
             made = self._propagated(
                 replace(request, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
             )
         return made
 
-    def _propagated(self, request: _Request) -> CutFunction:
+    def _propagated(self, request: _Request) -> ShardedGraph:
         if request not in self.known:
-            self.known[request] = cuts.propagate(
+            self.known[request] = dim_propagation.propagate(
                 self.program.functions[request.fn].graph,
                 self.n,
                 request.places,
@@ -431,7 +431,7 @@ class _ToParts:
         name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")
         return Value(name, exchanged.shape, exchanged.dtype)
 
-    def _emit(self, op: Instruction, made: CutFunction, cut: Segments) -> list[Instruction]:
+    def _emit(self, op: Instruction, made: ShardedGraph, segments: Segments) -> list[Instruction]:
         """Returns the ops of a subgraph that is partitioned into segments."""
         args, name = list(op.args), f"{op.fn}_{op.block.number}" if op.block else op.fn
         if made.has_index:
@@ -439,20 +439,21 @@ class _ToParts:
                 at = Placement("varying", (self.axis,))
                 self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
             args.append(self.index.name)
-        names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
-        others = self._others(op, made, cut)
+        names: dict[fx.Node, str] = dict(zip(segments.inputs, args, strict=True))
+        others = self._others(op, made, segments)
         final = {
             x.node: self._put(self._owned(v, others[x.node]), x.place)
-            for x, v in zip(cut.results, op.out, strict=True)
+            for x, v in zip(segments.results, op.out, strict=True)
             if x.node not in names
         }
-        count, at, ops = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Instruction]()
-        sent = {x: step for step in cut.steps if isinstance(step, ExchangeStep) for x in step.sent}
+        count, at, ops = sum(isinstance(x, CallStep) for x in segments.steps), 0, list[Instruction]()
+        sent = {x: step for step in segments.steps if isinstance(step, ExchangeStep) for x in step.sent}
         handles: dict[ExchangeStep, str] = {}
-        for step in cut.steps:
+        for step in segments.steps:
             if isinstance(step, CallStep):
                 out = tuple(
-                    final.get(x) or self._between(name, x, cut, sent.get(x), final, others[x]) for x in step.outputs
+                    final.get(x) or self._between(name, x, segments, sent.get(x), final, others[x])
+                    for x in step.outputs
                 )
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
                 fn = self.functions.add(op.fn if count == 1 else f"{op.fn}_seg{at}", step.graph)
@@ -468,10 +469,10 @@ class _ToParts:
                 ops.append(Instruction("wait", (handles[step.of],), out, by=self.spec.name))
         return ops
 
-    def _others(self, op: Instruction, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
+    def _others(self, op: Instruction, made: ShardedGraph, segments: Segments) -> dict[fx.Node, tuple[str, ...]]:
         """For each value of a subgraph, the previously processed axes along which it varies between ranks."""
         found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
-        found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, op.args, strict=False))
+        found.update((x, self.before.own[a]) for x, a in zip(segments.inputs, op.args, strict=False))
         for x in made.graph.graph.nodes:
             if x.op == "call_function":
                 found[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in found[a]))
@@ -488,7 +489,7 @@ class _ToParts:
         self,
         of: str,
         node: fx.Node,
-        cut: Segments,
+        segments: Segments,
         sent: ExchangeStep | None,
         final: Mapping[fx.Node, Value],
         axes: tuple[str, ...],
@@ -496,9 +497,9 @@ class _ToParts:
         """Returns a value that a segment computes for another segment, or for a collective."""
         value, axis, own = node.meta["val"], self.axis, Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
-        if sent is None or sent.kind is cuts.all_to_all:
-            return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in cut.own else own)
-        if sent.kind is cuts.all_gather:
+        if sent is None or sent.kind is dim_propagation.all_to_all:
+            return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in segments.own else own)
+        if sent.kind is dim_propagation.all_gather:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Dim(0)),)))
         result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
         if result is not None:
@@ -509,9 +510,9 @@ class _ToParts:
         """Returns a value that a segment receives from a collective."""
         value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
-        if marker.target is cuts.reduce_scatter:
+        if marker.target is dim_propagation.reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Dim(0)),)))
-        own = Placement("varying", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
+        own = Placement("varying", (*axes, self.axis)) if marker.target is dim_propagation.all_to_all else own
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
@@ -538,5 +539,5 @@ class _ToParts:
         raise FzeroValueError(self.spec.name, what, problems, fix)
 
 
-def _is_cut_in_rows(place: Anywhere) -> bool:
+def _is_sharded_in_rows(place: Anywhere) -> bool:
     return isinstance(place, Dim) and place.dim == 0

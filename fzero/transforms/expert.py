@@ -18,21 +18,21 @@ from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.tensor import TensorParallel
 from fzero.transforms.transform import Transform, applied
 from fzero.tree import dotted
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Cutting):
+class ExpertParallel(DimSharding):
     """The configuration of `expert_parallel`."""
 
     axis: str = "expert"
     where: Callable[[str, torch.Tensor], bool] = lambda path, leaf: False
     order: ClassVar[int] = 43
     name: ClassVar[str] = "expert_parallel"
-    cuts_batch: ClassVar[bool] = True
+    shards_batch: ClassVar[bool] = True
     way_out: ClassVar[str] = (
         "let `where` match only the parameters of matrix products: "
         "torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
@@ -44,18 +44,18 @@ class ExpertParallel(Cutting):
             return "values are sharded over one axis: leave one out"
         return super().conflict(other)
 
-    def cut(self, leaf: Leaf) -> Dim | None:
+    def sharded_dim(self, leaf: Leaf) -> Dim | None:
         return Dim(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises if no parameter belongs to experts, or only one of two tied names does."""
-        cuts = [leaf.role != "mutable" and self.cut(leaf) is not None for leaf in leaves]
-        if not any(cuts):
+        dims = [leaf.role != "mutable" and self.sharded_dim(leaf) is not None for leaf in leaves]
+        if not any(dims):
             names = ", ".join(dotted(leaf.path) for leaf in leaves[:5])
             fix = f"let `where` match parameters [experts, ...] by their path; the parameters are {names}"
             raise FzeroValueError(self.name, "does nothing: `where` matches no parameter", fix=fix)
         torn = [
-            f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if cuts[i] != cuts[t]
+            f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if dims[i] != dims[t]
         ]
         if torn:
             fix = "match both names, or none: they are one tensor"

@@ -23,16 +23,16 @@ import torch.fx as fx
 
 from fzero._compat import compat
 from fzero.ir.from_graph import Functions
-from fzero.sharding.dim_propagation import CutEnds
+from fzero.sharding.dim_propagation import EndPlacements
 from fzero.trace.flops import operations
 from fzero.trace.joint_graph import Joint
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import Subgraph, ancestors, extract, reached, views_of
 
-MOST_CUTS = 256
+MOST_MIN_CUTS = 256
 """The number of blocks whose minimum cut a process caches; when it is reached, the cache is cleared."""
-_known_cuts: dict[Any, frozenset[int]] = {}
+_known_min_cuts: dict[Any, frozenset[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Choices:
         joint: the block.
         grads: the indices of the wanted gradients.
         alive: the outputs of the block that other ops keep alive anyway.
-        cuts: the shardings of its inputs and outputs, along each axis that shards any.
+        placements: the placements of its inputs and outputs, along each axis that shards any.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Choices:
         joint: Joint,
         grads: tuple[int, ...],
         alive: frozenset[int] = frozenset(),
-        cuts: tuple[CutEnds, ...] = (),
+        placements: tuple[EndPlacements, ...] = (),
     ):
         self.joint, graph, outputs = joint, joint.graph.graph, joint.graph.outputs
         self.places = joint.graph.inputs
@@ -99,7 +99,7 @@ class Choices:
             for n in self.early
             if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
         ]
-        self.held, computed = self._shares(cuts)
+        self.held, computed = self._shares(placements)
         self.nbytes = {
             n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize // self.held[n]
             for n in can
@@ -108,11 +108,11 @@ class Choices:
         self._stop = set(self.places)
         self._roots = roots
 
-    def _shares(self, cuts: tuple[CutEnds, ...]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    def _shares(self, placements: tuple[EndPlacements, ...]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
         """Returns, for each value, the number of ranks among which it is sharded, and the number that share the work of
         computing it."""
         inputs, ends = self.places[: self.joint.num_inputs], [*self.outputs, *(n for n in self.early if n in self.read)]
-        shares = [x.of_a_rank(self.joint.graph, inputs, ends) for x in cuts]
+        shares = [x.of_a_rank(self.joint.graph, inputs, ends) for x in placements]
         held = {n: math.prod(x[n.name].held for x in shares if n.name in x) for n in (*inputs, *self.early)}
         return held, {n: math.prod(x[n.name].computed for x in shares if n.name in x) for n in self.early}
 
@@ -141,9 +141,9 @@ class Choices:
         number = {n.name: i for i, n in enumerate(graph.between)}
         never = frozenset(number[name] for name in recompute & number.keys())
         held = {n.name: parts for n, parts in self.held.items() if parts > 1}
-        cut = tuple(held.get(n.name, 1) for n in (*self.places, *graph.between)) if held else ()
-        key = graph.signature, never, cut, self.joint.num_outputs, compat.min_cut_settings()
-        if key not in _known_cuts:
+        shares = tuple(held.get(n.name, 1) for n in (*self.places, *graph.between)) if held else ()
+        key = graph.signature, never, shares, self.joint.num_outputs, compat.min_cut_settings()
+        if key not in _known_min_cuts:
             copy = graph.extract([n.name for n in self.places])
             for n in copy.graph.nodes:
                 if n.name in held and isinstance(value := n.meta["val"], torch.Tensor):
@@ -157,10 +157,10 @@ class Choices:
             names = compat.min_cut(
                 copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute}
             )
-            if len(_known_cuts) >= MOST_CUTS:
-                _known_cuts.clear()
-            _known_cuts[key] = frozenset(number[name] for name in names & number.keys())
-        found = _known_cuts[key]
+            if len(_known_min_cuts) >= MOST_MIN_CUTS:
+                _known_min_cuts.clear()
+            _known_min_cuts[key] = frozenset(number[name] for name in names & number.keys())
+        found = _known_min_cuts[key]
         return self.keep(self._roots[n] for n in self.early if number.get(n.name) in found)
 
     @functools.cached_property
@@ -186,20 +186,20 @@ class Choices:
     def _corners(self) -> list[Kept]:
         """The corners of the lower convex hull of (bytes, FLOPs): each is the minimum cut for some price of a byte in
         FLOPs."""
-        first, last = self.keep(()), self._cut(sum(self.nbytes.values()) + 1, 1)
+        first, last = self.keep(()), self._minimum_cut(sum(self.nbytes.values()) + 1, 1)
 
         def within(low: Kept, high: Kept) -> list[Kept]:
             per_flop, per_byte = high.nbytes - low.nbytes, low.flops - high.flops
             if per_flop <= 0 or per_byte <= 0:
                 return []
-            middle = self._cut(per_flop, per_byte)
+            middle = self._minimum_cut(per_flop, per_byte)
             if middle.flops * per_flop + middle.nbytes * per_byte >= low.flops * per_flop + low.nbytes * per_byte:
                 return []
             return [*within(low, middle), middle, *within(middle, high)]
 
         return [first, *within(first, last), last]
 
-    def _cut(self, per_flop: int, per_byte: int) -> Kept:
+    def _minimum_cut(self, per_flop: int, per_byte: int) -> Kept:
         """Returns the nodes to keep if a FLOP and a byte cost this much, by a minimum cut."""
         import networkx as nx
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.ir.attributes import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
+from fzero.ir.attributes import Attrs, CastAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs, TakeShardAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
-from fzero.sharding.flat_propagation import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
-from fzero.sharding.layout import TIERS, Cut, cut_over
+from fzero.sharding.flat_propagation import Sharded, all_reduce, draw_start, gather, num_valid, propagate, take_shard
+from fzero.sharding.layout import TIERS, Sharding, sharding_over
 from fzero.sharding.update_scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Subgraph, ancestors, views_of
@@ -41,10 +41,10 @@ NOBODY: Owner = (-1, 0)
 def cut_update(program: Program) -> Program:
     """Replaces the `update` op by ops that can be executed. Values are sharded as the placements of its arguments and
     targets say."""
-    return _Cutter(program).program
+    return _UpdatePartition(program).program
 
 
-class _Cutter:
+class _UpdatePartition:
     """The partition of one update. The result is `program`.
 
     The graph is first rewritten for shards (`propagate`); then the scalars of each block and level are packed into one
@@ -64,16 +64,18 @@ class _Cutter:
         places = source.inputs
         named = {**update.attrs.leaf, **{g: f"the gradient of {leaf}" for leaf, g in program.grads.items()}}
 
-        def cut_as(name: str) -> Cut | None:
+        def sharding_of(name: str) -> Sharding | None:
             at = self.values[name].placement
-            return cut_over(program.mesh, at.axes, at.grid, at.dims) if at.kind == "shard" else None
+            return sharding_over(program.mesh, at.axes, at.grid, at.dims) if at.kind == "shard" else None
 
         sharded = {
             p: Sharded(named.get(a, a), c)
             for p, a in zip(places, update.args, strict=True)
-            if (c := cut_as(a)) is not None
+            if (c := sharding_of(a)) is not None
         }
-        self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
+        self.graph = propagate(
+            source, sharded, [*map(sharding_of, update.writes), *(None for _ in update.out)], "optimizer"
+        )
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
         grads = {g: leaf for leaf, g in program.grads.items()}
@@ -103,7 +105,7 @@ class _Cutter:
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
             for i, (target, node) in enumerate(zip(self.update.writes, outputs, strict=False)):
-                made_here = node not in views and node.target not in (cut, gather)
+                made_here = node not in views and node.target not in (take_shard, gather)
                 if not made_here or self.name.get(node, target) != target:
                     outputs[i] = graph.call_function(
                         aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
@@ -211,7 +213,7 @@ class _Cutter:
             n
             for n in nodes
             if n.op == "placeholder"
-            or n.target in (cut, gather, all_reduce)
+            or n.target in (take_shard, gather, all_reduce)
             or reduces(n)
             or not (n.op == "get_attr" or is_leaf_value(n))
         }
@@ -241,7 +243,7 @@ class _Cutter:
                 placement = Placement("varying", axes) if axes else REPLICATED
                 self._append("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
         self._scalars([n for n in here if self._is_scalar(n)], at, stop)
-        self._cuts([n for n in here if n.target is cut], stop)
+        self._take_shards([n for n in here if n.target is take_shard], stop)
         reductions = [n for n in here if reduces(n)]
         for group in self._by_owner(reductions):
             self._function("reduce", group, (), stop - set(group))
@@ -337,7 +339,7 @@ class _Cutter:
         self.name.update((n, v.name) for n, v in whole.items())
         self.ops += ops
 
-    def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
+    def _take_shards(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
         """Adds the ops that take shards of unsharded tensors. Tensors computed from the same gathered value share a
         subgraph."""
         groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
@@ -353,7 +355,7 @@ class _Cutter:
         for node, source in zip(nodes, sources, strict=True):
             axes, dims = node.args[1:]
             placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
-            attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
+            attrs = TakeShardAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
             shape = tuple(source.meta["val"].shape)
             self._append("take_shard", (self.name[source],), node, attrs, placement, shape)
 

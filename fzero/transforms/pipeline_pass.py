@@ -138,7 +138,7 @@ class _Places:
         }
         self.values = program.values_by_name
         # True for a finished program; the ops of a base program have no micro-batches
-        self._is_cut = program.update is None
+        self._is_partitioned = program.update is None
         self.of_op: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
@@ -182,7 +182,7 @@ class _Places:
         self.of.update((v.name, place) for v in op.out)
 
     def _is_of_unit(self, op: Instruction) -> bool:
-        return op.micro is not None or (op.op != "update" and not self._is_cut)
+        return op.micro is not None or (op.op != "update" and not self._is_partitioned)
 
     def _of_readers(self) -> dict[int, int]:
         """Returns the stages of ops of the backward: for an op of a block its stage, otherwise the last stage whose

@@ -7,8 +7,8 @@ from typing import Any
 
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import Instruction, Program, Value
-from fzero.sharding.dim_propagation import CutEnds
-from fzero.transforms.dim_sharding_pass import cuts_of_blocks
+from fzero.sharding.dim_propagation import EndPlacements
+from fzero.transforms.dim_sharding_pass import end_placements_of_blocks
 from fzero.transforms.joint_split import Choices, Kept, Split
 from fzero.transforms.zero_placement import Zero
 
@@ -68,20 +68,20 @@ def keeps(program: Program, policy: str | float, known: dict[Any, Any], zero: Ze
 def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[int, Choices]:
     """Returns, for each call that runs both forward and backward, in order, the values that can be saved."""
     alive, found = _alive(program), {}
-    cuts = {} if zero is None else _cuts(program, known, zero)
+    placements = {} if zero is None else _end_placements(program, known, zero)
     for op, _ in program.walk():
         if (block := op.block) is not None and block.part == "backward":
-            key = block.joint, block.grads, alive[block.joint], cuts.get(block.number, ())
+            key = block.joint, block.grads, alive[block.joint], placements.get(block.number, ())
             if key not in known:
                 known[key] = Choices(*key)
             found[block.number] = known[key]
     return found
 
 
-def _cuts(program: Program, known: dict[Any, Any], zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
-    key = "cuts", id(program.instructions)
+def _end_placements(program: Program, known: dict[Any, Any], zero: Zero) -> dict[int, tuple[EndPlacements, ...]]:
+    key = "end placements", id(program.instructions)
     if key not in known:
-        known[key] = program, cuts_of_blocks(program, zero)  # holding the program keeps its id unique
+        known[key] = program, end_placements_of_blocks(program, zero)  # holding the program keeps its id unique
     return known[key][1]
 
 

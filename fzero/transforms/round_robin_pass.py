@@ -29,7 +29,7 @@ import torch
 import torch.fx as fx
 
 from fzero._compat import compat
-from fzero.ir.attributes import CutAttrs, DealAttrs, GatherAttrs
+from fzero.ir.attributes import DealAttrs, GatherAttrs, TakeShardAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
@@ -56,7 +56,7 @@ class _Dealt:
 
     at: int
     shards: Mapping[str, Value]
-    cuts: Sequence[int]
+    takes: Sequence[int]
 
 
 class _Dealer:
@@ -84,8 +84,8 @@ class _Dealer:
             axis = next(iter(calls[0].shards.values())).placement.axes
             num = self.program.mesh.axis_size(axis)
             for group in (calls[i : i + num] for i in range(0, len(calls), num)):
-                if len(group) > 1 and min(c for x in group for c in x.cuts) > group[-1].at:
-                    new.update((i, []) for x in group for i in (x.at, *x.cuts))
+                if len(group) > 1 and min(c for x in group for c in x.takes) > group[-1].at:
+                    new.update((i, []) for x in group for i in (x.at, *x.takes))
                     new[group[-1].at] = self._deal(group, axis)
                     gone.update(a for x in group for a in x.shards)
         ops = [x for i, op in enumerate(self.ops) for x in new.get(i, self._left(op, gone))]
@@ -101,24 +101,24 @@ class _Dealer:
             if wait is not None and start is not None and (start.op, start.by) == (_GATHER, "optimizer"):
                 shards[a] = self.values[start.args[[v.name for v in wait.out].index(a)]]
         axes = {v.placement.axes for v in shards.values()}
-        cuts = [self.readers[v.name] for v in op.out]
+        takes = [self.readers[v.name] for v in op.out]
         flat = all(len(v.placement.axes) == 1 and not v.placement.dims for v in shards.values())
         if len(axes) != 1 or not flat or any(len(self.readers[a]) > 1 for a in shards):
             return None
-        for readers in cuts:
-            cut = self.ops[readers[0]] if len(readers) == 1 else None
-            if cut is None or cut.op != "take_shard" or cut.axes[:1] not in axes or cut.says(CutAttrs).dims:
+        for readers in takes:
+            take = self.ops[readers[0]] if len(readers) == 1 else None
+            if take is None or take.op != "take_shard" or take.axes[:1] not in axes or take.says(TakeShardAttrs).dims:
                 return None
         if any(v.name in self.program.outputs for v in op.out):
             return None
-        return _Dealt(at, shards, [readers[0] for readers in cuts])
+        return _Dealt(at, shards, [readers[0] for readers in takes])
 
     def _key(self, op: Instruction, call: _Dealt) -> Hashable:
         """Returns a key that is equal for calls of one subgraph, on one stage of a pipeline, that differ only in their
         shards."""
         shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
         args = tuple("" if a in call.shards else a for a in op.args)
-        return op.fn, args, shards, tuple(self.ops[c].axes for c in call.cuts), self._stages(call.shards.values())
+        return op.fn, args, shards, tuple(self.ops[c].axes for c in call.takes), self._stages(call.shards.values())
 
     def _stages(self, shards: Iterable[Value]) -> frozenset[int]:
         """Returns the stages of a pipeline that have the parameters from which these shards are computed."""
@@ -136,8 +136,8 @@ class _Dealer:
             ops.append(_op("stack_shards", [v.name for v in shards], sent[-1:], said))
         got = [replace(v, name=self.names("deal")) for v in sent]
         place = dict(zip(group[0].shards, got, strict=True))
-        cuts = [[self.ops[c] for c in column] for column in zip(*(x.cuts for x in group), strict=True)]
-        columns = [[(cut, self._shard(cut)) for cut in column] for column in cuts]
+        takes = [[self.ops[c] for c in column] for column in zip(*(x.takes for x in group), strict=True)]
+        columns = [[(take, self._shard(take)) for take in column] for column in takes]
         made = [self._stack(column[0][1], axis) for column in columns]
         given = {i: place[a] for i, a in enumerate(call.args) if a in place}
         fn = self.functions.add(f"{call.fn}_dealt", _on_stacks(self.program.functions[call.fn].graph, given, made))
@@ -147,18 +147,18 @@ class _Dealer:
         ops += self._exchange(made, back, axis)
         for stack, column in zip(back, columns, strict=True):
             ops.append(_op("unstack_shards", [stack.name], [shard for _, shard in column], said))
-            for cut, shard in column:  # with several axes, it is sharded further
-                if further := cut.axes[1:]:
-                    ops.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
+            for take, shard in column:  # with several axes, it is sharded further
+                if further := take.axes[1:]:
+                    ops.append(replace(take, args=(shard.name,), attrs=TakeShardAttrs(axes=further)))
         return ops
 
-    def _shard(self, cut: Instruction) -> Value:
+    def _shard(self, take: Instruction) -> Value:
         """Returns the shard over the first axis that a `take_shard` makes or, if it shards over several axes, passes
         through."""
-        value = cut.out[0]
-        if len(cut.axes) == 1:
+        value = take.out[0]
+        if len(take.axes) == 1:
             return value
-        placement = Placement("shard", cut.axes[:1], grid=cut.axes)
+        placement = Placement("shard", take.axes[:1], grid=take.axes)
         return replace(value, name=self.names(f"{value.name}_part"), placement=placement)
 
     def _stack(self, shard: Value, axis: tuple[str, ...]) -> Value:

@@ -16,7 +16,7 @@ from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.sharding.op_strategies import Attention, nearest
 from fzero.sharding.shard_regions import Dim
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import DataParallel
@@ -25,7 +25,7 @@ _WAYS = ("auto", "heads", "keys")
 
 
 @dataclass(frozen=True)
-class SequenceParallel(Cutting):
+class SequenceParallel(DimSharding):
     """The configuration of `sequence_parallel`."""
 
     axis: str = "seq"
@@ -39,9 +39,9 @@ class SequenceParallel(Cutting):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, DataParallel) and other.axis == self.axis:
             return f"along {self.axis!r} every rank has the same samples: let {other.name} name another axis"
-        if isinstance(other, Cutting) and other.axis == self.axis:
-            return f"{self.axis!r} cuts positions: let {other.name} name another axis"
-        if isinstance(other, Cutting) and other.stream is not None and not isinstance(other, SequenceParallel):
+        if isinstance(other, DimSharding) and other.axis == self.axis:
+            return f"{self.axis!r} shards positions: let {other.name} name another axis"
+        if isinstance(other, DimSharding) and other.stream is not None and not isinstance(other, SequenceParallel):
             return "two axes would shard positions: leave sequence=True out"
         if isinstance(other, Fp8):
             return "fp8 scales unsharded values, and these are sharded"

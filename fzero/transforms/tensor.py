@@ -20,7 +20,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import Dim
 from fzero.step import EvalStep
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import Parallel
 from fzero.tree import dotted
@@ -30,7 +30,7 @@ Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
 
 
 @dataclass(frozen=True)
-class TensorParallel(Cutting):
+class TensorParallel(DimSharding):
     """The configuration of `tensor_parallel`. `rules`: None if they are to be chosen."""
 
     axis: str = "model"
@@ -54,7 +54,7 @@ class TensorParallel(Cutting):
             raise TransformError(self.name, what, fix=f"give an evaluation those of the compiled step: {fix}")
         return super().__call__(step)
 
-    def cut(self, leaf: Leaf) -> Dim | None:
+    def sharded_dim(self, leaf: Leaf) -> Dim | None:
         """The dim along which a parameter is sharded, by the first rule that matches its name; None while rules have
         not been chosen."""
         if self.rules is None:
@@ -77,12 +77,12 @@ class TensorParallel(Cutting):
                 shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
                 fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
                 raise FzeroValueError(self.name, "no parameter matches a rule", shown, fix)
-        cuts = [None if leaf.role == "mutable" else self.cut(leaf) for leaf in leaves]
-        if not any(cuts):
+        dims = [None if leaf.role == "mutable" else self.sharded_dim(leaf) for leaf in leaves]
+        if not any(dims):
             what = "does nothing: no parameter is sharded"
             fix = f"let a rule match one of {', '.join(names[:5])}"
             raise FzeroValueError(self.name, what, fix=fix)
-        pairs = ((leaves[i].path, leaves[t].path, cuts[i], cuts[t]) for i, t in enumerate(tied))
+        pairs = ((leaves[i].path, leaves[t].path, dims[i], dims[t]) for i, t in enumerate(tied))
         torn = [f"{dotted(a)}: {one}, {dotted(b)}: {two}" for a, b, one, two in pairs if one != two]
         if torn:
             fix = "give both names one rule: they are one tensor"
@@ -213,20 +213,20 @@ def _shown(dim: Dim | None) -> str:
     return "None" if dim is None else str(dim.dim) if dim.groups == 1 else f"({dim.dim}, {dim.groups})"
 
 
-def rules_for(cuts: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], ...]:
+def rules_for(dims: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], ...]:
     """Returns rules that shard parameters in this way, by their dotted names: as few and as short as possible."""
     rules: list[tuple[str, Dim | None]] = []
-    for name, dim in cuts.items():
+    for name, dim in dims.items():
         if dim is None or any(matches(name, glob) for glob, _ in rules):
             continue
         parts = name.split(".")
         alike = ["*" if part.isdigit() else part for part in parts]  # the same parameter of all layers
         globs = (".".join(x[i:]) for i in reversed(range(len(parts))) for x in (alike, parts))
-        fits = lambda glob, dim=dim: all(of == dim for x, of in cuts.items() if matches(x, glob))  # noqa: E731
+        fits = lambda glob, dim=dim: all(of == dim for x, of in dims.items() if matches(x, glob))  # noqa: E731
         rules.append((next((x for x in globs if x.strip("*.") and fits(x)), name), dim))
-    wrong = [x for x, dim in cuts.items() if next((of for glob, of in rules if matches(x, glob)), None) != dim]
-    exact = sorted((x for x in cuts if any(matches(x, name) for name in wrong)), key=len, reverse=True)
-    return *((x, cuts[x]) for x in exact), *rules
+    wrong = [x for x, dim in dims.items() if next((of for glob, of in rules if matches(x, glob)), None) != dim]
+    exact = sorted((x for x in dims if any(matches(x, name) for name in wrong)), key=len, reverse=True)
+    return *((x, dims[x]) for x in exact), *rules
 
 
 def matches(name: str, glob: str) -> bool:

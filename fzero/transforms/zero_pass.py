@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fzero.ir.attributes import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
+from fzero.ir.attributes import AddAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, TakeShardAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
 from fzero.ir.program import (
@@ -90,7 +90,9 @@ class _Rewrite:
         # with a pipeline: "step" if parameters stay gathered until their last micro-batch, "micro" if they are gathered
         # for each
         self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
-        names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
+        names = (
+            [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.dim_shardings]
+        )
         self.by = names[0] if names else ""
         self.batch_placement = Placement("varying", zero.batch_axes) if zero.batch_axes else REPLICATED
         self.varying: set[str] = set()  # values that differ between ranks along a batch axis
@@ -386,17 +388,17 @@ class _Rewrite:
         ops, now = list[Instruction](), {n: self.renamed.get(n, n) for n in to}
         ops += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].dim_shards]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
-            cut = {n: self.placement[now[n]].axes for n in left}
-            axes = {n: to[n][len(cut[n]) :][:1] for n in left}
+            sharded = {n: self.placement[now[n]].axes for n in left}
+            axes = {n: to[n][len(sharded[n]) :][:1] for n in left}
             # the axes that an unsharded value is padded for; for a shard, its placement determines it
-            padding = {n: () if cut[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
-            nearest = min(left, key=lambda n: len(cut[n]))
+            padding = {n: () if sharded[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
+            nearest = min(left, key=lambda n: len(sharded[n]))
             axis, padded = axes[nearest], padding[nearest]
             here = [n for n in left if (axes[n], padding[n]) == (axis, padded)]
             for n in here:
                 dims = self._param_of(n).layout.dims
-                if len(cut[n]) < len(dims):
-                    ops.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
+                if len(sharded[n]) < len(dims):
+                    ops.append(self._split(now, n, axis, self._finest(n), dims[: len(sharded[n]) + 1]))
             handle, arrives = moving(self.names.numbered("scatter")), STARTS["reduce_scatter_start"].arrives
             start = Instruction(
                 "reduce_scatter_start",
@@ -446,7 +448,7 @@ class _Rewrite:
             here = [n for n in names if axis in self.placement[now[n]].partial]
             if not here:
                 continue
-            placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), "data_parallel")
+            placed = next((spec.name for spec in self.zero.dim_shardings if spec.axis == axis), "data_parallel")
             handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
             start = Instruction(
                 "all_reduce_start",
@@ -484,7 +486,7 @@ class _Rewrite:
                     leaf.dtype,
                     self.placement[path].with_shard(more),
                 )
-                before.append(Instruction("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
+                before.append(Instruction("take_shard", (path,), (value,), attrs=TakeShardAttrs(axes=more), by=self.by))
                 rename[path] = value.name
                 aliases[value.name] = path
                 if path in op.writes:

@@ -13,7 +13,7 @@ from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
 from fzero.sharding.shard_regions import part_shape
-from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.transform import Transform, find
 from fzero.transforms.zero import Parallel, ShardParams
@@ -35,7 +35,7 @@ class Zero:
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a parameter is computed in another dtype than it is stored in
     once: Hierarchical | None = None
-    cutting: tuple[Cutting, ...] = ()  # the specs that shard along dims on this mesh, in order
+    dim_shardings: tuple[DimSharding, ...] = ()  # the specs that shard along dims on this mesh, in order
     stages: str | None = None  # the axis of a pipeline
     # by path of a parameter and ZeRO stage, the axes of the specs that shard it: each predicate is called once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
@@ -44,23 +44,27 @@ class Zero:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that shard the batch, in mesh order."""
         wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
-        wanted |= {spec.axis for spec in self.cutting if spec.cuts_batch}
+        wanted |= {spec.axis for spec in self.dim_shardings if spec.shards_batch}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     @property
     def computed(self) -> tuple[str, ...]:
         """The axes along which subgraphs compute on shards: of the same batch, or of experts."""
-        return tuple(spec.axis for spec in self.cutting)
+        return tuple(spec.axis for spec in self.dim_shardings)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
         """The mesh axes that shard a parameter at a ZeRO stage: the longest list among the specs of that stage and
         higher ones."""
         found = self._known.get(leaf.path)
         if found is None:
-            cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage}
-            found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.specs if r.stage and r.shards(leaf)}
+            sharding = {
+                r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage
+            }
+            found = self._known[leaf.path] = {
+                r.stage: sharding[r.stage] for r in self.specs if r.stage and r.shards(leaf)
+            }
         # the axes that shard it along dims, before it is sharded flat
-        dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
+        dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.sharding(self.mesh).along)
         flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
         finest = max(flat.values(), key=len, default=())
         # New values of mutable tensors are computed unsharded on every rank; of small tensors, some ranks would have
@@ -99,12 +103,12 @@ class Zero:
         """Raises if none of these parameters is sharded over the axis of `hierarchical`, although a transform names
         it."""
         once = self.once
-        cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.specs if r.stage > 1]
-        if once is None or not any(once.axis in axes[1:] for axes in cut):
+        sharding = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.specs if r.stage > 1]
+        if once is None or not any(once.axis in axes[1:] for axes in sharding):
             return  # there is one rank along it, or along all axes that shard before it
         if any(once.axis in self._axes(leaf, 2) for leaf in leaves):
             return
-        num = max(self.mesh.axis_size(axes) for axes in cut)
+        num = max(self.mesh.axis_size(axes) for axes in sharding)
         few = f"fewer elements than the {num} shards"
         shown = [f"{leaf}: {few if leaf.numel < num else 'not selected by `where`'}" for leaf in leaves]
         more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
@@ -137,13 +141,13 @@ class Zero:
 
     def _check_once(self, once: Hierarchical) -> None:
         """Raises if nothing in a step would cross the axis less often."""
-        axis, cut = once.axis, [r for r in self.specs if once.axis in r.axes and r.stage > 1]
-        if cut and any(r.axes[0] != axis for r in cut):
+        axis, sharding = once.axis, [r for r in self.specs if once.axis in r.axes and r.stage > 1]
+        if sharding and any(r.axes[0] != axis for r in sharding):
             return
         title = f"does nothing over axis {axis!r}" if axis in self.mesh.axes else "unknown mesh axis"
         if axis not in self.mesh.axes:
             what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
-        elif cut:
+        elif sharding:
             others = [a for a in self.mesh.axes if a != axis]
             what = f"{axis!r} shards first: gathered over it, parameters would be unsharded until the step ends"
             fix = (

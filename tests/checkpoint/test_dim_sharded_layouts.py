@@ -79,7 +79,7 @@ def test_the_shards_of_a_leaf_make_it_up(axes):
         mine = next(m for m in ranks if m.index(axes) == place)
         part = shard(whole, leaf, mine)
         boxes = leaf.boxes(mine)
-        assert tuple(part.shape) == leaf.resting_shape(mine)
+        assert tuple(part.shape) == leaf.stored_shape(mine)
         assert (
             torch.equal(part.reshape(-1)[: boxes.numel], boxes.take(whole))
             and not part.reshape(-1)[boxes.numel :].any()

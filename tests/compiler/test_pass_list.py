@@ -165,10 +165,10 @@ def test_a_program_that_breaks_the_rules_of_its_stage_is_refused(name: str, monk
         lower("cpu" if name == "hoist_updates" else "zero-3")
 
 
-@pytest.mark.parametrize("rule", [rules.is_cut, rules.on_device, rules.placed])
+@pytest.mark.parametrize("rule", [rules.update_is_partitioned, rules.on_device, rules.placed])
 def test_a_rule_holds_on_its_side_of_a_pass_alone(rule: Callable[[Program], None]) -> None:
     stages = lower("all").stages()
-    at = {rules.is_cut: "cut_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
+    at = {rules.update_is_partitioned: "cut_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
     for name, program in stages.items():
         behind = [*stages].index(name) >= [*stages].index(at)
         moves = any(op.op.endswith("_start") for op, _ in program.walk())

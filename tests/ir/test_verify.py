@@ -13,7 +13,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
-from fzero.ir.attributes import CastAttrs, CutAttrs, GatherAttrs, ReduceAttrs
+from fzero.ir.attributes import CastAttrs, GatherAttrs, ReduceAttrs, TakeShardAttrs
 from fzero.ir.program import MOVING, Instruction, Placement, Program, Value
 from fzero.ir.verifier import verify
 
@@ -393,7 +393,7 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
 
 def test_take_shard_of_a_shard(stage3: Program) -> None:
     leaf = stage3.values()["params['scale']"]
-    take = Instruction("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=CutAttrs(axes=("data",)))
+    take = Instruction("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=TakeShardAttrs(axes=("data",)))
     rejects(
         with_instructions(stage3, take, *stage3.instructions),
         "take_shard  -> s",

@@ -43,7 +43,7 @@ def test_unshard_inverts_shard(shape, mesh_axes, axes, dtype, seed):
     shards = [shard(whole, leaf, mesh) for mesh in meshes]
     assert torch.equal(_unshard(shards, leaf, meshes), whole)
     for mesh, part in zip(meshes, shards, strict=True):
-        assert tuple(part.shape) == leaf.resting_shape(mesh) and part.dtype == dtype and part.is_contiguous()
+        assert tuple(part.shape) == leaf.stored_shape(mesh) and part.dtype == dtype and part.is_contiguous()
         assert part.numel() == leaf.shard_numel(mesh)
         boxes = leaf.boxes(mesh)
         assert torch.equal(part.reshape(-1)[: boxes.numel], whole.reshape(-1)[boxes.start : boxes.stop])
@@ -57,7 +57,7 @@ def test_the_boxes_cut_the_leaf_without_gap_or_overlap(shape, mesh_axes, axes):
     ranges = sorted({(boxes.start, boxes.stop) for boxes in map(leaf.boxes, meshes)})
     assert ranges[0][0] == 0 and ranges[-1][1] == leaf.numel
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
-    size = leaf.cut(meshes[0]).size
+    size = leaf.sharding(meshes[0]).size
     padding = leaf.shard_numel(meshes[0]) * size - leaf.numel
     assert 0 <= padding < size, "padded to the next multiple, no further"
 
@@ -91,7 +91,7 @@ def test_leaves_print_and_change_as_values():
     assert (
         moved.layout == Layout(torch.bfloat16, ("data",), "host") and moved.path == leaf.path and leaf.layout.axes == ()
     )
-    assert moved.resting_shape(AbstractMesh(data=7)) == (329216,) and leaf.resting_shape(AbstractMesh(data=7)) == (
+    assert moved.stored_shape(AbstractMesh(data=7)) == (329216,) and leaf.stored_shape(AbstractMesh(data=7)) == (
         3000,
         768,
     )

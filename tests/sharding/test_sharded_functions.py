@@ -20,7 +20,7 @@ from torch_db import databases, operator_cases
 
 import fzero as fz
 from fzero._compat.compat import FakeTensorMode
-from fzero.sharding.dim_propagation import CutFunction, OutputPlacement, Place, all_reduce, propagate
+from fzero.sharding.dim_propagation import OutputPlacement, Place, ShardedGraph, all_reduce, propagate
 from fzero.sharding.shard_regions import Dim
 from fzero.trace.recorder import Recorded
 
@@ -238,7 +238,7 @@ def test_a_stream_that_is_cut_by_position(name: str) -> None:
         assert not forward.whole and not backward.whole
 
 
-def text(cut: CutFunction) -> str:
+def text(cut: ShardedGraph) -> str:
     return f"{cut.graph.graph}\n{cut.places}\n{cut.whole}\n{[x in cut.varies for x in cut.graph.graph.nodes]}"
 
 

@@ -711,7 +711,7 @@ def test_leaves_that_the_step_writes_are_named_and_the_ways_out_are_taken() -> N
     with pytest.raises(FzeroValueError) as caught:
         lowered(torch.nn.BatchNorm1d)
     said = str(caught.value)
-    assert "the step writes 12 leaves" in said and "params[0]['norm']['running_mean']: float32[16]" in said
+    assert "the step writes 12 tensors" in said and "params[0]['norm']['running_mean']: float32[16]" in said
     assert "... 7 more" in said and "torch.nn.GroupNorm" in said and "norm.eval() before fz.functionalize" in said
     for given in ((lambda width: torch.nn.GroupNorm(4, width), False), (torch.nn.BatchNorm1d, True)):
         assert len(lowered(*given).programs) == 2

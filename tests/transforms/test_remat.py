@@ -284,7 +284,7 @@ def test_fractions_are_one_record_however_written():
 def test_a_min_cut_is_looked_for_once_a_distinct_block(monkeypatch, budget):
     """Not for each of its calls, nor for each program that a search makes, nor in a later trace."""
     cuts: list[int] = []
-    monkeypatch.setattr(joint_split, "_known_cuts", {})
+    monkeypatch.setattr(joint_split, "_known_min_cuts", {})
     real = compat.min_cut
     monkeypatch.setattr(compat, "min_cut", lambda *given: cuts.append(1) or real(*given))
     inner = fz.block(lambda p, x: torch.tanh(torch.nn.functional.gelu(x @ p["w"])) * x)

@@ -18,7 +18,7 @@ from fzero.ir.attributes import DealAttrs, Over
 from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text, into, over
 from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.sharding.layout import cut_over
+from fzero.sharding.layout import sharding_over
 from fzero.sharding.shard_regions import Dim, DimShard, part_shape, parts_of
 
 
@@ -56,7 +56,7 @@ class Rearranged(Op[Over]):
         """Returns the sharding along a dim by the last axis, and the shape of the value that it shards."""
         parts, _ = self.parts(op, arg)
         at = parts.placement
-        return part_shape(parts.shape, cut_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
+        return part_shape(parts.shape, sharding_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
 
     def text(self, op: Instruction[Over], program: Program) -> Text:
         shape, (dim, groups) = self.last_sharding(op, program.values_by_name[op.args[0]], program.mesh)

@@ -15,12 +15,12 @@ from fzero.ir.attributes import (
     BufferAttrs,
     CallAttrs,
     CastAttrs,
-    CutAttrs,
     DrawAttrs,
     Over,
     PartAttrs,
     PartIndexAttrs,
     ShardOfAttrs,
+    TakeShardAttrs,
 )
 from fzero.ir.ops.op import A, InterpreterState, Meanings, Op, Rules, Running, Text, into, micro_of, micro_text, over
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, local_bytes
@@ -228,7 +228,7 @@ class Zeros(Op):
         return [torch.zeros(v.shape, dtype=v.dtype, device=interpreter.mesh.device) for v in op.out]
 
 
-class TakeShard(Op[CutAttrs]):
+class TakeShard(Op[TakeShardAttrs]):
     """Takes this rank's flat shard of a full value: a view, or a padded copy on a rank whose shard is not full. Of a
     shard it takes this rank's shard over further axes.
     """
@@ -236,27 +236,27 @@ class TakeShard(Op[CutAttrs]):
     name = "take_shard"
     args = 1
     out = 1
-    attrs = CutAttrs
+    attrs = TakeShardAttrs
     computes = "there"
 
-    def check(self, op: Instruction[CutAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[TakeShardAttrs], args: list[Value], rules: Rules) -> None:
         rules.aliases[op.out[0].name] = rules.root(op.args[0])
         here = args[0].placement
         shard = replace(args[0], name=op.out[0].name, placement=here.with_shard(op.attrs.axes, dims=op.attrs.dims))
         if here.kind not in ("replicated", "shard") or here.partial or op.out[0] != shard:
             rules.bad(op, f"takes a shard of {args[0]}, which is {op.out[0]}")
 
-    def shares(self, op: Instruction[CutAttrs]) -> Iterable[tuple[str, str]]:
+    def shares(self, op: Instruction[TakeShardAttrs]) -> Iterable[tuple[str, str]]:
         return [(op.out[0].name, op.args[0])]
 
-    def is_view(self, op: Instruction[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+    def is_view(self, op: Instruction[TakeShardAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
         whole = local_bytes(values[op.args[0]], mesh)
         return not op.attrs.dims and local_bytes(op.out[0], mesh) * mesh.axis_size(op.attrs.axes) == whole
 
-    def touched(self, op: Instruction[CutAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, op: Instruction[TakeShardAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
-    def text(self, op: Instruction[CutAttrs], program: Program) -> Text:
+    def text(self, op: Instruction[TakeShardAttrs], program: Program) -> Text:
         shard = ["of_shard=True"] if program.values_by_name[op.args[0]].placement.kind == "shard" else []
         dims = [f"dims={[[*d] for d in op.attrs.dims]}"] if op.attrs.dims else []
         return Text(f"take_shard({', '.join([op.args[0], over(op), *shard, *dims])})")
@@ -274,11 +274,11 @@ class TakeShard(Op[CutAttrs]):
         return take_shard
 
     def reference(
-        self, op: Instruction[CutAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
+        self, op: Instruction[TakeShardAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         return [interpreter.take_shard(args[0], interpreter.program.values_by_name[op.args[0]], op.out[0])]
 
-    def record_meanings(self, op: Instruction[CutAttrs], of: Meanings, micro: int, iteration: int) -> None:
+    def record_meanings(self, op: Instruction[TakeShardAttrs], of: Meanings, micro: int, iteration: int) -> None:
         of.same(op.out[0].name, op.args[0])
 
 
@@ -361,7 +361,7 @@ class PartIndex(Number[PartIndexAttrs]):
         return [torch.tensor(interpreter.part_index(count, micro), device=interpreter.mesh.device)]
 
 
-class CutIndex(Op[Over]):
+class AxisIndex(Op[Over]):
     """The index of this rank along an axis, as int64[1]."""
 
     name = "cut_index"
@@ -444,7 +444,7 @@ ROWS: Sequence[Op[Any]] = (
     TakeShard(),
     TakePart(),
     PartIndex(),
-    CutIndex(),
+    AxisIndex(),
     NumValid(),
     DrawStart(),
 )
