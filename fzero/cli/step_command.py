@@ -30,6 +30,7 @@ from fzero.plan.calibration import elsewhere
 from fzero.plan.device_lookup import Device, get_device, get_devices
 from fzero.plan.process_memory import INTERPRETER, left, resident, room
 from fzero.step import Step
+from fzero.transforms.transform import current_pass_name
 
 
 class _Lowered(NamedTuple):
@@ -138,6 +139,7 @@ class StepCommand:
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")
             limits = limits if limited else (None, None, None)
+            skip = [current_pass_name(name, step.transforms) for name in skip]
             _check_passes(step, asked, skip)
             with users_code(self.target or ""):
                 if isinstance(step, Step) and not callable(params):
@@ -206,7 +208,11 @@ def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str
     """Raises an error for passes that a step does not have, or that it needs."""
     with usage_errors():
         names = [FIRST, *(x.name for x in passes_of(step.transforms, skip))]
-    problems = [f"--{flag} {name}: unknown pass" for flag, name in asked.items() if name and name not in names]
+    problems = [
+        f"--{flag} {name}: unknown pass"
+        for flag, name in asked.items()
+        if name and current_pass_name(name, step.transforms) not in names
+    ]
     if problems:
         fix = f"name one of them, in order: {', '.join(names)}"
         raise UsageError("show", "unknown passes", problems, fix)

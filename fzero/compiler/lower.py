@@ -32,7 +32,7 @@ from fzero.plan.device_lookup import Device, get_device
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_params, no_step
 from fzero.trace.graph_capture import without_gc
-from fzero.transforms.transform import on_device
+from fzero.transforms.transform import current_pass_name, on_device
 
 
 @plain_numbers
@@ -105,7 +105,8 @@ def lower(
     if device is None:
         check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
-    skip = frozenset((skip,) if isinstance(skip, str) else skip)
+    names = (skip,) if isinstance(skip, str) else skip
+    skip = frozenset(current_pass_name(name, step.transforms, 6) for name in names)
     return resolve_and_lower(step, mesh, params, batch, Budget(nbytes, rates, backend, host, disk), skip)
 
 

@@ -20,6 +20,7 @@ from fzero.plan.device_lookup import Device
 from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.trace.graph_capture import without_gc
 from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.transform import current_pass_name
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Lowered:
     def _around(self, name: str) -> tuple[Program, Program]:
         """Returns the programs before a pass and after it; for the recorded program, which has none before it, twice
         the same."""
-        stages = self.stages()
+        stages, name = self.stages(), current_pass_name(name, self.program.transforms, 5)
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))
             what = (

@@ -1,7 +1,7 @@
 """Lists the passes that turn a recorded program into a finished one, in order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard, compress,
-    cut_update --> ops in the base program's order
+    recorded program -- fuse, copies --> base program -- remat, dim_sharding, split_backward, accumulate, shard,
+    compress, partition_update --> ops in the base program's order
 
     ops in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
@@ -50,7 +50,7 @@ from fzero.transforms import (
 from fzero.transforms import compute_copies_pass as copies
 from fzero.transforms.compress import Compress
 from fzero.transforms.offload import Offload
-from fzero.transforms.partition_update_pass import cut_update
+from fzero.transforms.partition_update_pass import partition_update
 from fzero.transforms.remat import Remat
 from fzero.transforms.round_robin_pass import deal, gathers
 from fzero.transforms.transform import Transform, find
@@ -217,7 +217,7 @@ PASSES = (
         grows=lambda options, program, _: options.shares("remat") if _remat_open(program) else (),
     ),
     Pass(
-        "cut",
+        "dim_sharding",
         lambda program, context, _: dim_sharding_pass.rewrite(program, context.zero),
         wanted=lambda program, context, _: context.zero.dim_shardings,
         needed="subgraphs would read unsharded parameters, of which a rank has shards",
@@ -251,8 +251,8 @@ PASSES = (
         needed="values would travel in more bits than the step asks for",
     ),
     Pass(
-        "cut_update",
-        lambda program, *_: cut_update(program),
+        "partition_update",
+        lambda program, *_: partition_update(program),
         wanted=_trains,
         option=_tiers_of_leaves,
         behind=pass_invariants.update_is_partitioned,

@@ -193,7 +193,7 @@ class _ToParts:
                 ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
         self._check()
         if self.index is not None:
-            index = Instruction("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
+            index = Instruction("axis_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
             ops.insert(0, index)
         notes = tuple(
             (

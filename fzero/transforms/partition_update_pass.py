@@ -38,7 +38,7 @@ Owner = tuple[int, int]
 NOBODY: Owner = (-1, 0)
 
 
-def cut_update(program: Program) -> Program:
+def partition_update(program: Program) -> Program:
     """Replaces the `update` op by ops that can be executed. Values are sharded as the placements of its arguments and
     targets say."""
     return _UpdatePartition(program).program

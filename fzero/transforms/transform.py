@@ -7,12 +7,13 @@ same program. A spec that contradicts one that is already there raises immediate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from fzero._utils.deprecation import warn
 from fzero.errors import TransformError
 from fzero.ir.ops import bring
 from fzero.ir.ops.op import Op
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Transform")
 
+RENAMED_PASSES = {"cut": "dim_sharding", "cut_update": "partition_update"}
+"""The present name of each pass that had another name until 0.2."""
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -42,13 +46,15 @@ class Transform:
     """
 
     order: ClassVar[int] = 0
-    after: ClassVar[str] = "cut_update"
+    after: ClassVar[str] = "partition_update"
     name: ClassVar[str] = ""
     ops: ClassVar[tuple[Op[Any], ...]] = ()
     every_leaf: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if cls.__dict__.get("after") in RENAMED_PASSES:
+            cls.after = current_pass_name(cls.after, stacklevel=4)
         if "ops" in cls.__dict__:
             bring(cls.ops, cls.name)
 
@@ -170,6 +176,21 @@ class Transform:
     def __str__(self) -> str:
         shown = [f"{f.name}={_show(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) is not None]
         return f"{self.name}({', '.join(shown)})"
+
+
+def current_pass_name(name: str, transforms: Sequence[Transform] = (), stacklevel: int = 3) -> str:
+    """Returns the present name of a pass, with a warning if `name` is the one it had until 0.2.
+
+    Args:
+        name: the name of a pass. Any other name is returned unchanged.
+        transforms: the transforms of the step. If one of them has this name, the name refers to its own rewrite.
+        stacklevel: as in `warnings.warn`. The default attributes the warning to the caller.
+    """
+    new = RENAMED_PASSES.get(name, name)
+    if new == name or any(t.name == name for t in transforms):
+        return name
+    warn(f"the pass name {name!r}", repr(new), stacklevel)
+    return new
 
 
 def applied(spec: Transform, step: Step | EvalStep | None) -> Any:

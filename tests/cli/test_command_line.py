@@ -400,10 +400,12 @@ def test_a_pass_that_is_not_there(run):
 def test_passes_one_by_one(run):
     code, out, err = run("show", "targets.py:good", *MESH, "--diff", "overlap", "--flat")
     assert code == 0 and out == lowered().diff("overlap", fold=False) and out.startswith("--- before overlap\n")
-    assert "passes that ran: trace, fuse, remat, accumulate, shard, cut_update, hoist_updates, overlap, pool" in err
+    assert (
+        "passes that ran: trace, fuse, remat, accumulate, shard, partition_update, hoist_updates, overlap, pool" in err
+    )
     code, out, err = run("show", "targets.py:good", *MESH, "--skip", "hoist_updates", "overlap")
     assert code == 0 and out == str(lowered(skip=["hoist_updates", "overlap"]).program) != str(lowered().program)
-    assert "cut_update, pool" in err
+    assert "partition_update, pool" in err
     found = json.loads(run("show", "targets.py:good", *MESH, "--json", "--diff", "pool")[1])
     assert found["diff"] == lowered().diff("pool") and found["passes"][-1] == "pool" and "program" not in found
 

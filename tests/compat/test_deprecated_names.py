@@ -21,7 +21,8 @@ from fzero._utils.deprecation import renamed_flags
 from fzero.cli.flag_parsing import _RENAMED
 from fzero.cli.printing import plan_data
 from fzero.elastic import supervisor
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.transforms.transform import Transform
 
 X = torch.arange(8.0).view(4, 2)
 PARAMS = {"w": torch.ones(2, 2), "up": torch.ones(2, 4), "down": torch.ones(4, 2)}
@@ -40,6 +41,25 @@ def call(fn: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
 
 def in_a_run(fn: Callable[[fz.Run], Any], **options: Any) -> Callable[[], Any]:
     return lambda: fz.run(fn, device="cpu", **options)
+
+
+def guest(pass_name: str) -> Transform:
+    """A transform whose rewrite runs after this pass."""
+
+    class Guest(Transform):
+        name, after = "guest", pass_name
+
+    return Guest()
+
+
+def lower_without(pass_name: str) -> Any:
+    return fz.lower(fz.shard_params(STEP), fz.AbstractMesh(data=2), PARAMS, X, device="h100", skip=[pass_name])
+
+
+def raised(fn: Callable[[], Any]) -> str:
+    with pytest.raises(FzeroValueError) as error:
+        fn()
+    return str(error.value)
 
 
 def logged(option: str) -> list[list[str]]:
@@ -79,6 +99,21 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         call(fz.accumulate, STEP, 2, whole=accepted),
         call(fz.accumulate, STEP, 2, replicated=accepted),
         "fz.accumulate(whole=) is deprecated and will be removed in 0.4: use fz.accumulate(replicated=)",
+    ),
+    "after('cut_update')": (
+        lambda: str(LOWERED.after("cut_update")),
+        lambda: str(LOWERED.after("partition_update")),
+        "the pass name 'cut_update' is deprecated and will be removed in 0.4: use 'partition_update'",
+    ),
+    "lower(skip=)": (
+        lambda: raised(lambda: lower_without("cut_update")),
+        lambda: raised(lambda: lower_without("partition_update")),
+        "use 'partition_update'",
+    ),
+    "a transform after 'cut_update'": (
+        lambda: guest("cut_update").after,
+        lambda: guest("partition_update").after,
+        "use 'partition_update'",
     ),
     "once_a_step": (
         lambda: fz.once_a_step(axis="node")(STEP),

@@ -68,15 +68,15 @@ def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
 
 
 RAN = {
-    "experts": "fuse remat cut shard cut_update hoist_updates overlap pool",
-    "plain": "fuse remat cut_update hoist_updates pool",
-    "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
-    "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
-    "codes": "fuse remat shard compress cut_update hoist_updates overlap pool",
-    "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
-    "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
-    "stages": "fuse remat split_backward accumulate cut_update hoist_updates stages overlap pool",
-    "all": "fuse remat accumulate shard cut_update hoist_updates tiers overlap redundant pool device_waits",
+    "experts": "fuse remat dim_sharding shard partition_update hoist_updates overlap pool",
+    "plain": "fuse remat partition_update hoist_updates pool",
+    "zero-3": "fuse remat shard partition_update hoist_updates overlap pool",
+    "whole": "fuse remat shard partition_update deal hoist_updates overlap pool",
+    "codes": "fuse remat shard compress partition_update hoist_updates overlap pool",
+    "cpu": "fuse copies remat shard partition_update hoist_updates tiers overlap pool batch device_waits",
+    "nvme": "fuse remat shard partition_update gradients hoist_updates tiers overlap pool device_waits",
+    "stages": "fuse remat split_backward accumulate partition_update hoist_updates stages overlap pool",
+    "all": "fuse remat accumulate shard partition_update hoist_updates tiers overlap redundant pool device_waits",
 }
 
 
@@ -145,7 +145,13 @@ def without_a_place(program: Program, temporaries: Any) -> Program:
 
 PLACE = passes.buffer_allocation.place
 BROKEN: dict[str, tuple[Any, str, Callable[[Program], Program], str, str]] = {
-    "cut_update": (passes, "cut_update", lambda program: program, "update", "the update is not yet partitioned"),
+    "partition_update": (
+        passes,
+        "partition_update",
+        lambda program: program,
+        "update",
+        "the update is not yet partitioned",
+    ),
     "hoist_updates": (passes, "hoist_updates", moved_off, "to_device_start", "a copy between tiers, before copies"),
     "pool": (
         passes.buffer_allocation,
@@ -168,7 +174,7 @@ def test_a_program_that_breaks_the_rules_of_its_stage_is_refused(name: str, monk
 @pytest.mark.parametrize("rule", [rules.update_is_partitioned, rules.on_device, rules.placed])
 def test_a_rule_holds_on_its_side_of_a_pass_alone(rule: Callable[[Program], None]) -> None:
     stages = lower("all").stages()
-    at = {rules.update_is_partitioned: "cut_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
+    at = {rules.update_is_partitioned: "partition_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
     for name, program in stages.items():
         behind = [*stages].index(name) >= [*stages].index(at)
         moves = any(op.op.endswith("_start") for op, _ in program.walk())
@@ -214,7 +220,7 @@ def test_a_rewrite_stands_where_it_says(after: str) -> None:
 def test_rewrites_behind_one_another() -> None:
     guests = guest("b", "c", 61), guest("a", "shard", 60), guest("c", "shard", 62), guest("d", "shard", 63)
     ran = " ".join(lower("zero-3", *guests).stages())
-    assert "shard a c b d cut_update" in ran
+    assert "shard a c b d partition_update" in ran
     named = " ".join(lower("zero-3", guest("overlap", "trace")).stages())  # a name that is taken
     assert named.startswith("trace overlap() fuse") and named.endswith(
         "hoist_updates overlap pool"

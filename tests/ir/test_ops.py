@@ -98,7 +98,7 @@ def clamped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add(monkeypatch: pytest.MonkeyPatch, name: str, rewrite: Callable[[Program], Program]) -> None:
     """Adds a pass behind the cut of the update."""
-    at = 1 + next(i for i, x in enumerate(passes.PASSES) if x.name == "cut_update")
+    at = 1 + next(i for i, x in enumerate(passes.PASSES) if x.name == "partition_update")
     more = Pass(name, lambda program, *_: rewrite(program))
     monkeypatch.setattr(passes, "PASSES", (*passes.PASSES[:at], more, *passes.PASSES[at:]))
 
@@ -131,7 +131,7 @@ def test_a_made_up_op_is_one_row_and_the_pass_that_emits_it() -> None:
     assert (
         "clamp(" in str(program)
         and "clamp(" in str(lowered.after("clamp"))
-        and "clamp(" not in str(lowered.after("cut_update"))
+        and "clamp(" not in str(lowered.after("partition_update"))
     )
     device = get_device("h100", "cuda")
     assert all(
@@ -177,7 +177,7 @@ def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
     lowered = fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
-    ran = ["trace", "fuse", "remat", "shard", "cut_update", "hoist_updates", "overlap", "pool"]
+    ran = ["trace", "fuse", "remat", "shard", "partition_update", "hoist_updates", "overlap", "pool"]
     assert [*lowered.stages()] == ran
     assert str(lowered.after("pool")) == str(lowered.program)
     assert {*ran[1:]} < {x.name for x in passes.PASSES}
@@ -186,7 +186,7 @@ def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
     ):
         lowered.after("batch")
     assert any(op.op == "update" for op in lowered.after("shard").instructions) and not any(
-        op.op == "update" for op in lowered.after("cut_update").instructions
+        op.op == "update" for op in lowered.after("partition_update").instructions
     )
     with pytest.raises(fz.errors.FzeroValueError, match="no pass 'inline'"):
         lowered.after("inline")

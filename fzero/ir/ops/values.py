@@ -364,7 +364,7 @@ class PartIndex(Number[PartIndexAttrs]):
 class AxisIndex(Op[Over]):
     """The index of this rank along an axis, as int64[1]."""
 
-    name = "cut_index"
+    name = "axis_index"
     args = 0
     out = 1
     attrs = Over
@@ -375,7 +375,7 @@ class AxisIndex(Op[Over]):
             rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
     def text(self, op: Instruction[Over], program: Program) -> Text:
-        return Text(f"cut_index({over(op)})")
+        return Text(f"axis_index({over(op)})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
