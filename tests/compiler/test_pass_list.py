@@ -244,7 +244,7 @@ def test_every_program_knows_the_gradients(name: str) -> None:
         values = program.values_by_name
         assert (
             all(not values[g].placement.partial for g in program.grads.values())
-            or passed in "trace fuse halves copies remat cut"
+            or passed in "trace fuse halves copies remat dim_sharding"
         )
     with pytest.raises(VerifyError, match=r"nothing, the gradient of params\['w'\], is never made"):
         verify(replace(program, grads={"params['w']": "nothing"}))
