@@ -13,7 +13,7 @@ import torch
 
 from fzero._utils.arguments import count, plain_numbers
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.config_values import MEANING, ConfigSettings, Decision, read_file, settings
+from fzero.deepspeed.config_values import APPLIED, ConfigSettings, Decision, read_file, settings
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.ir.program import Program
 from fzero.optim import GradientTransformation, Schedule
@@ -135,24 +135,24 @@ class Config:
         return self(train_step(loss_fn, self.optimizer, **kwargs))
 
     def report(self, width: int = 120) -> str:
-        """Returns a table of every supported key: its value, whether the line is its meaning or a note, and its effect.
+        """Returns a table of every supported key: its value, its status (applied, or a note), and its effect.
 
         The last lines list the ignored keys and what all other keys amount to.
         """
-        rows = [(d.path, d.value, d.answer, d.says) for d in self.decisions]
-        rows.sort(key=lambda row: row[2] != MEANING)
-        key, value, answer = (
-            max([len(row[i]) for row in rows] + [len(t)]) for i, t in enumerate(("key", "value", "answer"))
+        rows = [(d.path, d.value, d.status, d.says) for d in self.decisions]
+        rows.sort(key=lambda row: row[2] != APPLIED)
+        key, value, status = (
+            max([len(row[i]) for row in rows] + [len(t)]) for i, t in enumerate(("key", "value", "status"))
         )
         value = min(value, 24)
-        room, lines = max(24, width - key - value - answer - 6), []
-        for path, found, kind, says in [("key", "value", "answer", "what it becomes"), *rows]:
+        room, lines = max(24, width - key - value - status - 6), []
+        for path, found, kind, says in [("key", "value", "status", "what it becomes"), *rows]:
             cells = [textwrap.wrap(found, value) or [""], textwrap.wrap(says, room)]
             for i in range(max(map(len, cells))):
                 left, right = (cell[i] if i < len(cell) else "" for cell in cells)
                 first = (path, kind) if i == 0 else ("", "")
-                lines.append(f"{first[0]:{key}}  {left:{value}}  {first[1]:{answer}}  {right}".rstrip())
-        batch = f"{self.batch_size} rows, of each rank {self.num_micro_batches} x {self.micro_batch_size}"
+                lines.append(f"{first[0]:{key}}  {left:{value}}  {first[1]:{status}}  {right}".rstrip())
+        batch = f"{self.batch_size} samples; per rank {self.num_micro_batches} micro-batches of {self.micro_batch_size}"
         means = {"transforms": ", ".join(map(str, self.transforms)), "optimizer": self.optimizer_text, "batch": batch}
         if self.ignored:
             means = {"ignored here": ", ".join(self.ignored), **means}
@@ -267,7 +267,7 @@ def _agree(found: ConfigSettings, auto: Mapping[str, Any], batch: dict[str, int]
 def _clipping(found: ConfigSettings) -> float:
     """Returns the norm to which gradients are clipped; 0 for no clipping."""
     if found.values.get("gradient_clipping") is None:
-        found.omitted("gradient_clipping", "1.0, as DeepSpeed has it since 2026; 0 is none")
+        found.omitted("gradient_clipping", "1.0, as in DeepSpeed since 2026; 0 turns clipping off")
     norm = float(found.get("gradient_clipping", 1.0))
     if norm < 0:
         found.refuse("gradient_clipping", "must be at least 0")
@@ -279,7 +279,7 @@ def _skips(found: ConfigSettings) -> bool:
     if not found.get("bf16.enabled", False):
         return False
     if "bf16.check_grad_overflow" not in found.values:
-        found.omitted("bf16.check_grad_overflow", "true: a step whose gradients are not finite changes nothing")
+        found.omitted("bf16.check_grad_overflow", "true: a step whose gradients are not finite is skipped")
     return found.get("bf16.check_grad_overflow", True)
 
 
@@ -309,7 +309,9 @@ def _precision(found: ConfigSettings) -> list[Transform]:
     elif wires:
         options["reduce"] = next(iter(wires.values()))
     elif compute != "fp32" and not options:
-        says = f"fp32: sums of gradients are more accurate than in {compute}, DeepSpeed's default, and twice the bytes"
+        says = (
+            f"fp32: gradients are summed more accurately than in {compute}, DeepSpeed's default, with twice the bytes"
+        )
         found.omitted("communication_data_type", says)
     kept = found.get("data_types.keep_in_fp32_modules", [])
     if kept:
@@ -352,9 +354,9 @@ def _stage(found: ConfigSettings) -> list[Transform]:
     if stage == 3 and numel:
         return [shard_params(where=Larger(int(numel))), shard_grads()]
     if stage == 3 and numel is None:
-        says = "every parameter is sharded, but those with fewer elements than there are ranks"
+        says = "all parameters are sharded, except those with fewer elements than ranks"
         if small in found.values:
-            found.instead(small, f"{says}; a number keeps smaller ones unsharded")
+            found.instead(small, f"{says}; with a number, smaller ones are replicated")
         else:
             found.omitted(small, f"0: {says}")
     return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]

@@ -23,7 +23,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError
 
 _MOST = 1 << 24  # bytes of a file: 16 MiB
 _ELSEWHERE = 3  # sections: a name that occurs in more of them is no hint at where a key belongs
-MEANING, NOTE = "meaning", "note"
+APPLIED, NOTE = "applied", "note"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Decision:
     Attributes:
         path: the key, with its sections: "optimizer.params.lr".
         value: the value as it is given; "" for a key that is omitted.
-        answer: "meaning" if the key is supported, or "note" for other information about a key, for example the
+        status: "applied" if the key is supported, or "note" for other information about a key, for example the
             default of one that is omitted.
         says: the effect of the key.
 
@@ -41,15 +41,15 @@ class Decision:
         >>> import fzero as fz
         >>> given = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "steps_per_print": 10}
         >>> found = fz.deepspeed.load_config(given)
-        >>> found.decisions[0].path, found.decisions[0].value, found.decisions[0].answer
-        ('train_batch_size', '8', 'meaning')
+        >>> found.decisions[0].path, found.decisions[0].value, found.decisions[0].status
+        ('train_batch_size', '8', 'applied')
         >>> found.ignored
         ('steps_per_print',)
     """
 
     path: str
     value: str
-    answer: str
+    status: str
     says: str
 
 
@@ -215,7 +215,7 @@ def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -
         out.problems.append(f"{path}={shown(value)}: {problem}")
         return
     out.values[at] = value
-    out.decisions.append(Decision(path, shown(value), MEANING, says))
+    out.decisions.append(Decision(path, shown(value), APPLIED, says))
 
 
 def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> Iterator[tuple[str, Any]]:

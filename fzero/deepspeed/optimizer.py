@@ -300,7 +300,9 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
     if kind in ("OneCycle", "LRRangeTest"):
         return _one_cycle_or_range_test(settings, kind)
     if "warmup_type" not in params:
-        settings.omitted("scheduler.params.warmup_type", "log; if a straight line is intended, use linear")
+        settings.omitted(
+            "scheduler.params.warmup_type", "log: the warm-up is logarithmic; linear makes it a straight line"
+        )
     get = lambda key, default: default if params.get(key) is None else params[key]  # noqa: E731
     low, steps = float(get("warmup_min_lr", 0.0)), int(get("warmup_num_steps", 1000))
     high, shape = float(get("warmup_max_lr", lr if kind == "WarmupLR" else 1e-3)), get("warmup_type", "log")

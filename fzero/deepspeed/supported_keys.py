@@ -112,13 +112,13 @@ def _each(section: str, names: str, answer: Any) -> dict[str, Any]:
 
 
 _OPTIMIZER, _SCHEDULE = "an argument of the optimizer", "an argument of the schedule"
-_MOMENTUM = "the first beta of Adam against the learning rate, the second is 0.99; others have no betas"
+_MOMENTUM = "beta1 changes inversely to the learning rate, beta2 is 0.99; only for optimizers with betas"
 
 SUPPORTED: dict[str, Supported] = {
     "train_batch_size": Supported(_SAMPLES, "the samples of one step over all ranks"),
     "train_micro_batch_size_per_gpu": Supported(_SAMPLES, "the samples of one micro-batch on one rank"),
     "gradient_accumulation_steps": Supported(_SAMPLES, "fz.accumulate"),
-    "gradient_clipping": Supported(_NUMBER, "optim.clip_by_global_norm; if it is omitted 1.0, and 0 is none"),
+    "gradient_clipping": Supported(_NUMBER, "optim.clip_by_global_norm; if omitted, 1.0; 0 turns clipping off"),
     "communication_data_type": Supported(_one_of("fp32", "bf16", "fp16", None), "fz.mixed_precision(reduce=)"),
     # the optimizer
     "optimizer.type": Supported(_TEXT, "an optimizer of fz.optim"),
@@ -130,14 +130,16 @@ SUPPORTED: dict[str, Supported] = {
     **_each(
         "optimizer.params", "nesterov maximize amsgrad centered decoupled_weight_decay", Supported(_FLAG, _OPTIMIZER)
     ),
-    "optimizer.params.adam_w_mode": Supported(_FLAG, "whether decay is decoupled; by default it is, of Adam too"),
+    "optimizer.params.adam_w_mode": Supported(
+        _FLAG, "whether weight decay is decoupled; true by default, also for Adam"
+    ),
     "optimizer.params.torch_adam": Supported(_FLAG, "PyTorch's optimizer, with its default weight_decay"),
     "optimizer.params.muon_lr": Supported(_NUMBER, "the learning rate of the matrices that Muon updates"),
     "optimizer.params.adam_lr": Supported(_NUMBER, "the learning rate of the parameters that Muon leaves to AdamW"),
     "optimizer.params.ns_method": Supported(_one_of("gram", "standard"), "the iteration of Muon"),
     # the schedule
     "scheduler.type": Supported(
-        _TEXT, "a schedule; a warm-up is one update late as DeepSpeed's: its first two updates have the same rate"
+        _TEXT, "a schedule; as in DeepSpeed, warm-up starts one update late: the first two updates have the same rate"
     ),
     **_each("scheduler.params", "warmup_min_lr warmup_min_ratio cos_min_ratio", Supported(_NUMBER, _SCHEDULE)),
     "scheduler.params.warmup_max_lr": Supported(_NUMBER_OR_NULL, _SCHEDULE),
@@ -161,24 +163,24 @@ SUPPORTED: dict[str, Supported] = {
     "fp16.consecutive_hysteresis": Supported(_FLAG, "fz.LossScale"),
     "bf16.enabled": Supported(_FLAG, "fz.mixed_precision('bf16')"),
     "bf16.check_grad_overflow": Supported(
-        _FLAG, "optim.skip_nonfinite: a step whose gradients are not finite changes nothing"
+        _FLAG, "optim.skip_nonfinite: a step whose gradients are not finite is skipped"
     ),
     "bf16.bf16_master_weights_and_grads": Supported(
         _FLAG, "fz.mixed_precision(params='bf16', reduce='bf16', rounding='nearest')"
     ),
-    "torch_autocast.enabled": Supported(_FLAG, "fz.mixed_precision: every parameter is cast, those of norms too"),
+    "torch_autocast.enabled": Supported(_FLAG, "fz.mixed_precision: every parameter is cast, including those of norms"),
     "torch_autocast.dtype": Supported(_DTYPE, "fz.mixed_precision"),
     "data_types.grad_accum_dtype": Supported(_DTYPE_OR_NULL, "fz.mixed_precision(reduce=)"),
-    "data_types.param_dtype": Supported(_DTYPE_OR_NULL, "must be the dtype of the computation, as with DeepSpeed"),
+    "data_types.param_dtype": Supported(_DTYPE_OR_NULL, "must equal the compute dtype, as in DeepSpeed"),
     "data_types.keep_in_fp32_modules": Supported(
-        _TEXTS_OR_AUTO, "fz.mixed_precision(where=): parameters of these names keep their dtype"
+        _TEXTS_OR_AUTO, "fz.mixed_precision(where=): parameters with these names keep their dtype"
     ),
     # ZeRO and offloading
     "zero_optimization.stage": Supported(
         _one_of(0, 1, 2, 3), "0: fz.data_parallel; 1: fz.shard_opt_state; 2: fz.shard_grads; 3: fz.shard_params"
     ),
     "zero_optimization.stage3_param_persistence_threshold": Supported(
-        _COUNT_OR_AUTO, "fz.shard_params(where=): smaller parameters are replicated, their state is sharded"
+        _COUNT_OR_AUTO, "fz.shard_params(where=): smaller parameters are replicated, their optimizer state is sharded"
     ),
     "zero_optimization.offload_optimizer.device": Supported(_TIER, "fz.offload(..., 'opt_state')"),
     "zero_optimization.offload_optimizer.nvme_path": Supported(_TEXT_OR_NULL, "fz.offload(path=)"),
@@ -192,28 +194,30 @@ SUPPORTED: dict[str, Supported] = {
     ),
 }
 
-_REMOVED = Rejected("DeepSpeed has removed it, and rejects it too", (False, None))
-_TENSOR = "compose fz.tensor_parallel(rules=...); or fz.hf.Trainer(tensor_parallel=N)"
-_FP32_STATE = "state is fp32; less memory: optimizer=fz.optim.adamw(..., state_dtype='int8')"
+_REMOVED = Rejected("no longer supported by DeepSpeed either", (False, None))
+_TENSOR = "use fz.tensor_parallel(rules=...), or fz.hf.Trainer(tensor_parallel=N)"
+_FP32_STATE = "optimizer state is fp32; to save memory, pass optimizer=fz.optim.adamw(..., state_dtype='int8')"
 
 REJECTED: dict[str, Rejected] = {
     "managed_gradient_accumulation": Rejected("a step is one program, which contains its micro-batches", (True,)),
     "gradient_allreduce_op": Rejected("the gradient is that of the mean loss", ("mean",)),
-    "sequence_parallel_size": Rejected("compose fz.sequence_parallel()", (1,)),
-    "weight_quantization": Rejected("quantised weights are not supported", (None,)),
-    "datastates_ckpt": Rejected("fz.checkpoint.save(wait=False) writes while training goes on", (False, None)),
+    "sequence_parallel_size": Rejected("use fz.sequence_parallel()", (1,)),
+    "weight_quantization": Rejected("quantized weights are not supported", (None,)),
+    "datastates_ckpt": Rejected(
+        "use fz.checkpoint.save(wait=False), which writes while training continues", (False, None)
+    ),
     **dict.fromkeys(("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients"), _REMOVED),
     **dict.fromkeys(("eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"), _REMOVED),
     **dict.fromkeys(("curriculum_learning", "progressive_layer_drop"), _REMOVED),
-    "optimizer.params.bias_correction": Rejected("the bias correction is always made", (True,)),
+    "optimizer.params.bias_correction": Rejected("bias correction is always applied", (True,)),
     "optimizer.params.eps_inside_sqrt": Rejected("eps is added outside of the square root", (False,)),
-    **_each("optimizer.params", "max_coeff min_coeff", Rejected("fz.optim.lamb does not clip its ratios")),
-    "optimizer.params.max_grad_norm": Rejected("DeepSpeed rejects it too: say gradient_clipping", (0,)),
+    **_each("optimizer.params", "max_coeff min_coeff", Rejected("fz.optim.lamb does not clip its trust ratios")),
+    "optimizer.params.max_grad_norm": Rejected("DeepSpeed rejects it too: use gradient_clipping", (0,)),
     "optimizer.params.fp32_optimizer_states": Rejected(_FP32_STATE, (True,)),
     "scheduler.params.last_batch_iteration": Rejected("a schedule depends on the number of updates", (-1,)),
     "fp16.fp16_master_weights_and_grads": Rejected("master weights in fp16 are not supported", (False,)),
     "bf16.bf16_optimizer_states": Rejected(_FP32_STATE, (False,)),
-    "torch_autocast.lower_precision_safe_modules": Rejected("say fz.mixed_precision(where=)"),
+    "torch_autocast.lower_precision_safe_modules": Rejected("use fz.mixed_precision(where=)"),
     "data_types.buffer_dtype": Rejected("buffers keep their dtype", (None,)),
     "zero_optimization.zero_hpz_partition_size": Rejected(
         "use fz.hierarchical(axis='node') on a mesh with the axis node", (0, 1)
@@ -221,28 +225,30 @@ REJECTED: dict[str, Rejected] = {
     **_each(
         "zero_optimization",
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-        Rejected("say fz.compress for transfers in 8 bits", (False,)),
+        Rejected("use fz.compress for transfers in 8 bits", (False,)),
     ),
-    "zero_optimization.zenflow": Rejected("it updates with stale gradients", (None,)),
+    "zero_optimization.zenflow": Rejected("updates with stale gradients are not supported", (None,)),
     **_each(
         "zero_optimization",
         "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
-        Rejected("DeepSpeed has removed it, and rejects it too"),
+        Rejected("no longer supported by DeepSpeed either"),
     ),
-    "activation_checkpointing.number_checkpoints": Rejected("the checkpoints are the blocks", (None, False)),
+    "activation_checkpointing.number_checkpoints": Rejected("activations are checkpointed per block", (None, False)),
     "tensor_parallel.autotp_size": Rejected(_TENSOR, (0, 1)),
     "tensor_parallel.tensor_parallel.tp_size": Rejected(_TENSOR, (1,)),
-    "expert_parallel.enabled": Rejected("compose fz.expert_parallel(where=...)", (False,)),
+    "expert_parallel.enabled": Rejected("use fz.expert_parallel(where=...)", (False,)),
     "pipeline.stages": Rejected("wrap the step with fz.pipeline()", ("auto", None, 0, 1)),
     "hybrid_engine.enabled": Rejected("generation during training is not supported", (False,)),
     "data_efficiency.enabled": Rejected("sampling by difficulty and dropping of tokens are not supported", (False,)),
     **_each(
         "compile",
         "offload_activation offload_opt_states offload_parameters",
-        Rejected("say zero_optimization.offload_optimizer and offload_param", (False,)),
+        Rejected("use zero_optimization.offload_optimizer and offload_param", (False,)),
     ),
     "compile.passes": Rejected("the passes are fzero's own", ([], ["z1"], ["z3"], None)),
-    "checkpoint.use_node_local_storage": Rejected("ranks write one directory that all of them see", (False,)),
+    "checkpoint.use_node_local_storage": Rejected(
+        "all ranks write one directory, which must be on a shared filesystem", (False,)
+    ),
 }
 
 _IGNORED = {

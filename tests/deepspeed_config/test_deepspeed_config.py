@@ -275,7 +275,7 @@ MUTILATED: list[tuple[str, Any, str]] = [
      "one key under two names"),
     ("fp16", {"enabled": True, "loss_scale_window": 0}, "loss_scale_window=0"),
     ("fp16", {"enabled": True, "initial_scale_power": 1e30}, "fp16.initial_scale_power=1e+30: a scale is a float32"),
-    ("amp", {"enabled": True}, "has removed it"),
+    ("amp", {"enabled": True}, "no longer supported by DeepSpeed"),
     ("compile.passes", ["autotp"], "compile.passes=['autotp']"),
     ("zero_optimization.zenflow", {}, "stale gradients"),
 ]  # fmt: skip
@@ -309,7 +309,7 @@ def test_all_problems_at_once() -> None:
 
 
 def noted(config: dict[str, Any], path: str, **kwargs: Any) -> str:
-    return "; ".join(d.says for d in load(config, **kwargs).decisions if d.path == path and d.answer == "note")
+    return "; ".join(d.says for d in load(config, **kwargs).decisions if d.path == path and d.status == "note")
 
 
 def test_adam_is_adamw() -> None:
@@ -613,7 +613,7 @@ def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_ignored(
     assert {path.partition(".")[0] for path in found.ignored} == {*carried}
     assert found.decisions == plain.decisions
     assert found.transforms == plain.transforms and found.optimizer_text == plain.optimizer_text
-    assert "number_checkpoints=4: the checkpoints are" in refused(
+    assert "number_checkpoints=4: activations are checkpointed" in refused(
         with_("activation_checkpointing.number_checkpoints", 4)
     )
 
@@ -621,8 +621,8 @@ def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_ignored(
 @pytest.mark.parametrize("name", ["stage3_param_persistence_threshold", "param_persistence_threshold"])
 def test_a_threshold_that_is_auto_has_one_answer(name: str) -> None:
     found = load(SMALL | {"zero_optimization": {"stage": 3, name: "auto"}})
-    rows = [(d.value, d.answer, d.says) for d in found.decisions if d.path.endswith("param_persistence_threshold")]
-    assert len(rows) == 1 and rows[0][:2] == ("'auto'", "note") and rows[0][2].startswith("every parameter is sharded")
+    rows = [(d.value, d.status, d.says) for d in found.decisions if d.path.endswith("param_persistence_threshold")]
+    assert len(rows) == 1 and rows[0][:2] == ("'auto'", "note") and rows[0][2].startswith("all parameters are sharded")
 
 
 def test_auto_and_arguments_must_agree() -> None:
