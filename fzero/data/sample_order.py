@@ -176,8 +176,8 @@ class Steps:
         problems = [f"{name}: saved with {then!r}, now {now!r}" for name, (then, now) in others.items()]
         if problems:
             fix = (
-                "give the data, sizes and seed that it was saved with (python_source is another text in another "
-                "version of Python)"
+                "give the data, sizes and seed that it was saved with (python_source differs "
+                "between versions of Python)"
             )
             raise FzeroValueError(
                 "data.resume", "the run was saved with different data, or data in a different order", problems, fix
