@@ -41,13 +41,13 @@ RUNS_CODE = re.compile(
     r"|(send|recv)_object_list|torch\.load|marshal\.loads?|shelve|dill|cloudpickle|yaml\.(unsafe_)?load)\b"
 )
 ALLOWED = {
-    "compat.py": "Inductor's artifacts of a cache that nobody else can write to, which PyTorch reads so too",
+    "_compat/compat.py": "Inductor's artifacts of a cache that nobody else can write to, which PyTorch reads so too",
     "runtime/build/compile_worker.py": "a pipe to a process that this one has started",
     "hf/trainer_checkpoint.py": "weights_only=True: scheduler.pt of its own checkpoints, read as transformers does",
 }
 
 READS_JSON = re.compile(r"\b(json\.loads?|JSONDecoder|raw_decode)\b")
-READERS = {"read_json.py": "the one reader"}
+READERS = {"_utils/bounded_json.py": "the one reader"}
 
 
 @pytest.mark.full
