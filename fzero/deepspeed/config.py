@@ -267,7 +267,7 @@ def _agree(found: ConfigSettings, auto: Mapping[str, Any], batch: dict[str, int]
 def _clipping(found: ConfigSettings) -> float:
     """Returns the norm to which gradients are clipped; 0 for no clipping."""
     if found.values.get("gradient_clipping") is None:
-        found.omitted("gradient_clipping", "1.0, as in DeepSpeed since 2026; 0 turns clipping off")
+        found.omitted("gradient_clipping", "the default is 1.0, as in DeepSpeed since 2026; 0 turns clipping off")
     norm = float(found.get("gradient_clipping", 1.0))
     if norm < 0:
         found.refuse("gradient_clipping", "must be at least 0")
@@ -279,7 +279,9 @@ def _skips(found: ConfigSettings) -> bool:
     if not found.get("bf16.enabled", False):
         return False
     if "bf16.check_grad_overflow" not in found.values:
-        found.omitted("bf16.check_grad_overflow", "true: a step whose gradients are not finite is skipped")
+        found.omitted(
+            "bf16.check_grad_overflow", "the default is true: a step whose gradients are not finite is skipped"
+        )
     return found.get("bf16.check_grad_overflow", True)
 
 
@@ -310,7 +312,7 @@ def _precision(found: ConfigSettings) -> list[Transform]:
         options["reduce"] = next(iter(wires.values()))
     elif compute != "fp32" and not options:
         says = (
-            f"fp32: gradients are summed more accurately than in {compute}, DeepSpeed's default, with twice the bytes"
+            f"the default is fp32: sums are more accurate than in {compute}, DeepSpeed's default, with twice the bytes"
         )
         found.omitted("communication_data_type", says)
     kept = found.get("data_types.keep_in_fp32_modules", [])
@@ -358,7 +360,7 @@ def _stage(found: ConfigSettings) -> list[Transform]:
         if small in found.values:
             found.instead(small, f"{says}; with a number, smaller ones are replicated")
         else:
-            found.omitted(small, f"0: {says}")
+            found.omitted(small, f"the default is 0: {says}")
     return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from fzero._utils.arguments import shown
 from fzero._utils.bounded_json import Malformed, contents, parsed
+from fzero._utils.deprecation import warn
 from fzero.deepspeed.supported_keys import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED, Rejected, same
 from fzero.errors import FzeroTypeError, FzeroValueError
 
@@ -51,6 +52,12 @@ class Decision:
     value: str
     status: str
     says: str
+
+    @property
+    def answer(self) -> str:
+        """Deprecated: the old name of `status`, with "meaning" for "applied"."""
+        warn("Decision.answer", "Decision.status")
+        return "meaning" if self.status == APPLIED else self.status
 
 
 @dataclass

@@ -35,7 +35,7 @@ PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # arguments of DeepSp
 REFUSED = {
     "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not supported"),
-    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and rejects it too"),
+    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "no longer supported by DeepSpeed either"),
 }
 """Optimizers that DeepSpeed has and fzero does not support, and why."""
 
@@ -301,7 +301,7 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
         return _one_cycle_or_range_test(settings, kind)
     if "warmup_type" not in params:
         settings.omitted(
-            "scheduler.params.warmup_type", "log: the warm-up is logarithmic; linear makes it a straight line"
+            "scheduler.params.warmup_type", "the default is log, a logarithmic warm-up; use linear for a straight line"
         )
     get = lambda key, default: default if params.get(key) is None else params[key]  # noqa: E731
     low, steps = float(get("warmup_min_lr", 0.0)), int(get("warmup_num_steps", 1000))

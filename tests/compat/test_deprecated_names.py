@@ -324,3 +324,10 @@ def test_modules_are_found_by_the_names_of_0_2(tmp_path: Path) -> None:
         in lines
     )
     assert all(line.startswith(str(script)) for line in lines[:5]), lines
+
+
+def test_a_decisions_answer_warns() -> None:
+    decision = fz.deepspeed.load_config({"train_batch_size": 8, "optimizer": {"type": "SGD"}}, world=1).decisions[0]
+    with pytest.warns(FutureWarning, match="use Decision.status"):
+        assert decision.answer == "meaning"
+    assert decision.status == "applied"

@@ -248,7 +248,7 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("optimizer.params.max_grad_norm", 1.0, "gradient_clipping"),
     ("optimizer.params.lr", "auto", "nothing fills it in"),
     ("optimizer.type", "AdmaW", "did you mean 'AdamW'"),
-    ("optimizer.type", "OneBitAdam", "has removed it"),
+    ("optimizer.type", "OneBitAdam", "no longer supported by DeepSpeed"),
     ("scheduler.type", "WarmupDecay", "did you mean 'WarmupDecayLR'"),
     ("scheduler.type", "OneCycles", "did you mean 'OneCycle'"),
     ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "cycle_max_lr: OneCycle needs it"),
