@@ -161,9 +161,9 @@ class Report:
         """Returns the tensors that are closest to their tolerances or beyond them."""
         wrong = self.num_different
         verdict = (
-            f"{wrong} of {len(self.differences)} leaves differ"
+            f"{wrong} of {len(self.differences)} tensors differ"
             if wrong
-            else f"equivalent in all {len(self.differences)} leaves"
+            else f"equivalent in all {len(self.differences)} tensors"
         )
         title = f"{self.name} on mesh {self.mesh}, {self.steps} steps, {self.backend}: {verdict}"
         rows = [
@@ -173,9 +173,9 @@ class Report:
         left = len(self.differences) - NUM_ROWS
         if left > 0:
             rows.append((f"{left} more", "", "", "", f"{max(wrong - NUM_ROWS, 0)} differ" if wrong > NUM_ROWS else ""))
-        out = [TextTable(title, ("leaf", "difference", "tolerance", "step", ""), rows)]
+        out = [TextTable(title, ("tensor", "difference", "tolerance", "step", ""), rows)]
         if self.blame is not None:
-            out.append(TextTable("where it begins", ("", ""), _blamed(self.blame)))
+            out.append(TextTable("where the difference starts", ("", ""), _blamed(self.blame), prose=True))
         if self.exact is not None and not self.exact.equivalent:
             first, *rest = self.exact.tables()
             out += [first._replace(title=f"without {self._rounding()}: {first.title}"), *rest]

@@ -680,7 +680,7 @@ def test_a_checkpoint_beside_it_that_fits_is_named(tmp_path: Path) -> None:
     fix = (
         f"Fix: restore {tmp_path / 'step-00000250'}, which fits (step-00000100 too); step-00000012 is of another model"
     )
-    raises(lambda: checkpoint.check(found, large), "params.a: another shape", fix)
+    raises(lambda: checkpoint.check(found, large), "params.a: different shape", fix)
     leaf = Leaf("a", "params", (4,), Layout(torch.float32, ()))
     raises(lambda: checkpoint.read(tmp_path, {"params.a": leaf}, meshes(data=1)[0]), fix)
     (tmp_path / "step-00000250" / "index.json").write_text("{")  # a damaged one is passed over
@@ -761,7 +761,7 @@ def test_dtypes_are_exact_unless_cast(tmp_path: Path) -> None:
     for mesh in meshes(data=2):
         raises(
             lambda mesh=mesh: checkpoint.read(tmp_path, {"params.w": leaf}, mesh),
-            "params.w: another dtype",
+            "params.w: different dtype",
             "cast=True",
         )
         assert same(checkpoint.read(tmp_path, {"params.w": leaf}, mesh, cast=True)["params.w"], shard(w, leaf, mesh))

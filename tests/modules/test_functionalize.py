@@ -999,9 +999,9 @@ def test_parameters_in_one_memory_are_tied(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("buffer", "w, a.weight: lie in the same memory"),
-        ("attribute", "w, a.weight: lie in the same memory"),
-        ("transposed", "a.weight, b.weight: lie in the same memory"),
+        ("buffer", "w, a.weight: share memory"),
+        ("attribute", "w, a.weight: share memory"),
+        ("transposed", "a.weight, b.weight: share memory"),
         ("hook", "a.weight: has hooks for its gradient"),
         ("late hook", "b.bias: has hooks for its gradient"),
     ],

@@ -190,7 +190,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_draws_of_other_sizes_are_refused_with_their_line(kind):
-    with pytest.raises(TraceError, match=r"(?s)rows.*test_random_draws.py:\d+.*Fix: draw .*rand\(len\(x\)"):
+    with pytest.raises(TraceError, match=r"(?s)(batch size).*test_random_draws.py:\d+.*Fix: draw .*rand\(len\(x\)"):
         trained(lambda: Odd(kind), batch(), fz.accumulate(2))
 
 

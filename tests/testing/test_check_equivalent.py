@@ -263,7 +263,7 @@ class Fault:
         assert self.line in report.blame.line.text and self.why in report.blame.line.why, text
         assert all(
             x in str(report)
-            for x in ("where it begins", f"line {report.blame.line.number}", report.blame.line.why[:40])
+            for x in ("where the difference starts", f"line {report.blame.line.number}", report.blame.line.why[:40])
         ), text
 
 

@@ -81,7 +81,7 @@ def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
     try:
         says = (
             "random (Python's generator): drawn from",
-            "by a thread that runs beside",
+            "by a thread that runs at the same time",
             "loader",
             "random.Random(seed)",
         )
