@@ -665,9 +665,13 @@ def test_what_a_block_changes_itself() -> None:
     assert len(made[0]) == len(made[1]) and counting.calls <= 8, (made, counting.calls)
 
     counting.by = 0.0
-    with pytest.raises(fz.errors.TraceError, match=r"block Counting: computes (a different result|something different)"):
+    with pytest.raises(
+        fz.errors.TraceError, match=r"block Counting: computes (a different result|something different)"
+    ):
         functions(loss(counting), [PARAMS] * 2)
-    with pytest.raises(fz.errors.TraceError, match=r"block Counting: computes (a different result|something different)"):
+    with pytest.raises(
+        fz.errors.TraceError, match=r"block Counting: computes (a different result|something different)"
+    ):
         fz.lower(fz.eval_step(loss(counting)), MESH, [PARAMS] * 2, (BATCH,))
 
 
