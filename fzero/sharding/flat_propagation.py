@@ -188,8 +188,8 @@ def propagate(
                 want[arg].add(needs)
     if problems:
         fix = (
-            "a function that reads a matrix as a matrix: optim.unsharded(fn)(leaf); or keep this parameter unsharded: "
-            "where=lambda path, leaf: ..."
+            "wrap the function that reads the whole matrix: optim.unsharded(fn)(leaf); or keep this parameter "
+            "unsharded: where=lambda path, leaf: ..."
         )
         raise FzeroTypeError(owner, "cannot run on shards", problems, fix)
     graph = compat.Graph()

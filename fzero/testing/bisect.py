@@ -53,10 +53,10 @@ _NOT_A_MEAN = (
 _OF_STATISTICS = (
     "the loss of a batch is not the mean of its micro-batches' losses, "
     "and there are tensors of `mutable`: a batch norm in "
-    "training mode normalises each part "
-    "by itself, here as in PyTorch. Check with its norms in evaluation mode, and in training mode on one process "
+    "training mode normalizes each part separately, as in PyTorch's DDP. Check with the norms in evaluation mode, "
+    "and in training mode on one process "
     "without accumulate (docs/guides/verifying.md). "
-    "Of a loss without such norms: return a mean over dim 0, or fz.weighted(total, count)"
+    "For a loss without batch norm, return a mean over dim 0, or fz.weighted(total, count)"
 )
 _AUX = (
     "auxiliary values are averaged over the parts of a batch: return fz.weighted(total, count) for what is not a mean "

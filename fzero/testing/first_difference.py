@@ -137,7 +137,7 @@ def first_line(
                     x,
                     interpreter.values[name],
                     _rounding(x, interpreter.values[name], mesh, loose),
-                    f"reads {name}, which is not what was made",
+                    f"reads {name}, which differs from the value that was produced",
                 )
         interpreter.run(op, entry.iteration)
         meanings.run(op, entry.iteration)
@@ -154,7 +154,7 @@ def first_line(
                 x,
                 want,
                 _rounding(x, want, mesh, loose),
-                f"makes {name}, which is not what the program says",
+                f"produces {name}, which is not what the program says",
             )
         # Third account: the program says something else than the step means.
         for name in (v.name for v in op.out if v.name in interpreter.values) if op.op not in STARTS else ():
@@ -174,7 +174,7 @@ def _compare(entry: ExecutedOp, name: str, interpreter: Interpreter, meanings: _
             interpreter.values[name],
             want.reshape(interpreter.values[name].shape),
             tolerance,
-            f"{name} is not what the step means",
+            f"{name} differs from its value in the plain step",
         )
 
 

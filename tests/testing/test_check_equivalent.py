@@ -267,9 +267,9 @@ class Fault:
         ), text
 
 
-MEANT = "is not what the step means"
+MEANT = "differs from its value in the plain step"
 ALONE = [
-    Fault(buffer_of_another, (), None, "vjp(", "which is not what was made"),
+    Fault(buffer_of_another, (), None, "vjp(", "which differs from the value that was produced"),
     Fault(micro_batch_dropped, (fz.remat("full"), fz.accumulate(2)), "accumulate", "accumulate("),
     Fault(sum_rounded, (fz.accumulate(3),), "accumulate", "accumulate("),
     Fault(first_micro_batch_only, (fz.accumulate(2, schedule="layerwise"),), "accumulate", "take_part("),
