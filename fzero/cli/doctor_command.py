@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,9 +95,7 @@ def optional_packages() -> Iterator[Diagnosis]:
 
 def machine() -> Iterator[Diagnosis]:
     """Yields the compiler, the devices, the memory and the cache."""
-    compiler = next((p for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and (p := shutil.which(c))), "")
-    get = "apt install g++, or dnf install gcc-c++; without one use backend='eager' on a CPU"
-    yield Diagnosis("machine", "C++ compiler", compiler or "none", "" if has_compiler() else get)
+    yield compiler()
     yield Diagnosis("machine", "CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Diagnosis("machine", "memory", size(memory))
@@ -111,6 +110,17 @@ def machine() -> Iterator[Diagnosis]:
         yield Diagnosis("machine", "CUDA devices", why, fix)
     yield shared_memory()
     yield cache()
+
+
+def compiler() -> Diagnosis:
+    """Looks for the C++ compiler that Inductor uses."""
+    name = os.environ.get("CXX", "g++")
+    if has_compiler():
+        return Diagnosis("machine", "C++ compiler", str(shutil.which(name)))
+    get = "apt install g++, or dnf install gcc-c++; without one use backend='eager' on a CPU"
+    if "CXX" in os.environ:
+        get = f"set CXX to a compiler that exists, or unset it to use g++; {get}"
+    return Diagnosis("machine", "C++ compiler", f"{name} is not found", get)
 
 
 def shared_memory() -> Diagnosis:
@@ -131,12 +141,25 @@ def cache() -> Diagnosis:
         return Diagnosis("machine", "cache", "off (FZERO_CACHE)", "every start compiles: unset FZERO_CACHE")
     folder = Path(where).expanduser()
     functions = folder / "functions"
-    if not functions.is_dir():
-        return Diagnosis("machine", "cache", f"{folder}, empty")
-    if (why := exposed(functions) or not_writable(functions)) is not None:
+    is_new = not functions.is_dir()
+    if (why := _unusable(functions)) is not None:
         return Diagnosis("machine", "cache", f"{folder} is not used: {why}", "set FZERO_CACHE to a folder of your own")
+    if is_new:
+        return Diagnosis("machine", "cache", f"{folder}, empty")
     nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     return Diagnosis("machine", "cache", f"{folder}, {size(nbytes)}")
+
+
+def _unusable(folder: Path) -> str | None:
+    """Returns why a run could not use or create this folder; None if it could."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is not a folder"
+    # Only the owner can replace a folder inside a sticky one, such as /tmp, so others may write to that.
+    is_sticky = place != folder and place.stat().st_mode & stat.S_ISVTX
+    return not_writable(place) or (None if is_sticky else exposed(place))
 
 
 def _required() -> list[str]:

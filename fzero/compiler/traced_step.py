@@ -70,7 +70,7 @@ def trace_step(
     micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
     trains = step.trains(abstract_params(params))
     if not any(trains):
-        raise no_trainable(abstract_params(params))
+        raise no_trainable(abstract_params(params), step.loss_fn)
     opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
     with without_gc(), torch.inference_mode(False), torch.enable_grad():  # a step trains in whatever mode it is called
         program, structure, watched, raises = lower_train(

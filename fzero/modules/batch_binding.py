@@ -128,7 +128,7 @@ class Reading(TorchFunctionMode):
         what = f"neither {name}.forward{signature} nor the loss function reads these entries of the batch"
         fix = (
             "name entries as the arguments that they are, in a dict; or call the module yourself, "
-            "model.calling(lambda forward, batch: loss(forward(*batch[:2]), batch[2]), train=True) for fz.train_step; "
+            "model.calling(lambda forward, batch: loss(forward(batch[0]), batch[1]), train=True) for fz.train_step; "
             "or leave them out"
         )
         raise TraceError("functionalize", what, found, fix)

@@ -147,6 +147,8 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
         if not x.is_meta and x.numel() and x.layout is torch.strided:
             # One more than the offset of the last element. A view with gaps reaches farther than it has elements.
             reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+            if reach < x.numel() and (x.requires_grad or name in written):
+                problems.append(f"{name}: several of its elements share memory, as after expand(), and it changes")
             first, last = x.data_ptr(), x.data_ptr() + reach * x.itemsize
             by_storage.setdefault(x.untyped_storage().data_ptr(), []).append((first, last, name, x))
     for group in by_storage.values():
@@ -160,7 +162,8 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
             "change gradients in the optimizer: fz.optim.chain(fz.optim.GradientTransformation(init, update), "
             "fz.optim.adamw(...)), whose update calls fz.optim.unsharded(hook) for this leaf (a hook makes the "
             "tensors it uses); tie parameters by binding "
-            "one to both names (b.weight = a.weight), and take views of them in the forward"
+            "one to both names (b.weight = a.weight), and take views of them in the forward; copy an expanded tensor, "
+            "nn.Parameter(x.contiguous()), or expand it in the forward"
         )
         raise FzeroTypeError("functionalize", "tensors of the module have hooks or share memory", problems, fix)
 

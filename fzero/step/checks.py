@@ -99,8 +99,12 @@ def check_tree(loss_fn: Any, params: Any) -> None:
         raise FzeroTypeError("init", what, problems, fix)
 
 
-def no_trainable(params: Any) -> FzeroValueError:
+def no_trainable(params: Any, loss_fn: Any) -> FzeroValueError:
     """Returns the error for a step that has nothing to train."""
+    if getattr(loss_fn, "model", None) is not None:
+        fix = "call module.requires_grad_(True), or p.requires_grad_(True) for some parameters, before fz.functionalize"
+        problems = ["no floating-point parameter of the module requires gradients"]
+        return FzeroValueError("train_step", "no trainable parameters", problems, fix)
     named = tree.with_paths(params, "params")
     floats = [f"{path}: {tree.describe(x)}" for path, x in named if x.is_floating_point()]
     problems = ["no tensor is floating point"] if not floats else ["`trainable` matches none of these:", *floats[:5]]

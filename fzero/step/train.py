@@ -203,7 +203,7 @@ class Step:
 
         mutable = self.mutates(state.params)
         if not trained:
-            raise no_trainable(state.params)
+            raise no_trainable(state.params, self.loss_fn)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),

@@ -50,3 +50,24 @@ def test_a_missing_package(capsys, monkeypatch, missing, code, says):
     monkeypatch.setattr(importlib.metadata, "version", without)
     assert main(["doctor"]) == code
     assert says in capsys.readouterr().out
+
+
+def test_a_compiler_that_cxx_names_must_exist(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "/nonexistent is not found" in out and "unset it to use g++" in out
+
+
+def test_a_cache_that_cannot_be_used_is_named(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for where, why in (("file", "is not a folder"), ("open/cache", "can be written to by other users")):
+        monkeypatch.setenv("FZERO_CACHE", str(tmp_path / where))
+        main(["doctor"])
+        out = capsys.readouterr().out
+        assert f"{tmp_path / where} is not used: " in out and why in out
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path / "new" / "cache"))
+    main(["doctor"])
+    assert "new/cache, empty" in capsys.readouterr().out

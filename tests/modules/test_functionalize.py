@@ -1344,3 +1344,11 @@ def test_complex_parameters_are_trained_by_the_lines_of_the_error() -> None:
 
 def _mean_square(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return out.square().mean()
+
+
+def test_a_parameter_whose_elements_share_memory_is_rejected():
+    """An optimizer of PyTorch cannot update such a parameter in place, either."""
+    module = nn.Linear(2, 2)
+    module.bias = nn.Parameter(torch.randn(1).expand(2))
+    with pytest.raises(FzeroTypeError, match=r"(?s)bias: several of its elements share memory.*Fix: .*contiguous"):
+        fz.functionalize(module)

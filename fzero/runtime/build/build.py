@@ -53,13 +53,13 @@ def check_deterministic(device: torch.device) -> None:
 
 
 def has_compiler() -> bool:
-    """Whether this machine has a C++ compiler for Inductor's CPU code.
+    """Whether this machine has the C++ compiler that Inductor uses for its CPU code: `CXX` if it is set, else g++.
 
     Example:
         >>> isinstance(has_compiler(), bool)
         True
     """
-    return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[str, Callable[..., Any]]:
