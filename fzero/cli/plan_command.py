@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json as json_
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from fzero.cli.step_command import StepCommand, unknown_keys_named
 from fzero.cli.target import UsageError, load, users_code
 from fzero.compiler.abstract_values import abstract
 from fzero.compiler.auto_mesh import choose_mesh
-from fzero.errors import BudgetError
+from fzero.errors import BudgetError, FzeroValueError
 from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import get_devices
@@ -61,7 +62,7 @@ class PlanCommand(StepCommand):
         except BudgetError as error:
             text = as_flags(str(error)) if self.model.hf else str(error)
             if self.html is not None:
-                write_page(self, self.html, self.lowered(limited=False), text)
+                self._write_page_over_budget(self.html, text)
             if self.json:
                 print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": text}}, indent=1))
             raise BudgetError(text) from None
@@ -96,6 +97,15 @@ class PlanCommand(StepCommand):
         else:
             printing.print_plan(lowered, plan, memory, short)
         return 0 if memory is None or fits(plan, memory) else 1
+
+    def _write_page_over_budget(self, path: Path, error: str) -> None:
+        """Writes the page of a step that does not fit its budgets: the step is planned without them."""
+        try:
+            found = self.lowered(limited=False)
+        except FzeroValueError:  # offload("auto") cannot be planned without a budget
+            print("no page: this step cannot be planned without a budget", file=sys.stderr)
+        else:
+            write_page(self, path, found, error)
 
     def _compare(self) -> int:
         """Plans several meshes, with the parallel transforms for each. Returns the exit code: 1 if none fits."""

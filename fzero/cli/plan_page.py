@@ -64,7 +64,7 @@ def _memory(command: PlanCommand, found: Any, plan: Plan) -> tuple[int | None, s
     left = plan.device.memory_bytes - plan.process_bytes
     if limit is None and not known:
         return None, ""
-    return left if limit is None else limit, f"what the process leaves of {plan.device.name}"
+    return left if limit is None else limit, f"available to a process on {plan.device.name}"
 
 
 def _tables(found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
