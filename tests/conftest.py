@@ -36,6 +36,9 @@ _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
 ROOT = Path(__file__).parents[1]
+
+collect_ignore_glob = ["cuda_stub/stub_device/*", "cuda_stub/[!t]*.py"]
+"""Importing the scripts and the stub device of these tests replaces parts of PyTorch."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds by file, written by `pytest --full --write-durations`. Only their order matters, so a machine with other work
 on it will do."""

@@ -136,4 +136,5 @@ def _unfit(leaf: Leaf) -> str:
     if len(leaf.shape) != 2:
         return f"{len(leaf.shape)}-d, not a matrix"
     odd = [str(n) for n in leaf.shape if n % MULTIPLE]
-    return f"{' and '.join(odd)}: not a multiple{'s' if len(odd) > 1 else ''} of {MULTIPLE}" if odd else ""
+    what = "not multiples" if len(odd) > 1 else "not a multiple"
+    return f"{' and '.join(odd)}: {what} of {MULTIPLE}" if odd else ""

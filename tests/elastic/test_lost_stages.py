@@ -157,7 +157,9 @@ def test_an_axis_takes_the_first_of_its_sizes_that_fits(monkeypatch: pytest.Monk
         assert staged_axes(data=-1, pipe=[4, 2, 1])["pipe"] == {0: 4, 2: 2}.get(world % 4, 1)
     assert {n: sizes for n, sizes in found.items() if sizes} == {2: [1, 2], 4: [1, 4], 6: [3, 2], 8: [2, 4]}
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(FzeroValueError, match=r"(?s)3 processes do not divide.*pipe=4.*the best first: pipe=\(2, 1\)"):
+    with pytest.raises(
+        FzeroValueError, match=r"(?s)3 processes are not divisible.*4\n.*pipe=4.*the best first: pipe=\(2, 1\)"
+    ):
         staged_axes(data=-1, pipe=(4, 2))
     for wrong in ((), (2, 0), (2, "1"), [2.0]):
         with pytest.raises(FzeroValueError, match="a size is a whole number of at least 1"):

@@ -570,7 +570,7 @@ def test_trained_twice(tmp_path: Path) -> None:
     used = torch.optim.SGD(ours.model.parameters(), 0.1, momentum=0.9)
     ours.model(torch.ones(2, 3), torch.tensor([0, 1]))["loss"].backward()
     used.step()
-    with pytest.raises(Refused, match="it has a state already"):
+    with pytest.raises(Refused, match="it already has a state"):
         made(Trainer, tmp_path, model=ours.model, optimizers=lambda model: (used, None)).train()
 
 

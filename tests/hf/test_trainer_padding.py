@@ -179,7 +179,7 @@ def test_padding_that_changes_the_loss_is_an_error(tmp_path: Path, name: str) ->
     collator = {"ragged": ragged, "sounds": sounds}[collator]
     once = {"max_steps": 4, "gradient_accumulation_steps": 1, "DATA_COLLATOR": collator, "LENGTHS": None}
     once |= {"remove_unused_columns": False}
-    says = r"(?s)changes what this model.*the loss: [\d.]+ as it is, [\d.]+ padded.*lengths=.*pad_to_multiple_of"
+    says = r"(?s)changes what this model.*the loss: [\d.]+ unpadded, [\d.]+ padded.*lengths=.*pad_to_multiple_of"
     with pytest.raises(fz.errors.FzeroValueError, match=says):
         trained(Trainer, tmp_path, model=model, rows=classes(16), **once)
     args = arguments(output_dir=str(tmp_path), per_device_eval_batch_size=2, remove_unused_columns=False)
@@ -453,7 +453,7 @@ def test_lengths() -> None:
     assert part["labels"][1].eq(-100).all() and part["attention_mask"][1].equal(part["attention_mask"][0])
     with pytest.raises(fz.errors.FzeroValueError, match="longer than lengths"):
         fits(batch(17), lengths=[16])
-    with pytest.raises(fz.errors.FzeroValueError, match=r"labels from 9 to 11: the loss is not known to leave out"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"labels from 9 to 11: the loss is not known to ignore"):
         fits(batch(9), batch(11), losses=Losses(ignores=False))
     part = fits(batch(9), batch(11), lengths=[16], losses=Losses(ignores=False), unknown="another model")
     assert part["input_ids"].shape == (2, 16) and part["labels"][0, 9:].eq(-100).all()

@@ -88,7 +88,7 @@ def test_one_process_starts_the_others(together, folder, monkeypatch):
 def test_processes_that_fail_say_so(folder, monkeypatch):
     monkeypatch.setattr(module, "_places", lambda device_type: 2)
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
-    with pytest.raises(FzeroValueError, match="rank 0: said nothing"):
+    with pytest.raises(FzeroValueError, match="rank 0: no output"):
         calibrate(seconds=0.1)
     assert not calibration_path().exists()
 

@@ -288,10 +288,10 @@ def test_checkpoints_with_and_without_counts(tmp_path):
 def test_arguments_that_cannot_work():
     step = fz.train_step(rms_loss, optim.adamw(1e-3))
     for keywords, parts in (
-        ({"start": "fp16"}, ["start='fp16': compute='auto' alone"]),
+        ({"start": "fp16"}, ["start='fp16': compute='auto' is the only option"]),
         (
             {"compute": "auto", "start": "fp32", "watch": 1},
-            ["watch=1: neither", "start='fp32': neither 'bf16' nor 'fp16'"],
+            ["watch=1: must be True or False", "start='fp32': neither 'bf16' nor 'fp16'"],
         ),
         (
             {"compute": "auto", "start": "", "rounding": "nearest"},

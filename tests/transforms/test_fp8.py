@@ -560,7 +560,7 @@ def test_what_where_accepts_and_cannot_be_is_named():
     for why in (
         "['bias'] (float32[32]): 1-d",
         "['cube'] (float32[2, 16, 16]): 3-d",
-        "['odd'] (float32[24, 31]): 24 and 31: no multiples of 16",
+        "['odd'] (float32[24, 31]): 24 and 31: not multiples of 16",
         "['index']",
     ):
         assert why in text

@@ -167,7 +167,7 @@ def test_a_negative_size_names_the_transform_and_the_argument(transform: Any) ->
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: fz.compose(fz.accumulate)(STEP),
-        "num_micro_batches is missing\nFix: give an integer of at least 1: fz.accumulate(4)",
+        "num_micro_batches is missing\nFix: give a whole number of at least 1: fz.accumulate(4)",
     ),
     (lambda: fz.compose(lambda s: None)(STEP), "argument 0 returns NoneType, not a step"),
     (lambda: fz.accumulate(2)(EVALUATE), "does nothing to an evaluation"),
