@@ -25,6 +25,7 @@ def granule(shape: Sequence[int]) -> int:
     """Returns the number that the size of a shard of a tensor of this shape is a multiple of, see
     [Note: blocks].
     """
+    # Tensors with a last dim of 1 hold one number per block of another tensor; see [Note: blocks].
     return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 

@@ -174,6 +174,7 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
         >>> fz.experts.combine(rows * torch.tensor([1.0, 3.0])[:, None, None], back)[0]
         tensor([2., 2.])
     """
+    # [tokens, k, features]
     chosen = _RowsAt.apply(rows.flatten(0, 1), back.place, back.choice, 1, True)
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
 
@@ -242,6 +243,8 @@ class _ExpertOuter(torch.autograd.Function):
     def backward(ctx: Any, d_w: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         expert, rows, grad = ctx.saved_tensors
         wanted = ctx.needs_input_grad
+        # The result is rows.mT @ grad, so the gradient of `rows` is grad @ d_w.mT, and that of
+        # `grad` is rows @ d_w.
         d_rows = _ExpertMm.apply(expert, grad, d_w.mT) if wanted[1] else None
         return None, d_rows, _ExpertMm.apply(expert, rows, d_w) if wanted[2] else None, None
 

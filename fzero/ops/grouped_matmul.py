@@ -27,7 +27,9 @@ def _sorted(expert: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor
     """
     groups = expert.shape[0]
     base = torch.arange(groups, device=expert.device)[:, None] * each
+    # int64[groups x rows]. Rows of no expert get a number after those of all experts.
     number, order = torch.sort(torch.where(expert < 0, groups * each, expert + base).flatten(), stable=True)
+    # The end of expert e is the number of rows whose expert is at most e.
     return order, torch.searchsorted(number, torch.arange(groups * each, device=expert.device), right=True)
 
 

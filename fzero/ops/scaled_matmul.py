@@ -53,6 +53,8 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     largest_number = torch.finfo(dtype).max  # 1.75 x 2^top
     top = math.frexp(largest_number)[1] - 1
+    # Clearing the mantissa rounds largest / 1.75 down to a power of two, 2^e. The scale is
+    # 2^(e - top + 1): divided by it, the largest magnitude is in [max / 2, max).
     bits = (largest.clamp(min=LEAST) * (2.0**top / largest_number)).view(torch.int32) & _EXPONENT
     return (bits - (top - 1) * _ONE).view(torch.float32)
 
@@ -77,6 +79,8 @@ def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tu
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
     """Returns the inverses of powers of two. It is exact on every device, which a division is not."""
+    # The exponent of a float32 is stored with an offset of 127: e + 127 for 2^e, and
+    # 254 - (e + 127) for its inverse.
     return (254 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 

@@ -71,6 +71,8 @@ class Cost:
     def seconds(self, device: Device) -> float:
         """Returns the predicted time on a device. See [Note: seconds]."""
         products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())
+        # `flops` includes attention at the rate of other products; here, its time is replaced by
+        # that at the rate of attention.
         products += sum(
             flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype))
             for (dtype, way), flops in self.attention.items()
@@ -78,6 +80,8 @@ class Cost:
         products = max(products, self.product_bytes / device.memory_bandwidth)
         rest = (self.bytes - self.product_bytes) / device.memory_bandwidth
         rest += sum(
+            # The time of the bytes of these kernels is included already, so only the excess is
+            # added.
             max(0.0, count / device.transcendentals - nbytes / device.memory_bandwidth)
             for nbytes, count in self.transcendentals
         )
@@ -191,6 +195,8 @@ def transfer_seconds(op: Instruction, program: Program, device: Device) -> float
     if row.tree:  # small messages go up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
+        # A ring takes size - 1 steps. On the way around it, data passes once from each host to the
+        # next.
         across = num_hosts if num_hosts > 1 else 0
         inside = max(0, size - 1 - across)
     sent = transfer_bytes(op, program.values_by_name, mesh)
@@ -255,6 +261,7 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
         stride[name] = math.prod(n for _, n in mesh[i + 1 :])
     for name in axes:
         offsets = [o + stride[name] * i for o in offsets for i in range(size[name])]
+    # the first rank of each group; adding `offsets` gives its other ranks
     firsts = [
         rank for rank in range(math.prod(size.values())) if all(rank // stride[name] % size[name] == 0 for name in axes)
     ]
@@ -306,6 +313,7 @@ def _counted(nodes: Iterable[fx.Node]) -> float:
     """
     total = 0.0
     for node in nodes:
+        # 0.8 = 2 / 2.5
         total += product_flops(node) * (0.8 if attention_of(node) == "backward" else 1)
     return total
 

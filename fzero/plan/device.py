@@ -155,6 +155,8 @@ class Device:
         if self.host is None:
             return self
         disk, sockets = self.host.ranks / num_ranks, self.host.sockets
+        # A rank uses the memory bandwidth of one socket at most: up to one rank per socket has all
+        # of it, more ranks divide it.
         memory = min(1, sockets / num_ranks) / min(1, sockets / self.host.ranks)
         return replace(
             self,

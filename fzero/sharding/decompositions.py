@@ -100,6 +100,8 @@ def _softmax_backward(op: WholeOp, w: Writer) -> fx.Node | None:
         grad = w(aten.mul.Tensor, grad, out)
     else:
         out = w(aten.exp.default, out)
+    # With p = softmax(x): g * p - p * sum(g * p) for softmax, and g - p * sum(g) for log_softmax,
+    # whose p is exp(out).
     total = w(aten.sum.dim_IntList, grad, [dim], True)
     return _to(w, w(aten.sub.Tensor, grad, w(aten.mul.Tensor, out, total)), result)
 
@@ -112,6 +114,8 @@ def _logsumexp(op: WholeOp, w: Writer) -> fx.Node | None:
     result = x.meta["val"].dtype
     x = _to(w, x, _wide(result))
     top = w(aten.amax.default, x, dims, True)
+    # If the maximum is infinite, x - top would be NaN (inf - inf). Shifted by 0 instead, the result
+    # is the same infinity.
     infinite = w(aten.eq.Scalar, w(aten.abs.default, top), math.inf)
     top = w(aten.where.self, infinite, _number(w, 0.0, top), top)
     total = w(aten.sum.dim_IntList, w(aten.exp.default, w(aten.sub.Tensor, x, top)), dims, True)
@@ -129,9 +133,11 @@ def _extreme(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     top = w(of, x, [dim], True)
     hit = w(aten.eq.Tensor, x, top)
     if x.meta["val"].is_floating_point():
+        # A NaN is the maximum and the minimum, as in PyTorch, but it is not equal to itself.
         hit = w(aten.logical_or.default, hit, w(aten.isnan.default, x))
     numbers = w(aten.arange.default, shape[dim], dtype=torch.int64, device=x.meta["val"].device)
     numbers = w.view(numbers, [-1 if d == dim else 1 for d in range(len(shape))])
+    # 2**62 is larger than any index, so the minimum ignores it.
     numbers = w(aten.where.self, hit, numbers, _number(w, 2**62, x, torch.int64))
     first = w(aten.amin.default, numbers, [dim], keep)
     if op.target in (aten.argmax.default, aten.argmin.default):
@@ -186,6 +192,8 @@ def _fewer_keys(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     new = w.named(op.target, op.named | {name: more(op[name]) for name in ("key", "value")})
     out = [w(operator.getitem, new, i) if isinstance(v, torch.Tensor) else v for i, v in enumerate(op.outputs)]
     if op["grad_out"] is not None or op["grad_out_"] is not None:
+        # Outputs 1 and 2 are the gradients of keys and values: the gradient of a head is the sum
+        # over its copies.
         for i in (1, 2):
             rows, _, *rest = op.outputs[i].shape
             out[i] = w(aten.sum.dim_IntList, w(aten.view.default, out[i], [rows, heads, times, *rest]), [2])

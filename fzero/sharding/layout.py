@@ -207,6 +207,7 @@ class Sharding(NamedTuple):
 
     def boxes(self, shape: Sequence[int], index: int) -> Boxes:
         """The elements, without padding, of one of the shards of a tensor with this shape."""
+        # The axes along dims come first, so the index of the part is the slower one.
         place, number = divmod(index, self.size // self.num_parts)
         numel, stop = self.numel(shape), math.prod(part_shape(shape, self.along))
         return Boxes(tuple(shape), self.along, place, min(numel * number, stop), min(numel * (number + 1), stop))
@@ -257,6 +258,8 @@ def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
         (5, 6)
     """
     numel, unit, finest = math.prod(shape), granule(shape), max(size, grid)
+    # The padded tensor has `finest` shards of complete blocks, and finest / size of them are one
+    # shard of the coarser sharding.
     return numel if finest == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
 
 

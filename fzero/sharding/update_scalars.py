@@ -63,6 +63,8 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
         others = [u for u in node.users if u.op == "call_function" and not is_leaf_value(u) and not reduces(u)]
         if others:
             with graph.inserting_after(node):
+                # A clone that counts as a reduction: its result is one of the scalars that all
+                # stages share.
                 number = graph.call_function(aten.clone.default, (node,))
             number.meta.update(val=node.meta["val"], reduction=True)
             node.replace_all_uses_with(number, delete_user_cb=lambda user, others=others: user in others)

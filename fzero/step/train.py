@@ -173,6 +173,7 @@ class Step:
         check_params(params)
         leaves, structure = tree.flatten(params)
         copies: dict[int, torch.Tensor] = {}
+        # Tied leaves stay tied: each of them gets the copy of the first.
         params = tree.unflatten(structure, [copies.setdefault(i, leaves[i].detach().clone()) for i in ties(leaves)])
         return State(
             torch.zeros((), dtype=torch.int64),

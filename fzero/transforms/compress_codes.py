@@ -95,12 +95,15 @@ def rows_of(x: torch.Tensor, form: Format) -> torch.Tensor:
     # Rounds up to bfloat16, in the bits of a float32. Magnitudes that are not finite are excluded first, because adding
     # to the bits of a NaN could overflow.
     up = ((torch.where(finite, largest, 0.0).view(torch.int32) + 0xFFFF) & -0x10000).clamp(max=_MOST)
+    # The scale of a block that is not finite is stored as infinity, and all its elements as 0
+    # (`share` below): they decode to 0 * infinity = NaN.
     words = torch.where(finite, up, _INFINITY)
     scale = up.view(torch.float32)
     share = torch.where(finite & (scale > 0), x / scale, 0.0)
     if form.root:
         share = share.abs().sqrt() * share.sign()
     share = (share * form.top).round().clamp(-form.top, form.top)
+    # A code is stored with an offset of top + 1, as 1 to 255 or, with 4 bits, 1 to 15.
     codes = (share + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         codes = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
@@ -112,6 +115,8 @@ def values_of(rows: torch.Tensor, form: Format) -> torch.Tensor:
     """Decodes uint8[blocks, row] to float32[blocks, BLOCK]."""
     last = form.row - _SCALE
     codes, high, low = rows[..., :last], *(rows[..., at : at + 1].to(torch.int32) for at in (last, last + 1))
+    # A bfloat16 is the upper half of a float32. Scales are not negative, so `high` is below 128 and
+    # the shift does not overflow.
     scale = (high << 24 | low << 16).view(torch.float32)
     if form.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], -1)
@@ -146,6 +151,7 @@ def total(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
     rows = unpacked(sent, wire).to(torch.float32)
     while len(rows) > _RUN:  # bounds the number of additions in the graph
         num = len(rows) // _RUN
+        # float32[runs, ranks of a run, elements]: each addition below covers all runs at once
         runs = rows[: num * _RUN].view(num, _RUN, wire.numel)
         rows = torch.cat([functools.reduce(torch.add, (runs[:, i] for i in range(_RUN))), rows[num * _RUN :]])
     return functools.reduce(torch.add, (rows[i] for i in range(len(rows))))

@@ -186,6 +186,7 @@ def _replace(
         run += node.target in (call_block, call_vjp)
         found = _factors(node)
         weight = next((w for w in (*map(_origin, found), makes.get(node)) if w in weights), None) if found else None
+        # Each of the three products with a parameter reads at least one value of the forward.
         if weight is None or late.issuperset(found):
             continue
         if not _fits(node):
@@ -222,6 +223,8 @@ def _scaled(
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         matrices, scales = [], []
         for i, (x, (_, views), dtype) in enumerate(zip(xs, roots, formats, strict=False)):
+            # With `rows`, the largest magnitude is taken along the dim that the product sums over:
+            # scales are float32[m, 1] and float32[1, n].
             x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
             for view in views:
                 x = view.target(x, *view.args[1:], **view.kwargs)  # type: ignore[operator]

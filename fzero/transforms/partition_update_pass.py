@@ -88,6 +88,7 @@ class _UpdatePartition:
         self.outputs = self.graph.outputs
         self.ops: list[Instruction] = []
         self.owner = self._owners(program)
+        # The outputs are the new values of the targets, followed by the metrics.
         self.metric = dict(zip(reversed(self.outputs), reversed(update.out), strict=False))
         self._pack()
         self._emit()
@@ -120,6 +121,7 @@ class _UpdatePartition:
         parent: dict[fx.Node, fx.Node] = {}
 
         def root(node: fx.Node) -> fx.Node:
+            # union-find with path halving
             while parent.setdefault(node, node) is not node:
                 parent[node] = parent[parent[node]]
                 node = parent[node]
@@ -182,6 +184,8 @@ class _UpdatePartition:
                     one = graph.call_function(aten.select.int, (whole, 0, i))
                     one.meta["val"] = scalar.meta["val"].reshape(())
                     one = self._shaped(one, tuple(scalar.meta["val"].shape))
+                    # The packed vector itself reads these scalars, so replacing them there
+                    # would form a cycle.
                     scalar.replace_all_uses_with(
                         one, delete_user_cb=lambda user, kept=(packed, *flat): user not in kept
                     )
@@ -190,6 +194,8 @@ class _UpdatePartition:
                 node.meta["shard"] = True  # now part of the block's subgraph, not a scalar of its own
                 if scalar is not node:
                     graph.erase_node(scalar)
+        # The new nodes are at the end of the graph, after the nodes that read them: `_sort`
+        # follows.
         slice_packed(graph)
         self.outputs = self.graph.outputs
         _sort(graph)
@@ -246,6 +252,8 @@ class _UpdatePartition:
         self._take_shards([n for n in here if n.target is take_shard], stop)
         reductions = [n for n in here if reduces(n)]
         for group in self._by_owner(reductions):
+            # Subgraphs begin at the nodes of `stop`, to which the reductions belong too: those to
+            # be computed here are removed from it.
             self._function("reduce", group, (), stop - set(group))
         self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
         for group in self._by_owner([n for n in here if n.target is gather]):
@@ -346,6 +354,7 @@ class _UpdatePartition:
         sources: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
         for source in dict.fromkeys(x for x in sources if x not in self.name):
             of, group = {n for n in ancestors([source], stop - {source}) if n.target is gather}, [source]
+            # merges all groups that read one of the same gathered values
             for met in [x for x in groups if not of.isdisjoint(x[0])]:
                 groups.remove(met)
                 of, group = of | met[0], [*met[1], *group]
@@ -390,6 +399,8 @@ class _UpdatePartition:
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
                 handle = moving(self.names("reduce_norms"))
+                # Over the first axis, the argument is this rank's value; over each further axis, it
+                # is the result of the axis before, which has the name of the node.
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.ops.append(
                     Instruction(

@@ -399,6 +399,7 @@ class _Whole:
         found: dict[str, dict[int, int]] = defaultdict(dict)
         for a in self.program.outputs:
             found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
+        # In reverse order, the readers of an op have been visited before the op.
         for i in reversed(range(len(self.ops))):
             op, unit = self.ops[i], self._unit_of[i]
             if unit is not None and unit in self.index:
@@ -505,6 +506,8 @@ class _Projection:
             receives[number].append(message)
         self._pass_on("before", 1)
         for number, unit in enumerate(units):
+            # Receives start before this rank waits for its sends: two ranks that first waited for
+            # their sends to each other would never start to receive.
             for message in receives[number]:
                 self._recv(message)
             self._finish(number)

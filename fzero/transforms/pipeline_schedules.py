@@ -65,6 +65,7 @@ def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micr
         found = tuple(_zero_bubble(rank, ranks, micro) for rank in range(ranks))
     else:
         found = tuple(_named(schedule, rank, ranks, chunks, micro) for rank in range(ranks))
+    # only to raise an error if ranks wait for each other
     when(found, chunks * ranks)
     return found
 
@@ -76,6 +77,8 @@ def _named(schedule: str, rank: int, ranks: int, chunks: int, micro: int) -> tup
     (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021); in the last round, it runs
     those that are left.
     """
+    # Padded with micro-batches that do not exist, so that every round is complete. Their actions
+    # are removed at the end.
     padded = -(-micro // ranks) * ranks if schedule == "interleaved" else micro
     rounds = [range(i, min(i + ranks, padded)) for i in range(0, padded, ranks)]
     groups = [(c, m) for r in rounds for c in range(chunks) for m in r]
@@ -83,8 +86,11 @@ def _named(schedule: str, rank: int, ranks: int, chunks: int, micro: int) -> tup
     groups = [(c, m) for r in rounds for c in reversed(range(chunks)) for m in r]
     backward = [Unit(BACKWARD, m, c * ranks + rank) for c, m in groups]
     behind = ranks - rank - 1
+    # The forwards before the first backward. For interleaved stages, this is the warm-up of
+    # Megatron-LM: 2 (p - rank - 1) + (chunks - 1) p.
     ahead = {"gpipe": len(forward), "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * ranks}[schedule]
     ahead = min(ahead, len(forward))
+    # `zip` stops after the last forward; the remaining `ahead` backwards follow.
     steady = [u for pair in zip(forward[ahead:], backward, strict=False) for u in pair]
     order = (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
     return tuple(u for u in order if u.micro < micro)
@@ -230,5 +236,6 @@ def _before(unit: Unit, num_stages: int) -> Unit | None:
     if unit.kind == WEIGHTS:
         return unit._replace(kind=BACKWARD)
     if unit.stage == num_stages - 1:
+        # The last stage computes the loss, so its backward needs only its own forward.
         return unit._replace(kind=FORWARD)
     return unit._replace(stage=unit.stage + 1)

@@ -186,6 +186,7 @@ class _Speculation:
             return known[name]
 
         chosen = {id(op) for op in self.updates}
+        # `assumed` also appends the ops that compute the assumed scalars to `new`.
         first = [replace(x, args=tuple(map(assumed, x.args))).saying(speculative=True) for x in self.updates]
         scalars = dict.fromkeys(a for x in self.updates for a in x.args if assumed(a) != a)
         rollback = Instruction(

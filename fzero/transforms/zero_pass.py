@@ -77,6 +77,7 @@ class _Rewrite:
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )
         # blocks whose parameters are gathered once per step over a slow axis
+        # Counted from the front, because `blocks[-n:]` would be all blocks if n is 0.
         self.staying = {*blocks[len(blocks) - round(secondary_shard * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
         kept = {op.fn for op, _ in program.walk()}
@@ -170,6 +171,7 @@ class _Rewrite:
             elif op.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
             elif op.op == "loop":
+                # Gathered before the loop, once per step instead of in every iteration.
                 out += self._keep((a for x in op.body for a in x.args), self.cast_once)
                 out.append(replace(op, body=tuple(self._rewrite_ops(op.body))))
                 out += self._after_loop({x.args[0] for x in op.body if x.op == "accumulate"})
@@ -226,6 +228,8 @@ class _Rewrite:
                 more.append(tensor)
         if part in self.reads_of:
             self.gathered_for[part, micro] = {**names, **gathered}
+        # Ops that read no parameters, such as casts of gradients between two repetitions of an op,
+        # keep the copies for the next repetition.
         self.shared = gathered or self.shared
         return op.rename({**names, **gathered}), ops + more
 
@@ -392,6 +396,8 @@ class _Rewrite:
             axes = {n: to[n][len(sharded[n]) :][:1] for n in left}
             # the axes that an unsharded value is padded for; for a shard, its placement determines it
             padding = {n: () if sharded[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
+            # Values that are sharded over the fewest axes come first: once they have caught up with
+            # the others, all of them share the transfers over the remaining axes.
             nearest = min(left, key=lambda n: len(sharded[n]))
             axis, padded = axes[nearest], padding[nearest]
             here = [n for n in left if (axes[n], padding[n]) == (axis, padded)]
