@@ -56,6 +56,7 @@ def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
         for root in memory:
             read[root].append(number)
         for root in overwritten:
+            # Later ops need to follow only this writer, which follows the earlier readers.
             written[root], read[root] = number, []
         for x in touches:
             made.update((v.name, number) for v in x.out)

@@ -97,6 +97,8 @@ class _Meeting:
             for stage, events in enumerate(self.events):
                 while at[stage] < len(events):
                     _, way, send, place, waits = events[at[stage]]
+                    # Transfer n of a direction can be waited for once the other side has started n
+                    # transfers.
                     if waits and started[way, not send] < place:
                         break
                     if not waits:

@@ -173,6 +173,7 @@ class _Memory:
             self.number += 1
             begin = self.number
             for inner in range(iterations(op)):
+                # The ops have the same indices in each iteration.
                 self.number = begin
                 yield from self._samples(op.body, inner, dead if iterations(op) == 1 else ())
             if not op.body:

@@ -225,6 +225,8 @@ class _Simulation:
         queue, done = self.moving.pop(handle)
         if self.meeting is not None and (key := self.meets.pop(handle, None)) is not None:
             self.found.waited[number] = queue
+            # For a message between stages, `moving` has its duration, and `meeting` the time at
+            # which it is done.
             moved, done = done, self.meeting.done[key]
             self.found.events.append(Event(queue, handle, done - moved, moved, number, iteration))
             self._catch_up(iteration)

@@ -118,6 +118,8 @@ def segments(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> Segments:
             inputs = tuple(x for x in graph.nodes if x in needed and x in places)
             steps.append(CallStep(extract(sharded.graph, inputs, leaving), inputs, tuple(leaving)))
             places |= {*leaving}
+        # Collectives start at the end of an even partition and are waited for at the end of the odd
+        # one after it, which runs while they are in flight.
         if number % 2:
             steps += [WaitStep(x) for x in begun]
         else:
@@ -217,6 +219,7 @@ def _strided(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
     if order == sorted(order):
         return _clone(graph, node)
     packed = _clone(graph, _made(graph, aten.permute.default, (node, order)))
+    # The inverse permutation restores the order of the dims.
     return _made(graph, aten.permute.default, (packed, [order.index(d) for d in range(len(order))]))
 
 

@@ -123,6 +123,8 @@ def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Str
     of_rows = [isinstance(v, torch.Tensor) and v.dim() > 2 for v in op.outputs]
     out: list[Place] = [_POSITIONS if k else None for k in of_rows]
     if grads:
+        # Each rank has only the contributions of its own queries to the gradients of keys and
+        # values.
         out[1:3] = PARTIAL, PARTIAL
 
     def write(w: Writer, a: dict[str, Any]) -> Written:
@@ -130,6 +132,8 @@ def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Str
         start = w(aten.mul.Tensor, w.index(), part)
         row = w(aten.add.Tensor, w(aten.arange.default, part, dtype=torch.int64, device=like.device), start)
         column = w(aten.arange.default, shape_of(keys[0])[2], dtype=torch.int64, device=like.device)
+        # bool[1, 1, queries, keys]: a query sees the keys up to its own position in the full
+        # sequence.
         seen = w(aten.le.Tensor, w.view(column, [1, 1, 1, -1]), w.view(row, [1, 1, part, 1]))
         none = w(aten.full.default, [], -math.inf, dtype=like.dtype, device=like.device)
         mask = w(aten.where.self, seen, w(aten.full.default, [], 0, dtype=like.dtype, device=like.device), none)
@@ -173,6 +177,7 @@ def _norm_backward(op: WholeOp) -> Iterator[Strategy]:
     before = len(shape_of(x)) - len(op["normalized_shape"])
     for c in unique([*(p for _, p in op.sharded(*rows)), *op.asked]):
         if c.dim < before:
+            # The gradients of weight and bias are sums over all rows.
             yield Strategy(op.at(dict.fromkeys(rows, c)), (c, *(PARTIAL for _ in op.outputs[1:])))
 
 
@@ -345,6 +350,8 @@ def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
 
             def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
                 index, inside = _here(w, a["indices"], rows, whole)
+                # `padding_idx` is a row of the full table, and would be another row of the shard.
+                # Its gradients are set to zero here instead.
                 if a["padding_idx"] >= 0:
                     inside = w(aten.logical_and.default, inside, w(aten.ne.Scalar, a["indices"], a["padding_idx"]))
                 kept = _only(w, a["grad_output"], inside, 1)
@@ -465,6 +472,7 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
     for g in dict.fromkeys(of_out):
         want = {weight: Dim(out, g)} | ({bias: Dim(0, g)} if bias is not None else {})
         yield Strategy(op.at(want), Dim(1, g))
+    # Every rank would add a bias to its partial result: decompositions.py adds it separately.
     for g in dict.fromkeys(p.groups for a, p in sharded if p.dim == (1 if a is x else into)) if bias is None else ():
         yield Strategy({x: Dim(1, g), weight: Dim(into, g)}, PARTIAL)
 
@@ -544,6 +552,7 @@ def _loss(op: WholeOp) -> Iterator[Strategy]:
     x, target, grad = op["self"], op["target"], op["grad_output"]
     if op["reduction"] != 0:
         return
+    # The target, and the gradient of an unreduced loss, lack the dim of classes, which is dim 1.
     of_rows = [Dim(p.dim + (p.dim > 0), p.groups) for _, p in op.sharded(target, grad)]
     for c in unique([*(p for _, p in op.sharded(x) if p.dim != 1), *of_rows]):
         rows = Dim(c.dim - (c.dim > 0), c.groups)

@@ -62,6 +62,7 @@ def pieces(graph: Recorded, size: int) -> list[int]:
             if node.target in _SPLITS:
                 dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
                 if before[dim] == size:  # type: ignore[index]
+                    # The largest piece of which every section is a multiple.
                     found.append(size // math.gcd(*(s[dim] for s in after)))  # type: ignore[index]
             elif node.target is aten.slice.Tensor and len(after[0]) == len(before):
                 found += [size // math.gcd(a, b) for a, b in zip(before, after[0], strict=True) if a == size and b]
@@ -91,6 +92,8 @@ def _products(node: fx.Node, inputs: dict[fx.Node, int]) -> Iterator[Product]:
     if node.target not in (aten.mm.default, aten.addmm.default):
         return
     a, b = (x for x in node.args[-2:] if isinstance(x, fx.Node))
+    # a @ b sums over dim 1 of a and dim 0 of b; each transposition of the factor exchanges its
+    # dims.
     for factor, other, summed in ((a, b, 1), (b, a, 0)):
         turned = False
         while factor not in inputs and len(factor.all_input_nodes) == 1 and len(_shape(factor)) == 2:

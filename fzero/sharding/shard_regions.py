@@ -98,6 +98,8 @@ class Boxes:
             left //= size
             index, place = divmod(place, left)
             run = sum(b - a for a, b in out[dim]) // (groups * size)
+            # Group g consists of `size` runs, of which this part has the run `index`. These are
+            # positions within the ranges of the dim that earlier axes have left.
             wanted = [((g * size + index) * run, (g * size + index + 1) * run) for g in range(groups)]
             found = (_within(out[dim], a, b) for a, b in wanted)
             out[dim] = _merged([r for ranges in found for r in ranges])
@@ -160,9 +162,11 @@ class Boxes:
             else:
                 steps = [(a + i, b + i, 0) for a, b, n in common[dim] for i in range(n)]
                 outer = torch.tensor(steps, dtype=torch.int64) * torch.tensor([*inner, 0])
+                # int64[outer runs, inner runs, 3]
                 starts = (outer[:, None] + starts[None]).reshape(-1, 3)
             inner = inner[0] * shapes[0][dim], inner[1] * shapes[1][dim]
         here, there, length = starts.unbind(1)
+        # Clips the runs to elements `start` to `stop` of either part.
         skip = torch.stack([torch.zeros_like(here), self.start - here, other.start - there]).amax(0)
         stop = torch.stack([length, self.stop - here, other.stop - there]).amin(0)
         kept = skip < stop

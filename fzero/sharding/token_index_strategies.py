@@ -77,6 +77,7 @@ def _expert_outer(op: WholeOp) -> Iterator[Strategy]:
     expert, a, b, _ = op.node.args
     for p in unique(p for _, p in op.sharded(expert, b)):
         if p.dim == 1 and a is not b:
+            # The rows are the last dim of `a`: [groups, inputs, rows].
             yield Strategy({expert: p, a: Dim(2, p.groups), b: p}, PARTIAL)  # type: ignore[dict-item]
 
 

@@ -89,6 +89,7 @@ class Choices:
             n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying
         ]
         self.read = {n for n in self.early if n in self.grads or any(u in late and u in needed for u in n.users)}
+        # In reverse, so that a value that is several outputs maps to the first of them.
         self.reused = {outputs[i]: i for i in sorted(alive, reverse=True)}
         others = reached(graph, self.places[joint.num_params :])
         self._of_params = {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(
@@ -186,9 +187,13 @@ class Choices:
     def _corners(self) -> list[Kept]:
         """The corners of the lower convex hull of (bytes, FLOPs): each is the minimum cut for some price of a byte in
         FLOPs."""
+        # For `last`, one FLOP costs more than all bytes together: the fewest FLOPs, and the fewest
+        # bytes for these.
         first, last = self.keep(()), self._minimum_cut(sum(self.nbytes.values()) + 1, 1)
 
         def within(low: Kept, high: Kept) -> list[Kept]:
+            # With these prices, both choices cost the same. If a cut is cheaper, it is a corner
+            # between them.
             per_flop, per_byte = high.nbytes - low.nbytes, low.flops - high.flops
             if per_flop <= 0 or per_byte <= 0:
                 return []
@@ -210,6 +215,7 @@ class Choices:
             net.add_edge("source", (i, 0), capacity=self.flops[n] * per_flop)
             # A missing capacity means infinity.
             net.add_edge((i, 0), (i, 1), **({"capacity": self.nbytes[n] * per_byte} if n in self.nbytes else {}))
+            # If a reader is recomputed in the backward, this value must be available there.
             net.add_edges_from(((i, 1), (at[u], 0)) for u in n.users if u in at)
             if n in self.read:
                 net.add_edge((i, 1), "sink")

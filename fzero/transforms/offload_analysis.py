@@ -86,6 +86,8 @@ def _waiting(program: Program, on_device: frozenset[str], grads: str) -> frozens
         state = {a: program.leaves[leaf] for a in op.args if (leaf := parts.get(a, a)) in program.leaves}
         off = {a for a, leaf in state.items() if leaf.layout.tier != "device"}
         nbytes = [sum(state[a].numel * state[a].dtype.itemsize for a in names) for names in (off, state)]
+        # An update runs on the host only if at least half of the bytes of its state are stored off
+        # the device, as in `updated_on_device`.
         on_host = bool(off) and on_device.isdisjoint(off) and 2 * nbytes[0] >= nbytes[1]
         read = {a for a in op.args if a not in own}
         if all(local_bytes(values[a], program.mesh) < SMALL for a in read):

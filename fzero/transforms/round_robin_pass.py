@@ -84,6 +84,8 @@ class _Dealer:
             axis = next(iter(calls[0].shards.values())).placement.axes
             num = self.program.mesh.axis_size(axis)
             for group in (calls[i : i + num] for i in range(0, len(calls), num)):
+                # The new ops replace the last call of the group, so no shard of any result may be
+                # taken before it.
                 if len(group) > 1 and min(c for x in group for c in x.takes) > group[-1].at:
                     new.update((i, []) for x in group for i in (x.at, *x.takes))
                     new[group[-1].at] = self._deal(group, axis)
@@ -132,6 +134,8 @@ class _Dealer:
         call, said = self.ops[group[0].at], DealAttrs(axes=axis, count=len(group))
         ops, sent = list[Instruction](), list[Value]()
         for shards in zip(*(x.shards.values() for x in group), strict=True):
+            # [ranks, elements of a shard]: row r is this rank's shard of matrix r. After the
+            # exchange, it is rank r's shard of this rank's matrix.
             sent.append(self._stack(shards[0], axis))
             ops.append(_op("stack_shards", [v.name for v in shards], sent[-1:], said))
         got = [replace(v, name=self.names("deal")) for v in sent]
@@ -205,6 +209,7 @@ def _on_stacks(graph: Recorded, given: Mapping[int, Value], made: Sequence[Value
         if i in given:
             whole, stack = node.meta["val"], given[i]
             place.meta["val"] = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
+            # The shards in the order of the ranks are the flattened matrix, followed by padding.
             flat = emit(aten.reshape.default, (place, [-1]), (stack.numel,), stack.dtype)
             part = emit(aten.slice.Tensor, (flat, 0, 0, whole.numel()), (whole.numel(),), stack.dtype)
             env[node] = emit(aten.reshape.default, (part, list(whole.shape)), whole.shape, stack.dtype)

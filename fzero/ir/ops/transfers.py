@@ -213,6 +213,7 @@ class AllReduce(Collective):
 
     def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(op.attrs.axes)
+        # A ring all-reduce is a reduce-scatter followed by an all-gather.
         return self.together(op, values, mesh) * 2 * (n - 1) // n
 
 
@@ -247,6 +248,7 @@ class AllToAll(Collective):
     ) -> Sequence[torch.Tensor]:
         (axis,) = op.attrs.axes
         n, here = interpreter.mesh.axis_size(axis), interpreter.mesh.index(axis)
+        # [sending rank, receiving rank, elements]
         return [interpreter.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
