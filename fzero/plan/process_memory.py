@@ -88,6 +88,7 @@ def here(device: Device, found: list[ProcessPart]) -> int:
 def left(device: Device, whole: int, several: bool, interpreter: int) -> int:
     """Returns the bytes that a card or container with `whole` bytes leaves to a program, after the process itself."""
     if not device.asynchronous:
+        # Solves peak + KEPT * peak + COMPILED + interpreter = whole for the peak.
         return max(1 << 20, int((whole - interpreter - COMPILED) / (1 + KEPT)))
     return max(1 << 20, whole - CONTEXT - NCCL * several)
 

@@ -601,14 +601,18 @@ class _Propagation:
     def _direct(self, node: fx.Node, have: Place, want: Place) -> float:
         nbytes = nbytes_of(node) * (self.n - 1) / self.n
         if have is None and isinstance(want, Dim):
+            # Nothing is sent; the small price breaks ties.
             return 1e-3 * nbytes
         if want == PARTIAL or node in self.leaves:
             return math.inf
         if have == PARTIAL:
+            # An all_reduce sends twice as much as a reduce_scatter.
             return 2 * nbytes if want is None else nbytes
         if want is None:
             return nbytes
         assert isinstance(have, Dim) and isinstance(want, Dim)
+        # Along the same dim, in other groups, the value is gathered and sliced; along another dim,
+        # an all_to_all sends only the rank's shard.
         return nbytes * 1.001 if have.dim == want.dim else nbytes / self.n
 
     # --- values at placements ---

@@ -301,6 +301,7 @@ class _RowPropagation:
             return self.made[node][dim]
         if node in self.own:
             return self.write.converted(self._get(node, None), PARTIAL, dim)
+        # The value is the same on all ranks, so the sum over the n ranks is n times the value.
         return self.write(aten.mul.Scalar, self._get(node, dim), self.n)
 
     # --- values in forms ---
@@ -383,6 +384,7 @@ class _RowPropagation:
             if y not in self.own and self.form[y] == Dim(0) and x is not y and "none" not in want.values():
                 yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
         if self._leads(node) and a is not b and not added:
+            # A gradient of the parameter sums over the rows: dim 2 of a, and dim 1 of b.
             yield Way({a: ExpertShard(0, 2), b: ExpertShard(0, 1)}, (Dim(0),))
 
     def _numbered(self, node: fx.Node) -> Iterator[Way]:

@@ -464,6 +464,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Sharding) -> fx.Nod
             torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"),
             {"dtype": torch.int32},
         )
+    # only if the shards have padding
     if num_elements(source) != shard.size * x.meta["val"].numel():
         x = _mask(
             graph,
@@ -473,6 +474,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Sharding) -> fx.Nod
             {"max": "lowest", "all": 1, "min": "highest"}.get(kind, 0),
             value.device,
         )
+    # `any` is the maximum of 0 and 1, `all` the minimum.
     inner = {
         "max": aten.amax.default,
         "any": aten.amax.default,

@@ -145,6 +145,7 @@ class GraphWriter:
         shape = shape_of(x)
         dim, groups = place
         size = shape[dim] // groups // self.n
+        # [..., groups, n, size, ...]: each group has a run of `size` for every rank
         y = self.view(x, [*shape[:dim], groups, self.n, size, *shape[dim + 1 :]])
         y = self(aten.index_select.default, y, dim + 1, self.index())
         return self.view(y, part(shape, place, self.n))
@@ -159,6 +160,7 @@ class GraphWriter:
         shape, (dim, groups) = shape_of(x), place
         y = self.view(x, [*shape[:dim], groups, self.n, shape[dim] // groups // self.n, *shape[dim + 1 :]])
         order = [dim + 1, *(i for i in range(len(shape) + 2) if i != dim + 1)]
+        # If all dims before that of the ranks are 1, the shards are consecutive already.
         if math.prod(shape_of(y)[: dim + 1]) != 1:
             y = self(aten.permute.default, y, order)
         return self.view(y, [self.n, *part(shape, place, self.n)])

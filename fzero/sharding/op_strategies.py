@@ -211,6 +211,8 @@ def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim
     inner = 1
     for dim in reversed(range(len(new))):
         total = inner * new[dim]
+        # The dim must hold complete periods, and each run must consist of complete indices of the
+        # dim.
         if new[dim] > 1 and total % period == 0 and (period // n) % inner == 0:
             return Dim(dim, total // period)
         inner = total
@@ -348,6 +350,8 @@ def _reduced(op: WholeOp) -> Iterator[Strategy]:
         elif kind == "sum":
             yield Strategy({x: p}, PARTIAL)
         elif kind == "mean":
+            # The mean over all elements is the sum of the means of the n equal shards, each divided
+            # by n.
             yield Strategy({x: p}, PARTIAL, lambda w, a: w(aten.div.Scalar, w.named(op.target, a), op.n))
         elif kind and (kind != "norm" or op["ord"] == 2):
             yield Strategy({x: p}, None, _REDUCE[kind](op), sent=op.outputs[0].numel() * op.outputs[0].dtype.itemsize)

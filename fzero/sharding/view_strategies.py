@@ -70,6 +70,7 @@ def _permute(op: WholeOp) -> Iterator[Strategy]:
         i, j = op["dim0"] % len(order), op["dim1"] % len(order)
         order[i], order[j] = order[j], order[i]
     yield from moves(op, x)
+    # Dim d of the result is dim order[d] of the input.
     for p in unique([*(p for _, p in op.sharded()), *(Dim(order[c.dim], c.groups) for c in op.asked)]):
         yield Strategy({x: p}, Dim(order.index(p.dim), p.groups))
 

@@ -122,15 +122,21 @@ def counted(
     number = torch.tensor(range(num), device=device)
     outputs = torch.logical_not(torch.isfinite(statistics["output_max"]))
     grads = torch.logical_and(torch.logical_not(torch.isfinite(statistics["grad_norm"])), number < num - 1)
+    # If an output is not finite, `last` is -1. If all outputs are finite, the minimum below is
+    # `num`. So at most one block counts.
     last = torch.where(outputs.any(), -1, torch.where(grads, number, -1).amax())
     begins = torch.logical_or(number == torch.where(outputs, number, num).amin(), number == last)
     zero = statistics["zero"]
+    # The share among the elements that are not zero is (underflow - zero) / (1 - zero); this form
+    # does not divide by 0 if all elements are zero.
     lost = statistics["underflow"] - zero > UNDERFLOW * (1.0 - zero)
     of_block, of_param = _families(watched)
     own = torch.tensor(of_param, device=device)[:, None] == torch.tensor(of_block, device=device)
 
     def moved(count: torch.Tensor, hit: torch.Tensor, rise: int) -> torch.Tensor:
         here = torch.logical_and(own, hit).any(1).to(torch.int32)
+        # Adds `rise` to the counters that are hit, and subtracts 1 from the others. A counter at
+        # the limit stays there.
         new = torch.where(count >= LIMIT, count, (count + here * (rise + 1) - 1).clamp(0, LIMIT))
         if not safer:
             return new

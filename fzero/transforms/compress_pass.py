@@ -226,6 +226,8 @@ class _Coding:
             found[name] = leaf
             if op.op in _KEEPS:
                 source = self.made[op.args[0]] if op.op == "wait" else op
+                # The arguments of an op that adds up several values are all first summands, then
+                # all second ones.
                 todo += [(a, leaf) for a in source.args[[v.name for v in op.out].index(name) :: len(op.out)]]
         return found
 
@@ -369,6 +371,8 @@ class _Coding:
         for value, out in pairs:
             unit = BLOCK if self.spec.refuses(self.leaf_of[value.name]) is None else 1
             held = math.prod(self._held(out).shape)
+            # An all_reduce divides a gradient among the ranks, in parts that consist of complete
+            # blocks.
             padded = -(-held // (size * unit)) * unit
             wires.append(self._wire(value.name, format, padded if said is None else held))
         return wires

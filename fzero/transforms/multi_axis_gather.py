@@ -37,6 +37,8 @@ def gathered(
     """
     now, ops = dict(values), list[Instruction]()
     while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
+        # Values that are sharded over the most axes come first: the others join them at the axes
+        # that they have in common.
         first = max((now[key].placement.axes for key in left), key=len)
         here = [key for key in left if now[key].placement.axes[-1:] == first[-1:]]
         sent = tuple(now[key].name for key in here)

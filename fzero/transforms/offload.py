@@ -293,6 +293,7 @@ def spread_out(sizes: Sequence[int], fraction: float) -> list[bool]:
     out, seen, taken = [], 0, 0
     for n in sizes:
         seen += n
+        # For n > 0, this is |taken + n - fraction * seen| <= |taken - fraction * seen|.
         out.append(2 * taken + n <= 2 * fraction * seen)
         taken += n * out[-1]
     return out

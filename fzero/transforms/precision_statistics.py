@@ -78,6 +78,7 @@ def gradient_statistics(
     """
     flat = [i for i in grads if grads[i].numel()]
     device = grads[flat[0]].device
+    # bool[n, gradients]: whether a gradient belongs to a block
     own = torch.tensor(range(len(watched.names)), device=device)[:, None] == torch.tensor(
         [watched.owner[i] for i in flat], device=device
     )
@@ -90,6 +91,8 @@ def gradient_statistics(
         return torch.where(own, values, 0.0)
 
     squares = of_blocks(vector([sum_of_squares(grads[i]) for i in flat])).sum(1)
+    # The gradients are unscaled here, but they were computed scaled, so the limits are unscaled
+    # too.
     limits = {x: x if scale is None else x / scale for x in dict.fromkeys(tiny.values())}
     few = of_blocks(vector([(grads[i].abs() < limits[tiny[i]]).sum(dtype=torch.float32) for i in flat])).sum(1)
     zeros = of_blocks(vector([(grads[i] == 0).sum(dtype=torch.float32) for i in flat])).sum(1)

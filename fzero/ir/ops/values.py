@@ -266,6 +266,8 @@ class TakeShard(Op[TakeShardAttrs]):
             whole: torch.Tensor, axis: str | tuple[str, ...], of_shard: bool = False, dims: Sequence[Sequence[int]] = ()
         ) -> torch.Tensor:
             if of_shard:
+                # A shard is already padded for these axes, so it divides evenly ([Note: several
+                # axes] in fzero/sharding/layout.py).
                 return whole.chunk(on.mesh.axis_size(axis))[on.mesh.index(axis)]
             boxes, size = on.part_of(tuple(whole.shape), axis, tuple(Dim(*d) for d in dims))
             part, num = boxes.take(whole), boxes.numel
@@ -349,6 +351,7 @@ class PartIndex(Number[PartIndexAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def part_index(micro: int = 0, count: int = 1) -> torch.Tensor:
+            # The micro-batches of one rank are consecutive parts of the global batch.
             index = on.mesh.index(on.batch_axes) if on.batch_axes else 0
             return torch.full((), index * count + micro, dtype=torch.int64, device=on.mesh.device)
 
