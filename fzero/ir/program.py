@@ -131,6 +131,7 @@ class Placement:
     def gathered(self) -> Placement:
         """The placement after a gather over the last axis."""
         left = self.axes[:-1]
+        # A shard that was gathered from finer shards keeps their padding.
         return replace(self, kind="shard" if left else "replicated", axes=left, grid=self.grid or self.axes)
 
     @property

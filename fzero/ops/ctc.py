@@ -23,6 +23,7 @@ def _width(targets: torch.Tensor, lengths: _Lengths) -> int:
         if isinstance(lengths, torch.Tensor)
         else max(lengths, default=0)
     )
+    # The CTC recursion has a blank before, between and after the labels of a target.
     return 2 * longest + 1
 
 

@@ -29,6 +29,7 @@ def _add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> None:
         return
     rows = values.expand(*first.shape, *x.shape[1:]).reshape(first.numel(), *x.shape[1:])
     flat = first.reshape(-1)
+    # `index_add_` does not take negative indices.
     x.index_add_(0, torch.where(flat < 0, flat + x.shape[0], flat), rows)
 
 

@@ -28,6 +28,7 @@ def _slots(experts: torch.Tensor, num_experts: int, size: int) -> torch.Tensor:
 
 def _choices(slots: torch.Tensor, num_experts: int, size: int) -> torch.Tensor:
     flat, rows = slots.flatten(), num_experts * size
+    # All dropped choices are written to an additional row at the end, which is removed.
     found = torch.full((rows + 1,), -1, dtype=torch.int64, device=slots.device)
     numbers = torch.arange(flat.shape[0], device=slots.device)
     return found.scatter(0, torch.where(flat < 0, rows, flat), numbers)[:rows].view(num_experts, size)

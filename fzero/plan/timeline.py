@@ -296,6 +296,7 @@ class _Simulation:
                 found.busy_seconds = {q: s + left * (s - busy.get(q, 0.0)) for q, s in found.busy_seconds.items()}
                 found.exposed = {n: s + left * (s - waits.get(n, 0.0)) for n, s in found.exposed.items()}
                 self._compute(f"{left} more iterations", left * took, number, iteration + 1)
+                # All clocks advance by the iterations that are not simulated.
                 self.free = {q: t + left * took for q, t in self.free.items()}
                 self.thread += left * took
                 return

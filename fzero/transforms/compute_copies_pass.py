@@ -70,6 +70,8 @@ def _written(update: Instruction, copies: Mapping[str, Leaf]) -> Instruction:
         cast = graph.call_function(aten._to_copy.default, (new[master],), {"dtype": leaf.dtype})
         cast.meta["val"] = torch.empty_like(value, dtype=leaf.dtype)
         casts.append(cast)
+    # The outputs are the new values of the written tensors, to which the copies now belong,
+    # followed by the metrics.
     graph.output((*outputs[:num], *casts, *outputs[num:]))
     paths = tuple(leaf.path for leaf in copies.values())
     update = update.saying(graph=Recorded(graph, source.constants))

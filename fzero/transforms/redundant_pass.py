@@ -53,6 +53,7 @@ def rewrite(program: Program) -> Program:
             axes=(spec.axis,),
             shift=spec.shift(program.mesh),
             every=spec.every,
+            # A tensor that no op writes never changes.
             once=writer == end,
             leaves=tuple(leaves),
             number=number,

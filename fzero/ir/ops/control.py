@@ -159,6 +159,7 @@ class Add(Op[AddAttrs]):
             rules.bad(op, f"adds {len(args) - num} values to {num} totals")
         rules.pairs(op, args[:num], args[num:], "added")
         rules.pairs(op, op.out, args[num:], "added")
+        # The totals are read by their new names from now on.
         rules.overwritten |= {*op.args[:num]}
 
     def shares(self, op: Instruction[AddAttrs]) -> Iterable[tuple[str, str]]:
