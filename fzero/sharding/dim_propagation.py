@@ -558,6 +558,7 @@ class _Propagation:
         later *= 2 if self.stream is None else 1  # a reduce_scatter to the residual stream costs half an all_reduce
         if later and self.stream is not None and self._is_gradient(node):
             later *= _SHARED
+        # `s.sent` is reduced by an all_reduce, which sends it twice.
         return sum(self._cost(a, p) for a, p in s.want.items()) + share * (later + 2 * s.sent)
 
     def _is_gradient(self, node: fx.Node) -> bool:

@@ -382,6 +382,7 @@ def _make(
             whole = env[a, None]
             if whole.meta["val"].dim() == 0:
                 return whole
+            # Shards are 1-D: an operand of shape [1, 1] would broadcast the result to 2-D.
             scalar = _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
             scalar.meta.update({"shard": True} if "shard" in whole.meta else {})
             return scalar

@@ -132,6 +132,8 @@ def _zero_bubble(rank: int, ranks: int, micro: int) -> tuple[Unit, ...]:
     The weights of a micro-batch run `rank` backwards later, so that no rank has more micro-batches in flight than the
     first rank has under 1F1B.
     """
+    # One forward more than in the warm-up of `_named`, because the loop below begins with a
+    # backward.
     ahead = ranks - rank
     order = [Unit(FORWARD, m, rank) for m in range(min(ahead, micro))]
     for m in range(micro):
