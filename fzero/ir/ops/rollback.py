@@ -175,8 +175,8 @@ class Attempt:
         values. The next step speculates if these values were right.
         """
         self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, assumed, strict=True))
-        # If this step did not speculate, nothing has been updated yet, and the body must run even
-        # if the assumed values are right.
+        # If this step did not speculate, none of the speculative updates has run, and the body must
+        # run even if the assumed values are right.
         counts = self._right and self._made
         if counts:
             self._tiers.take_spare(self._aside)
