@@ -152,7 +152,7 @@ class Zero:
             what = f"{axis!r} shards first: gathered over it, parameters would be unsharded until the step ends"
             fix = (
                 f"let a faster axis shard before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
-                f"parameters whole: fz.shard_grads"
+                f"parameters replicated: fz.shard_grads"
             )
         else:
             what = (
