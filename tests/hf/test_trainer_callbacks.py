@@ -334,7 +334,7 @@ def test_what_is_not_declared_is_refused_by_name(tmp_path: Path) -> None:
     model = Net()
     refused(tmp_path, r"newer than the module\n  head\.bias", Replaced, sync=[], model=model)
     refused(tmp_path, r"write a list, sync=\[MyCallback\]", sync=Sums)
-    refused(tmp_path, r"sync: 'Sums' is no callback.*\n.*sync: .*Linear", sync=["Sums", torch.nn.Linear])
+    refused(tmp_path, r"sync: 'Sums' is not a callback.*\n.*sync: .*Linear", sync=["Sums", torch.nn.Linear])
 
 
 def caught(model: Any) -> None:
