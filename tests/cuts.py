@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms.transform import Transform
 
 
@@ -17,11 +17,11 @@ class CutDims(Transform):
     """Parameters rest cut along dims over `axis`: `rules` has the dim for the last keys of paths."""
 
     axis: str
-    rules: tuple[tuple[str, Dim], ...]
+    rules: tuple[tuple[str, Shard], ...]
     order: ClassVar[int] = 70
     name: ClassVar[str] = "cut_dims"
 
-    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Shard]:
         found = [dim for key, dim in self.rules if leaf.path.endswith(f"['{key}']")]
         return {self.axis: found[0]} if found else {}
 
@@ -29,5 +29,5 @@ class CutDims(Transform):
         return None
 
 
-def cut_dims(axis: str, **rules: Dim) -> CutDims:
+def cut_dims(axis: str, **rules: Shard) -> CutDims:
     return CutDims(axis, tuple(rules.items()))

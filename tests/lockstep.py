@@ -23,7 +23,8 @@ from fzero.sharding.dim_propagation import (
     propagate,
     reduce_scatter,
 )
-from fzero.sharding.shard_regions import Dim, DimShard, parts_of
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import DimShard, parts_of
 from fzero.trace.block_body import resolved
 from fzero.trace.functionalization import AGAIN
 from fzero.trace.graph_capture import record
@@ -77,14 +78,14 @@ def with_gradients(fn: Callable[..., Any], inputs: Tensors) -> tuple[Recorded, l
         return record(joint, fakes, owner="test", names=names, trained=None), tangents
 
 
-def cuts_of(shape: Sequence[int], n: int, groups: Sequence[int] = (1, 2, 3)) -> list[Dim]:
+def cuts_of(shape: Sequence[int], n: int, groups: Sequence[int] = (1, 2, 3)) -> list[Shard]:
     """Every place along which a value of this shape has n equal parts."""
-    return [Dim(d, g) for d, s in enumerate(shape) for g in groups if s and s % (n * g) == 0]
+    return [Shard(d, g) for d, s in enumerate(shape) for g in groups if s and s % (n * g) == 0]
 
 
 def parts(x: torch.Tensor, place: Place, n: int) -> list[torch.Tensor]:
     """The parts of the ranks."""
-    if not isinstance(place, Dim):
+    if not isinstance(place, Shard):
         assert place is None
         return [x] * n
     boxes = parts_of(x.shape, (DimShard(place.dim, place.groups, n),))
@@ -99,7 +100,7 @@ def whole(xs: Tensors, place: Place) -> torch.Tensor:
     if place is None:
         assert all(torch.equal(x, xs[0]) or (x.isnan().equal(xs[0].isnan())) for x in xs)
         return xs[0]
-    assert isinstance(place, Dim)
+    assert isinstance(place, Shard)
     n = len(xs)
     pieces = [x.chunk(place.groups, place.dim) for x in xs]
     return torch.cat([pieces[r][g] for g in range(place.groups) for r in range(n)], place.dim)
@@ -191,7 +192,7 @@ def halves(fn: Callable[..., Any], inputs: Tensors, keep: str = "min_cut") -> tu
 
 
 def run_halves(
-    parts_of: Halves, inputs: Tensors, tangents: Tensors, places: Sequence[Place], n: int, stream: Dim | None = None
+    parts_of: Halves, inputs: Tensors, tangents: Tensors, places: Sequence[Place], n: int, stream: Shard | None = None
 ) -> tuple[ShardedGraph, ShardedGraph, list[torch.Tensor], list[torch.Tensor]]:
     """Forward and vjp cut apart, as a step has them: saved values keep the places that the forward gave them. The first
     inputs with a place are parameters; the gradients of these come at their place, others as summands."""

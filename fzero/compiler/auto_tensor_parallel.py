@@ -44,7 +44,7 @@ from fzero.sharding.graph_writer import MARKERS, all_reduce
 from fzero.sharding.layout import Leaf
 from fzero.sharding.matmul_chains import Chain, chains, pieces
 from fzero.sharding.op_strategies import divides
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.step import Step
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
@@ -120,10 +120,10 @@ class _Slot:
     paths: tuple[str, ...]
     fn: str
     shape: tuple[int, ...]
-    able: tuple[Dim, ...]
+    able: tuple[Shard, ...]
     kept: int | None
 
-    def follows(self, shardings: Mapping[_Slot, Dim | None]) -> list[Dim]:
+    def follows(self, shardings: Mapping[_Slot, Shard | None]) -> list[Shard]:
         """Returns the possible shardings; for a vector, only those that match how a matrix of the same subgraph shards
         its results."""
         if len(self.shape) > 1:
@@ -134,7 +134,7 @@ class _Slot:
         return [x for x in self.able if (self.shape[x.dim], x.groups) in sharded]
 
 
-_Shardings = dict[_Slot, Dim | None]
+_Shardings = dict[_Slot, Shard | None]
 
 
 class _Prices:
@@ -153,7 +153,7 @@ class _Prices:
         self.program, self.spec, self.zero, self.n = program, spec, zero, program.mesh.axes[spec.axis]
         self.slots: list[_Slot] = []
         self.chains: list[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]] = []
-        self.found: dict[tuple[Dim | None, ...], float] = {}
+        self.found: dict[tuple[Shard | None, ...], float] = {}
         self.known: dict[Any, ShardedGraph] = {}
         self.of_function: dict[Any, float] = {}  # prices
         self.best = self.ahead = math.inf  # `ahead`: the part of the price before the first backward of a block
@@ -196,7 +196,7 @@ class _Prices:
         shape = params[paths[0]].shape
         sharded = any(params[path].layout.dims for path in paths)  # by another transform
         dims = range(len(shape)) if len(shape) in (1, 2) and not sharded else ()
-        able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
+        able = (Shard(d, groups) for d in dims for groups in pieces(graph, shape[d]))
         return _Slot(tuple(paths), fn, shape, tuple(x for x in able if divides(shape, x, self.n)), kept)
 
     def _chains(
@@ -206,7 +206,7 @@ class _Prices:
             before = {slots[p.matrix]: p.kept for p in x.before if p.matrix != x.last.matrix}
             yield slots[x.last.matrix], x.last.summed, tuple(before.items())
 
-    def __call__(self, shardings: Mapping[_Slot, Dim | None]) -> float:
+    def __call__(self, shardings: Mapping[_Slot, Shard | None]) -> float:
         """Returns the bytes of an assignment; infinite if they exceed the best so far, or if more bytes are gathered
         for an operation than the spec allows."""
         key = tuple(shardings.get(slot) for slot in self.slots)
@@ -215,7 +215,7 @@ class _Prices:
             self.best = min(self.best, self.found[key])
         return self.found[key]
 
-    def _price(self, shardings: Mapping[_Slot, Dim | None]) -> float:
+    def _price(self, shardings: Mapping[_Slot, Shard | None]) -> float:
         """Computes the price of an assignment: see the module's documentation. Stops early if it exceeds the best price
         so far."""
         leaves, total = dict(self.program.leaves), 0.0
@@ -281,7 +281,7 @@ def _descend(prices: _Prices) -> _Shardings:
     shardings: _Shardings = dict.fromkeys(prices.slots)
     best = prices.none
 
-    def tried(changes: Iterable[Mapping[_Slot, Dim | None]]) -> bool:
+    def tried(changes: Iterable[Mapping[_Slot, Shard | None]]) -> bool:
         nonlocal shardings, best
         better = False
         for change in changes:
@@ -306,7 +306,7 @@ def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iter
     """Yields the possible shardings of a chain."""
     slots = [slot for slot, _ in before]
     able = [[c for c in slot.able if c.dim == kept] for slot, kept in before]
-    ends = [c for c in last.able if c == Dim(summed)] if before else []
+    ends = [c for c in last.able if c == Shard(summed)] if before else []
     for end, *way in itertools.product(ends, *able):
         yield {**dict(zip(slots, way, strict=True)), last: end}
 

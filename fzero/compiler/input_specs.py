@@ -15,7 +15,7 @@ from fzero.errors import TransformError
 from fzero.ir.from_graph import Inputs
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Layout, Leaf, check_dims, ties, torn_ties
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.step import EvalStep, Step
 from fzero.transforms import zero as shard
 from fzero.transforms.compress import Compress
@@ -71,7 +71,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
 
 def _with_dims(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
     """Returns a parameter sharded along the dims that transforms request. Axes with one device are ignored."""
-    dims: dict[str, Dim] = {}
+    dims: dict[str, Shard] = {}
     for transform in step.transforms:
         wanted = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
         if twice := [*dims.keys() & wanted.keys()]:

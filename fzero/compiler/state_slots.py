@@ -24,7 +24,7 @@ from fzero.ir.from_graph import Inputs
 from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import ROLES_OF_NO_SLOT, Layout, Leaf, in_slot
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.step import Step
 from fzero.trace.meta_cache import Remembering
 from fzero.transforms.transform import Transform
@@ -157,7 +157,7 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
     axes = zero_of(step, mesh).batch_axes
     for i, leaf in enumerate(leaves):
         if leaf.path in local:  # a row for each rank
-            layout = Layout(leaf.dtype, axes, dims=(Dim(0),) * len(axes))
+            layout = Layout(leaf.dtype, axes, dims=(Shard(0),) * len(axes))
             leaves[i] = Leaf(leaf.path, leaf.role, (mesh.axis_size(axes), *leaf.shape), layout)
     return Slots(Inputs(structure, tuple(leaves), tuple(range(len(leaves)))), owners, local)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.joint_graph import Joint
 from fzero.trace.recorder import Recorded
 
@@ -66,7 +66,7 @@ class Over(Attrs):
 class TakeShardAttrs(Over):
     """`dims`: the dimensions along which the first of the axes shard, if they do not shard flat."""
 
-    dims: tuple[Dim, ...] = ()
+    dims: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,8 @@ from fzero.ir.attributes import (
 )
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Layout, Leaf, grid_of, over_axes, sharding_over
-from fzero.sharding.shard_regions import Dim, DimShard, part_shape
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import DimShard, part_shape
 from fzero.trace.recorder import Recorded
 
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
@@ -102,8 +103,8 @@ class Placement:
     partial: tuple[str, ...] = ()
     by: str = "sum"
     grid: tuple[str, ...] = ()
-    dims: tuple[Dim, ...] = ()
-    dim_shards: tuple[tuple[str, Dim], ...] = ()
+    dims: tuple[Shard, ...] = ()
+    dim_shards: tuple[tuple[str, Shard], ...] = ()
 
     def __post_init__(self) -> None:
         if self.grid:
@@ -116,7 +117,7 @@ class Placement:
         """The axes along which the value differs between ranks, because each rank has a shard or a summand."""
         return (*self.axes, *(axis for axis, _ in self.dim_shards), *self.partial)
 
-    def with_shard(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
+    def with_shard(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Shard, ...] = ()) -> Placement:
         """Returns the placement sharded over these axes; a shard is sharded further. `grid`: the axes that a full
         tensor is padded for. `dims`: the dimensions along which the first of the axes shard a full tensor.
         """

@@ -23,7 +23,8 @@ from fzero.runtime.cuda_graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.error_translation import indices_explained
 from fzero.runtime.program_buffers import places_of
 from fzero.sharding.layout import Layout, Leaf
-from fzero.sharding.shard_regions import Boxes, Dim
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import Boxes
 
 
 def executable(
@@ -109,7 +110,7 @@ class _Running:
         self._parts: dict[Any, tuple[Boxes, int]] = {}
 
     def part_of(
-        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
+        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Shard, ...] = ()
     ) -> tuple[Boxes, int]:
         """Returns this rank's shard of a tensor, and its number of elements including padding."""
         key = shape, axis, dims

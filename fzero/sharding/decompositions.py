@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from fzero.sharding.layer_strategies import ATTENTION, gathers_keys
 from fzero.sharding.op_strategies import WholeOp, Writer, reduced_dims, shape_of
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def _sharded_along(op: WholeOp, node: Any, *dims: int) -> bool:
     if not isinstance(node, fx.Node):
         return False
     place, count = op.place[node], max(1, len(shape_of(node)))
-    return isinstance(place, Dim) and place.dim in [d % count for d in dims]
+    return isinstance(place, Shard) and place.dim in [d % count for d in dims]
 
 
 def _to(w: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -1,7 +1,7 @@
 """Propagates shards along a dim, for one mesh axis, through a recorded function, so that each rank computes with its
 shards.
 
-Along the axis of n ranks, a value is replicated, sharded along a dim (`fzero.sharding.shard_regions.Dim`), or partial
+Along the axis of n ranks, a value is replicated, sharded along a dim (`fzero.sharding.placements.Shard`), or partial
 (each rank has one summand). For each op there are several strategies (fzero/sharding/op_strategies.py). The one whose
 inputs take the fewest bytes to convert is chosen; the order of the strategies breaks ties. Each value is converted to a
 placement at most once, and a view of a partial value becomes a view of the reduced value. An op without a suitable
@@ -53,7 +53,7 @@ from fzero.sharding.op_strategies import (
     shape_of,
     values_of,
 )
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.flops import product_flops
 from fzero.trace.guards.user_frames import line
 from fzero.trace.meta_cache import FakeResults
@@ -82,7 +82,7 @@ aten = torch.ops.aten
 
 
 class OutputPlacement(enum.StrEnum):
-    """The requested placement of an output, if it is neither a `Dim` nor None (replicated)."""
+    """The requested placement of an output, if it is neither a `Shard` nor None (replicated)."""
 
     FREE = "free"  # any placement except partial
     SUMMAND = "summand"  # partial if it already is, else replicated
@@ -110,7 +110,7 @@ class Exchanged:
     are not exchanged again."""
 
     way: Way  # the ops, in order
-    place: Dim
+    place: Shard
     shape: tuple[int, ...] = field(compare=False)  # of the full value
     dtype: torch.dtype = field(compare=False)
 
@@ -148,9 +148,9 @@ class EndPlacements:
 
     n: int
     places: tuple[Place, ...]
-    wanted: tuple[OutputPlacement | Dim | None, ...]
+    wanted: tuple[OutputPlacement | Shard | None, ...]
     leaves: frozenset[int]
-    stream: Dim | None
+    stream: Shard | None
     by_position: Attention | None
 
     def of_a_rank(self, graph: Recorded, inputs: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[str, RankShare]:
@@ -168,7 +168,7 @@ class EndPlacements:
         )
         shares: dict[str, RankShare] = {}
         for x in part.graph.nodes:
-            if isinstance(place := made.values.get(x.name), Dim):
+            if isinstance(place := made.values.get(x.name), Shard):
                 shares[x.name] = RankShare(self.n, self.n)
             elif place == PARTIAL:  # The reduced value is saved: scattered to the residual stream, or replicated.
                 kept, computed = self.stream is not None, bool(product_flops(x))
@@ -188,10 +188,10 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Place],
-    wanted: Sequence[OutputPlacement | Literal["free", "summand", "partial"] | Dim | None],
+    wanted: Sequence[OutputPlacement | Literal["free", "summand", "partial"] | Shard | None],
     *,
     leaves: frozenset[int] = frozenset(),
-    stream: Dim | None = None,
+    stream: Shard | None = None,
     by_position: Attention | None = None,
     given: Sequence[Sequence[Exchanged]] = (),
     handed_on: Sequence[Sequence[Exchanged]] = (),
@@ -252,9 +252,9 @@ class _Propagation:
         source: Recorded,
         n: int,
         places: Sequence[Place],
-        wanted: Sequence[OutputPlacement | str | Dim | None],
+        wanted: Sequence[OutputPlacement | str | Shard | None],
         leaves: frozenset[int],
-        stream: Dim | None,
+        stream: Shard | None,
         by_position: Attention | None,
         given: Sequence[Sequence[Exchanged]],
     ):
@@ -262,7 +262,7 @@ class _Propagation:
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
         self.n, self.places, self.stream = n, places, stream
         self.by_position: Attention | None = by_position
-        self.wanted: list[OutputPlacement | Dim | None] = [
+        self.wanted: list[OutputPlacement | Shard | None] = [
             OutputPlacement(w) if isinstance(w, str) else w for w in wanted
         ]
         self.graph = compat.Graph()
@@ -273,7 +273,7 @@ class _Propagation:
         self.place: dict[fx.Node, Place] = {}  # the natural placement of each value of the original function
         self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
-        self.back: dict[fx.Node, Dim] = {}  # for ops, the placement to which their results are exchanged
+        self.back: dict[fx.Node, Shard] = {}  # for ops, the placement to which their results are exchanged
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
         self.replaced: dict[str, fx.Node] = {}  # by the name of an op, the node that replaced it
@@ -312,7 +312,7 @@ class _Propagation:
         value = x.meta["val"]
         assert divides(value.shape, place, self.n), f"{x.name}{list(value.shape)} has no {self.n} parts at {place}"
         new = self.graph.placeholder(x.name)
-        if isinstance(place, Dim):
+        if isinstance(place, Shard):
             # a rank's shard is a separate, contiguous tensor
             shape = part(value.shape, place, self.n)
             new.meta["val"] = compat.new_fake(value.fake_mode, shape, value.dtype, value.device)
@@ -369,7 +369,7 @@ class _Propagation:
             values,
         )
 
-    def _exchanged(self, output: fx.Node, want: OutputPlacement | Dim | None) -> dict[Exchanged, fx.Node]:
+    def _exchanged(self, output: fx.Node, want: OutputPlacement | Shard | None) -> dict[Exchanged, fx.Node]:
         """The exchanged values of an output whose placement is free, and of the values that ops compute from it
         alone."""
         found: dict[Exchanged, fx.Node] = {}
@@ -379,14 +379,14 @@ class _Propagation:
             left += [(u, (*way, _said(u))) for u in x.users if u.op != "output" and u.all_input_nodes == [x]]
             natural = self.place[x]
             for place, new in (self.made.get(_copied(x), {}) | self.made.get(x, {})).items():
-                if isinstance(place, Dim) and isinstance(natural, Dim) and place.dim != natural.dim:
+                if isinstance(place, Shard) and isinstance(natural, Shard) and place.dim != natural.dim:
                     value = x.meta["val"]
                     found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
         return found
 
-    def _out_place(self, node: fx.Node, want: OutputPlacement | Dim | None) -> Place:
+    def _out_place(self, node: fx.Node, want: OutputPlacement | Shard | None) -> Place:
         place, made = self.place[node], self.made[node]
-        if want is None or isinstance(want, Dim):
+        if want is None or isinstance(want, Shard):
             return want
         if want is OutputPlacement.SUMMAND:
             return PARTIAL if place == PARTIAL and None not in made else None
@@ -417,7 +417,7 @@ class _Propagation:
         new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)
         self._put(node, places[i], new)
         back = self.back.get(source)
-        sharded = isinstance(places[i], Dim) and len(shape_of(node)) > 3
+        sharded = isinstance(places[i], Shard) and len(shape_of(node)) > 3
         if sharded and back is not None and divides(shape_of(node), back, self.n):
             self.place[node] = back
             self._get(node, back)
@@ -455,7 +455,7 @@ class _Propagation:
         best = (*found, whole)[prices.index(min(prices))]
         if best is whole or min(prices) == math.inf:
             best = whole
-            gathered = [a for a in inputs if isinstance(self.place[a], Dim) and self._cost(a, None) > 0]
+            gathered = [a for a in inputs if isinstance(self.place[a], Shard) and self._cost(a, None) > 0]
             if self.by_position is None:  # with `by_position`, no op should need all positions
                 gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
             if gathered:
@@ -469,18 +469,18 @@ class _Propagation:
         nbytes = sum(nbytes_of(a) for a in gathered)
         self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
 
-    def _asked(self, node: fx.Node) -> list[Dim]:
+    def _asked(self, node: fx.Node) -> list[Shard]:
         """The placements that are requested of a result: as an output and, if it reads partial values, as part of the
         residual stream."""
         outputs = (
             zip(self.source.outputs, self.wanted, strict=True) if self.source.graph.output_node() in node.users else ()
         )
-        asked = [w for x, w in outputs if x is node and isinstance(w, Dim)]
+        asked = [w for x, w in outputs if x is node and isinstance(w, Shard)]
         if any(self.place[a] == PARTIAL for a in node.all_input_nodes) and (place := self._streams(node)):
             asked.append(place)
         return asked
 
-    def _streams(self, node: fx.Node) -> Dim | None:
+    def _streams(self, node: fx.Node) -> Shard | None:
         """The placement of a value as part of the residual stream, if it has the same elements as the values that pass
         between blocks."""
         value = node.meta["val"]
@@ -565,7 +565,7 @@ class _Propagation:
         """Whether a value, or a view of it, is an output that is requested as a shard other than that of the residual
         stream."""
         outputs = zip(self.source.outputs, self.wanted, strict=True)
-        if any(x is node and isinstance(w, Dim) and w != self.stream for x, w in outputs):
+        if any(x is node and isinstance(w, Shard) and w != self.stream for x, w in outputs):
             return True
         return any(is_view(user) and self._is_gradient(user) for user in node.users)
 
@@ -601,7 +601,7 @@ class _Propagation:
 
     def _direct(self, node: fx.Node, have: Place, want: Place) -> float:
         nbytes = nbytes_of(node) * (self.n - 1) / self.n
-        if have is None and isinstance(want, Dim):
+        if have is None and isinstance(want, Shard):
             # Nothing is sent; the small price breaks ties.
             return 1e-3 * nbytes
         if want == PARTIAL or node in self.leaves:
@@ -611,7 +611,7 @@ class _Propagation:
             return 2 * nbytes if want is None else nbytes
         if want is None:
             return nbytes
-        assert isinstance(have, Dim) and isinstance(want, Dim)
+        assert isinstance(have, Shard) and isinstance(want, Shard)
         # Along the same dim, in other groups, the value is gathered and sliced; along another dim,
         # an all_to_all sends only the rank's shard.
         return nbytes * 1.001 if have.dim == want.dim else nbytes / self.n
@@ -636,7 +636,7 @@ class _Propagation:
             return source
         return source if self.place[source] == PARTIAL and len(source.users) > 1 else None
 
-    def _viewed(self, node: fx.Node, want: Dim) -> tuple[fx.Node, Dim] | None:
+    def _viewed(self, node: fx.Node, want: Shard) -> tuple[fx.Node, Shard] | None:
         """For a partial value that is another partial value in a different shape: that other value, and the placement
         of it that corresponds to `want`."""
         root = self._root(node) if self.place[node] == PARTIAL and node.target in RESHAPES else None
@@ -663,18 +663,18 @@ class _Propagation:
             args, kwargs = fx.map_arg((views.args, views.kwargs), lambda a: self._get(a, None))
             new = self.write(views.target, *args, **kwargs)
             return new if views is node else self.write(operator.getitem, new, node.args[1])
-        if None in made and isinstance(want, Dim):
+        if None in made and isinstance(want, Shard):
             if (remade := self._remade(node, want)) is not None:
                 return remade
             return self.write.take_shard(made[None], want)
-        if isinstance(want, Dim) and (viewed := self._viewed(node, want)):
+        if isinstance(want, Shard) and (viewed := self._viewed(node, want)):
             return self.write.view(self._get(*viewed), part(shape_of(node), want, self.n))
         have = min(made, key=lambda p: self._direct(node, p, want))
-        if isinstance(have, Dim) and isinstance(want, Dim) and have.dim == want.dim:
+        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
             return self.write.take_shard(self._get(node, None), want)
         return self.write.converted(made[have], have, want)
 
-    def _remade(self, node: fx.Node, want: Dim) -> fx.Node | None:
+    def _remade(self, node: fx.Node, want: Shard) -> fx.Node | None:
         """A shard of a replicated value, computed from shards of its inputs, if these are smaller than the value."""
         if (
             node.op != "call_function"

@@ -41,7 +41,7 @@ from fzero.sharding.op_strategies import (
     shape_of,
     values_of,
 )
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.guards.user_frames import line
 from fzero.trace.meta_cache import FakeResults
 from fzero.trace.recorder import Recorded
@@ -49,9 +49,9 @@ from fzero.trace.subgraph import ancestors, extract
 
 aten = torch.ops.aten
 
-Form = Dim | ExpertShard | None
-"""The form of a value on a rank: as it was recorded (None), a shard of a value that all ranks have (`Dim`), or with the
-rows of all ranks (`ExpertShard`)."""
+Form = Shard | ExpertShard | None
+"""The form of a value on a rank: as it was recorded (None), a shard of a value that all ranks have (`Shard`), or with
+the rows of all ranks (`ExpertShard`)."""
 Write = Callable[[GraphWriter, dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
@@ -68,7 +68,7 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Anywhere],
-    wanted: Sequence[OutputPlacement | Dim | None],
+    wanted: Sequence[OutputPlacement | Shard | None],
 ) -> ShardedGraph:
     """Returns the function on a rank's own rows and its shard of the experts.
 
@@ -76,7 +76,7 @@ def propagate(
         graph: the function, recorded with the rows of one rank and full parameters.
         n: the size of the axis.
         places: the placements of its inputs.
-        wanted: the requested placements of its outputs. A `Dim` is the placement of a gradient, which is summed over
+        wanted: the requested placements of its outputs. A `Shard` is the placement of a gradient, which is summed over
             all ranks.
 
     Raises:
@@ -94,7 +94,7 @@ class _RowPropagation:
         source: Recorded,
         n: int,
         places: Sequence[Anywhere],
-        wanted: Sequence[OutputPlacement | Dim | None],
+        wanted: Sequence[OutputPlacement | Shard | None],
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
@@ -113,7 +113,7 @@ class _RowPropagation:
             self._input(x, place)
 
     def _input(self, x: fx.Node, place: Anywhere) -> None:
-        value, form = x.meta["val"], place if isinstance(place, (Dim, ExpertShard)) else None
+        value, form = x.meta["val"], place if isinstance(place, (Shard, ExpertShard)) else None
         new = self.graph.placeholder(x.name)
         new.meta["val"] = value
         if form is not None:
@@ -139,8 +139,8 @@ class _RowPropagation:
         none = tuple(() for _ in self.source.inputs)
         return ShardedGraph(graph, tuple(places), numbered, varies, tuple(self.whole), (), none)
 
-    def _output(self, x: fx.Node, want: OutputPlacement | Dim | None) -> tuple[fx.Node, Anywhere]:
-        if isinstance(want, Dim):
+    def _output(self, x: fx.Node, want: OutputPlacement | Shard | None) -> tuple[fx.Node, Anywhere]:
+        if isinstance(want, Shard):
             return self._sum(x, want), want
         if want is not None and want is not OutputPlacement.FREE:
             return self._get(x, None), PARTIAL
@@ -171,7 +171,7 @@ class _RowPropagation:
     def _put(self, node: fx.Node, form: Form, new: fx.Node) -> None:
         self.form[node], self.made[node] = form, {form: new}
         before = self.sums.isdisjoint(node.all_input_nodes)
-        if not before or (isinstance(form, Dim) and not self.own.isdisjoint(node.all_input_nodes)):
+        if not before or (isinstance(form, Shard) and not self.own.isdisjoint(node.all_input_nodes)):
             self.sums.add(node)
         elif not self.own.isdisjoint(node.all_input_nodes):
             self.own.add(node)
@@ -193,7 +193,7 @@ class _RowPropagation:
 
     def _op(self, node: fx.Node) -> WholeOp:
         places: dict[fx.Node, Place] = {
-            a: f if isinstance(f := self.form[a], Dim) else None for a in node.all_input_nodes
+            a: f if isinstance(f := self.form[a], Shard) else None for a in node.all_input_nodes
         }
         return WholeOp(node, self.n, places)
 
@@ -207,7 +207,7 @@ class _RowPropagation:
         for s in rule(self._op(node)) if rule else ():
             out = s.places(count)
             fits = all(divides(shape_of(a), p, self.n) and self.form[a] in (None, p) for a, p in s.want.items())
-            if fits and not s.sent and PARTIAL not in s.want.values() and all(isinstance(p, Dim) for p in out):
+            if fits and not s.sent and PARTIAL not in s.want.values() and all(isinstance(p, Shard) for p in out):
                 return Way(s.want, out, s.write)  # type: ignore[arg-type]
         self._list(node)
         return plain
@@ -236,18 +236,18 @@ class _RowPropagation:
         """Whether a value is a sharded parameter, or a view of one."""
         while node.op == "call_function" and node.target in VIEWS | set(_ORDERS):
             (node,) = node.all_input_nodes
-        return node.op == "placeholder" and self.form[node] == Dim(0)
+        return node.op == "placeholder" and self.form[node] == Shard(0)
 
     def _cost(self, node: fx.Node, form: Form) -> float:
-        if form in self.made[node] or isinstance(form, Dim) or self._is_alike(node, form):
+        if form in self.made[node] or isinstance(form, Shard) or self._is_alike(node, form):
             return 0.0
         if form is None and self._remade(node) is not None:
             return 0.0
-        return math.inf if isinstance(self.form[node], Dim) else nbytes_of(node)
+        return math.inf if isinstance(self.form[node], Shard) else nbytes_of(node)
 
     def _list(self, node: fx.Node) -> None:
         """Notes an op for which parameters are gathered."""
-        gathered = [a for a in node.all_input_nodes if isinstance(self.form[a], Dim) and None not in self.made[a]]
+        gathered = [a for a in node.all_input_nodes if isinstance(self.form[a], Shard) and None not in self.made[a]]
         if not gathered:
             return
         place = node.meta.get("place")
@@ -267,7 +267,7 @@ class _RowPropagation:
     def _leads_by(self, node: fx.Node, user: fx.Node) -> bool:
         if user.op == "output":
             outputs = zip(self.source.outputs, self.wanted, strict=True)
-            return all(isinstance(w, Dim) for x, w in outputs if x is node)
+            return all(isinstance(w, Shard) for x, w in outputs if x is node)
         return (user.target in _LINEAR or _is_sum(user)) and self._leads(user)
 
     def _of_sums(self, node: fx.Node) -> None:
@@ -275,7 +275,7 @@ class _RowPropagation:
         rearrange it."""
         first = next(a for a in node.all_input_nodes if a in self.sums)
         dim, alike = self.form[first], all(shape_of(a) == shape_of(first) for a in node.all_input_nodes)
-        assert isinstance(dim, Dim), (first, dim)
+        assert isinstance(dim, Shard), (first, dim)
         if (
             alike
             and _is_sum(node)
@@ -294,7 +294,7 @@ class _RowPropagation:
             )
         self._settle(node, way)
 
-    def _sum(self, node: fx.Node, dim: Dim) -> fx.Node:
+    def _sum(self, node: fx.Node, dim: Shard) -> fx.Node:
         """This rank's shard of the sum over all ranks of a gradient."""
         if node in self.sums:
             assert self.form[node] == dim, (node, self.form[node], dim)
@@ -318,7 +318,7 @@ class _RowPropagation:
                 made[form] = self.write(node.target, *args, **kwargs)
             elif self._is_alike(node, form):
                 assert isinstance(form, ExpertShard)
-                mine = self.write.converted(made[None], None, Dim(form.dim))
+                mine = self.write.converted(made[None], None, Shard(form.dim))
                 made[form] = self.write(aten.cat.default, [mine] * self.n, form.rows)
             elif way is not None:
                 made[form] = self._written(node, way)  # type: ignore[assignment]
@@ -381,11 +381,11 @@ class _RowPropagation:
         for x, y, rows in ((a, b, 1), (b, a, 2)):
             met, bias = ExpertShard(0, rows), [x for x in added if isinstance(x, fx.Node)]
             want = {x: self._broadcast(x, met, list(node.meta["val"].shape)) for x in bias}
-            if y not in self.own and self.form[y] == Dim(0) and x is not y and "none" not in want.values():
-                yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
+            if y not in self.own and self.form[y] == Shard(0) and x is not y and "none" not in want.values():
+                yield Way(want | {x: met, y: Shard(0)}, (met,))  # type: ignore[arg-type]
         if self._leads(node) and a is not b and not added:
             # A gradient of the parameter sums over the rows: dim 2 of a, and dim 1 of b.
-            yield Way({a: ExpertShard(0, 2), b: ExpertShard(0, 1)}, (Dim(0),))
+            yield Way({a: ExpertShard(0, 2), b: ExpertShard(0, 1)}, (Shard(0),))
 
     def _numbered(self, node: fx.Node) -> Iterator[Way]:
         """Products of rows that belong to several experts with a parameter; and sums of such products over all rows."""
@@ -394,9 +394,9 @@ class _RowPropagation:
         met = ExpertShard(0, 1)
         if node.target is EXPERT_OUTER:
             if self._leads(node) and a is not b:
-                yield Way({expert: met, a: ExpertShard(0, 2), b: met}, (Dim(0),))
-        elif b not in self.own and self.form[b] == Dim(0) and expert in self.own:
-            yield Way({expert: met, a: met, b: Dim(0)}, (met,))
+                yield Way({expert: met, a: ExpertShard(0, 2), b: met}, (Shard(0),))
+        elif b not in self.own and self.form[b] == Shard(0) and expert in self.own:
+            yield Way({expert: met, a: met, b: Shard(0)}, (met,))
 
     def _met(self, node: fx.Node) -> list[tuple[fx.Node, ExpertShard]]:
         return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, ExpertShard)]
@@ -409,7 +409,7 @@ class _RowPropagation:
         ]
         for a in node.all_input_nodes:  # before the first product: a parameter that is the same for all rows
             k, form = len(shape) - len(shape_of(a)), self.form[a]
-            if isinstance(form, Dim) and form.groups == 1 and form.dim + k + 1 < len(shape):
+            if isinstance(form, Shard) and form.groups == 1 and form.dim + k + 1 < len(shape):
                 found.append(ExpertShard(form.dim + k, form.dim + k + 1))
         for met in dict.fromkeys(found):
             want = {a: self._broadcast(a, met, shape) for a in node.all_input_nodes}
@@ -425,7 +425,7 @@ class _RowPropagation:
             return ExpertShard(met.dim - k, met.rows - k)
         if a in self.own or full[1]:
             return "none"
-        return Dim(met.dim - k) if full[0] else None if self.form[a] is None else "none"
+        return Shard(met.dim - k) if full[0] else None if self.form[a] is None else "none"
 
     def _views(self, node: fx.Node, *more: ExpertShard) -> Iterator[Way]:
         (x,) = node.all_input_nodes
@@ -456,7 +456,7 @@ class _RowPropagation:
             if m.rows not in dims:
                 yield Way({x: m}, (ExpertShard(left.index(m.dim), left.index(m.rows)),))
             elif node.target is aten.sum.dim_IntList and self._leads(node):
-                yield Way({x: m}, (Dim(left.index(m.dim)),))
+                yield Way({x: m}, (Shard(left.index(m.dim)),))
 
     def _along(self, node: fx.Node) -> Iterator[Way]:
         """Ops along a dim other than those of experts and rows, whose inputs all have the dims of the result."""

@@ -39,7 +39,8 @@ from fzero.ops.block_quantization import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, 
 from fzero.ops.unsharded_mark import WHOLE
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 from fzero.sharding.layout import Sharding
-from fzero.sharding.shard_regions import Dim, part_shape
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import part_shape
 from fzero.sharding.shard_regions import whole as all_of
 from fzero.trace.guards.user_frames import line
 from fzero.trace.recorder import Recorded
@@ -52,12 +53,12 @@ def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-def take_shard(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
+def take_shard(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Shard, ...] = ()) -> torch.Tensor:
     """Marker: this rank's flat shard of the full `x` over these axes. The first axes shard along these dims."""
     raise AssertionError("a marker is not executable")
 
 
-def gather(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...], shape: Sequence[int]) -> torch.Tensor:
+def gather(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Shard, ...], shape: Sequence[int]) -> torch.Tensor:
     """Marker: the full value of this shape, gathered from the ranks' flat shards over these axes. The first axes shard
     along these dims."""
     raise AssertionError("a marker is not executable")

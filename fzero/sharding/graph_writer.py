@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from fzero._compat import compat
 from fzero.sharding.op_strategies import PARTIAL, ExpertShard, Place, part, positional, shape_of
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.meta_cache import FakeResults
 
 aten = torch.ops.aten
@@ -140,7 +140,7 @@ class GraphWriter:
 
     # --- conversions between placements ---
 
-    def take_shard(self, x: fx.Node, place: Dim) -> fx.Node:
+    def take_shard(self, x: fx.Node, place: Shard) -> fx.Node:
         """This rank's shard of a replicated value."""
         shape = shape_of(x)
         dim, groups = place
@@ -155,7 +155,7 @@ class GraphWriter:
         first = self(aten.eq.Scalar, self.view(self.index(), [1] * len(shape_of(x))), 0)
         return self(aten.where.ScalarOther, first, x, 0)
 
-    def parts(self, x: fx.Node, place: Dim) -> fx.Node:
+    def parts(self, x: fx.Node, place: Shard) -> fx.Node:
         """All shards of a value, [n, *shard], contiguous."""
         shape, (dim, groups) = shape_of(x), place
         y = self.view(x, [*shape[:dim], groups, self.n, shape[dim] // groups // self.n, *shape[dim + 1 :]])
@@ -165,7 +165,7 @@ class GraphWriter:
             y = self(aten.permute.default, y, order)
         return self.view(y, [self.n, *part(shape, place, self.n)])
 
-    def joined(self, parts: fx.Node, place: Dim) -> fx.Node:
+    def joined(self, parts: fx.Node, place: Shard) -> fx.Node:
         """The value whose shards are given as [n, *shard]."""
         _, *shape = shape_of(parts)
         dim, groups = place
@@ -178,29 +178,29 @@ class GraphWriter:
 
     def converted(self, x: fx.Node, have: Place | ExpertShard, want: Place | ExpertShard) -> fx.Node:
         """Converts a value from one placement to another."""
-        if have is None and isinstance(want, Dim):
+        if have is None and isinstance(want, Shard):
             return self.take_shard(x, want)
         if have == PARTIAL and want is None:
             return self.all_reduce(x, "sum")
-        if have == PARTIAL and isinstance(want, Dim):
+        if have == PARTIAL and isinstance(want, Shard):
             rows = self.parts(x, want)
             row = self.mark(reduce_scatter, rows, [1, *shape_of(rows)[1:]])
             return self.view(row, shape_of(rows)[1:])
         if isinstance(want, ExpertShard):
             assert have is None, (x, have, want)
-            return self._exchanged(x, Dim(want.dim), Dim(want.rows))
+            return self._exchanged(x, Shard(want.dim), Shard(want.rows))
         if isinstance(have, ExpertShard):
             assert want is None, (x, have, want)
-            return self._exchanged(x, Dim(have.rows), Dim(have.dim))
-        assert isinstance(have, Dim), (x, have, want)
+            return self._exchanged(x, Shard(have.rows), Shard(have.dim))
+        assert isinstance(have, Shard), (x, have, want)
         if want is None:
             shape = shape_of(x)
             rows = self.mark(all_gather, self.view(self.packed(x), [1, *shape]), [self.n, *shape])
             return self.joined(rows, have)
-        assert isinstance(want, Dim) and want.dim != have.dim, (x, have, want)
+        assert isinstance(want, Shard) and want.dim != have.dim, (x, have, want)
         return self._exchanged(x, want, have)
 
-    def _exchanged(self, x: fx.Node, sent: Dim, joined: Dim) -> fx.Node:
+    def _exchanged(self, x: fx.Node, sent: Shard, joined: Shard) -> fx.Node:
         """An all_to_all: sends the shards of a value along `sent` to the ranks, and concatenates the received ones
         along `joined`."""
         rows = self.parts(x, sent)

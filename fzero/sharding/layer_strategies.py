@@ -31,7 +31,7 @@ from fzero.sharding.op_strategies import (
     shape_of,
     unique,
 )
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.sharding.view_strategies import zeros
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
     by_position = op.by_position is not None and any(p == _POSITIONS for _, p in op.sharded(*main))
     if by_position and gathers_keys(op):
         yield from _by_queries(op, main, bias)
-    heads = [Dim(1)] * (by_position and not gathers_keys(op))
+    heads = [Shard(1)] * (by_position and not gathers_keys(op))
     for c in unique([*(p for _, p in op.sharded(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2), *heads]):
         want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(main, c)
         one = [c.dim == 1 and shape_of(k)[1] == 1 != shape_of(query)[1] for k in keys]
@@ -85,11 +85,11 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
         out: list[Place] = [c if k else None for k in sharded]
         if grads:  # of the query, the keys and the values; a head that every rank reads gets partial gradients
             out[1:3] = (PARTIAL if single else c for single in one)
-        back = _POSITIONS if by_position and c == Dim(1) else None
+        back = _POSITIONS if by_position and c == Shard(1) else None
         yield Strategy(want, tuple(out), _without_states(op, sharded) if states else None, back=back)
 
 
-_POSITIONS = Dim(2)
+_POSITIONS = Shard(2)
 
 
 def gathers_keys(op: WholeOp) -> bool:
@@ -250,7 +250,7 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
     yield from moves(op, x)
     for p in unique([*(p for _, p in op.sharded(x)), *_asked_through(op, dims, first, count, len(shape_of(x)))]):
         if p.dim not in dims:
-            yield Strategy(op.at({x: p}), Dim(_through(p.dim, dims, first, count), p.groups))
+            yield Strategy(op.at({x: p}), Shard(_through(p.dim, dims, first, count), p.groups))
         elif dims == [p.dim] and p.groups == 1:
             rows, whole = shape_of(x)[p.dim] // op.n, shape_of(x)[p.dim]
 
@@ -260,13 +260,13 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
                 return _only(w, y, inside, len(shape_of(y)) - d - count)
 
             yield Strategy(op.at({x: p}), PARTIAL, write)
-    for c in unique([Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]):
-        yield Strategy(op.at({i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}), c)
+    for c in unique([Shard(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]):
+        yield Strategy(op.at({i: lined_up(i, Shard(c.dim - first, c.groups), count) for i in indices}), c)
 
 
-def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int) -> list[Dim]:
+def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int) -> list[Shard]:
     back = {_through(d, dims, first, count): d for d in range(of) if d not in dims}
-    return [Dim(back[c.dim], c.groups) for c in op.asked if c.dim in back]
+    return [Shard(back[c.dim], c.groups) for c in op.asked if c.dim in back]
 
 
 @rule(aten.index_put.default)
@@ -286,10 +286,10 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
     adds = op["accumulate"] and zeros(x)
     if adds and op.partial(values):
         yield Strategy(op.at({values: PARTIAL}), PARTIAL)
-    kept = [Dim(back[p.dim], p.groups) for _, p in op.sharded(values) if p.dim in back]
+    kept = [Shard(back[p.dim], p.groups) for _, p in op.sharded(values) if p.dim in back]
     for p in unique([*kept, *(p for _, p in op.sharded(x)), *op.asked]):
         if p.dim not in dims:
-            yield Strategy(op.at({x: p, values: Dim(_through(p.dim, dims, first, count), p.groups)}), p)
+            yield Strategy(op.at({x: p, values: Shard(_through(p.dim, dims, first, count), p.groups)}), p)
         elif dims == [p.dim] and p.groups == 1 and op["accumulate"]:
             rows, whole = op.shape[p.dim] // op.n, op.shape[p.dim]
 
@@ -299,11 +299,11 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
                 return w(aten.index_put.default, a["self"], [*[None] * d, at], y, True)
 
             yield Strategy(op.at({x: p}), p, write)
-    of_index = [Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]
+    of_index = [Shard(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.sharded(*indices)]
     of_index += [p for _, p in op.sharded(values) if p.dim not in back]
     for c in unique(of_index) if adds else ():
         yield Strategy(
-            op.at({values: c, **{i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}}), PARTIAL
+            op.at({values: c, **{i: lined_up(i, Shard(c.dim - first, c.groups), count) for i in indices}}), PARTIAL
         )
 
 
@@ -314,10 +314,10 @@ def _embedding(op: WholeOp) -> Iterator[Strategy]:
     table, indices = op["weight"], op["indices"]
     count = len(shape_of(indices))
     yield from moves(op, table)
-    asked = [Dim(1, c.groups) for c in op.asked if c.dim == count]
+    asked = [Shard(1, c.groups) for c in op.asked if c.dim == count]
     for p in unique([*(p for _, p in op.sharded(table)), *asked]):
         if p.dim == 1:
-            yield Strategy({table: p, indices: None}, Dim(count, p.groups))
+            yield Strategy({table: p, indices: None}, Shard(count, p.groups))
         elif p.groups == 1:
             rows, whole = shape_of(table)[0] // op.n, shape_of(table)[0]
 
@@ -342,9 +342,9 @@ def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
         if p.dim < count:
             yield Strategy({grad: p, indices: p}, PARTIAL)
     last = [p for _, p in op.sharded(grad) if p.dim == count]
-    for c in unique([*(Dim(1, p.groups) for p in last), *op.asked]):
+    for c in unique([*(Shard(1, p.groups) for p in last), *op.asked]):
         if c.dim == 1:
-            yield Strategy({grad: Dim(count, c.groups), indices: None}, c)
+            yield Strategy({grad: Shard(count, c.groups), indices: None}, c)
         elif c.groups == 1:
             rows, whole = op.shape[0] // op.n, op.shape[0]
 
@@ -378,7 +378,7 @@ def _index_select(op: WholeOp) -> Iterator[Strategy]:
 
             yield Strategy({x: p, index: None}, PARTIAL, write)
     for _, p in op.sharded(index):
-        yield Strategy({x: None, index: p}, Dim(d, p.groups))
+        yield Strategy({x: None, index: p}, Shard(d, p.groups))
 
 
 @rule(aten.gather.default)
@@ -413,7 +413,7 @@ def _index_add(op: WholeOp) -> Iterator[Strategy]:
         if p.dim != d:
             yield Strategy({x: p, index: None, source: p}, p)
         elif zeros(x) and op.place[source] == p:
-            yield Strategy({x: None, index: Dim(0, p.groups), source: p}, PARTIAL)
+            yield Strategy({x: None, index: Shard(0, p.groups), source: p}, PARTIAL)
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
@@ -464,25 +464,25 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
         yield Strategy(op.at({x: c}), c)
     if op["groups"] != 1:
         for c in _of_groups(op, sharded, x, weight):
-            want = {x: c, weight: Dim(0, c.groups)} | ({bias: Dim(0, c.groups)} if bias is not None else {})
+            want = {x: c, weight: Shard(0, c.groups)} | ({bias: Shard(0, c.groups)} if bias is not None else {})
             groups = {"groups": op["groups"] // op.n}
             yield Strategy(op.at(want), c, lambda w, a, groups=groups: w.named(op.target, a | groups))
         return
     of_out = [p.groups for a, p in sharded if a is weight and p.dim == out] + [c.groups for c in op.asked if c.dim == 1]
     for g in dict.fromkeys(of_out):
-        want = {weight: Dim(out, g)} | ({bias: Dim(0, g)} if bias is not None else {})
-        yield Strategy(op.at(want), Dim(1, g))
+        want = {weight: Shard(out, g)} | ({bias: Shard(0, g)} if bias is not None else {})
+        yield Strategy(op.at(want), Shard(1, g))
     # Every rank would add a bias to its partial result: decompositions.py adds it separately.
     for g in dict.fromkeys(p.groups for a, p in sharded if p.dim == (1 if a is x else into)) if bias is None else ():
-        yield Strategy({x: Dim(1, g), weight: Dim(into, g)}, PARTIAL)
+        yield Strategy({x: Shard(1, g), weight: Shard(into, g)}, PARTIAL)
 
 
 def _of_groups(
-    op: WholeOp, sharded: Sequence[tuple[fx.Node, Dim]], x: fx.Node, weight: fx.Node, *others: fx.Node
-) -> list[Dim]:
+    op: WholeOp, sharded: Sequence[tuple[fx.Node, Shard]], x: fx.Node, weight: fx.Node, *others: fx.Node
+) -> list[Shard]:
     """The shardings of channels that do not divide a group of a convolution."""
     found = [p for a, p in sharded if p.dim == 1 and (a is x or a in others)]
-    found += [Dim(1, p.groups) for a, p in sharded if a is weight and p.dim == 0]
+    found += [Shard(1, p.groups) for a, p in sharded if a is weight and p.dim == 0]
     return [c for c in unique(found) if not op["transposed"] and op["groups"] % (c.groups * op.n) == 0]
 
 
@@ -504,8 +504,8 @@ def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
         sizes = [shape_of(weight)[out] // op.n]
         named = {"bias_sizes": sizes} if op["bias_sizes"] is not None else {}
         yield Strategy(
-            op.at({grad: Dim(1, g), weight: Dim(out, g)}),
-            (PARTIAL, Dim(out, g), Dim(0, g)),
+            op.at({grad: Shard(1, g), weight: Shard(out, g)}),
+            (PARTIAL, Shard(out, g), Shard(0, g)),
             lambda w, a, named=named: w.named(op.target, a | named),
         )
     for g in dict.fromkeys(p.groups for a, p in sharded if (a is x and p.dim == 1) or (a is weight and p.dim == into)):
@@ -517,7 +517,7 @@ def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
             db = w(aten.sum.dim_IntList, a["grad_output"], over) if mask[2] else dx_dw
             return (*(w(operator.getitem, dx_dw, i) if mask[i] else dx_dw for i in range(2)), db)
 
-        yield Strategy(op.at({x: Dim(1, g), weight: Dim(into, g)}), (Dim(1, g), Dim(into, g), None), write)
+        yield Strategy(op.at({x: Shard(1, g), weight: Shard(into, g)}), (Shard(1, g), Shard(into, g), None), write)
 
 
 @rule(
@@ -553,9 +553,9 @@ def _loss(op: WholeOp) -> Iterator[Strategy]:
     if op["reduction"] != 0:
         return
     # The target, and the gradient of an unreduced loss, lack the dim of classes, which is dim 1.
-    of_rows = [Dim(p.dim + (p.dim > 0), p.groups) for _, p in op.sharded(target, grad)]
+    of_rows = [Shard(p.dim + (p.dim > 0), p.groups) for _, p in op.sharded(target, grad)]
     for c in unique([*(p for _, p in op.sharded(x) if p.dim != 1), *of_rows]):
-        rows = Dim(c.dim - (c.dim > 0), c.groups)
+        rows = Shard(c.dim - (c.dim > 0), c.groups)
         if grad is None:
             yield Strategy(op.at({x: c, target: rows}), (rows, None))
         else:

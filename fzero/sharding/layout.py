@@ -41,7 +41,8 @@ import torch
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.ops.block_quantization import granule
-from fzero.sharding.shard_regions import Boxes, Dim, DimShard, part_shape, uneven
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
 from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
@@ -71,7 +72,7 @@ class Layout:
     axes: tuple[str, ...] = ()
     tier: str = "device"
     grid: tuple[str, ...] = ()
-    dims: tuple[Dim, ...] = ()
+    dims: tuple[Shard, ...] = ()
     only: Only | None = None
 
     def __post_init__(self) -> None:
@@ -194,8 +195,8 @@ class Sharding(NamedTuple):
         return math.prod(a.size for a in self.along)
 
     @property
-    def dims(self) -> tuple[Dim, ...]:
-        return tuple(Dim(a.dim, a.groups) for a in self.along)
+    def dims(self) -> tuple[Shard, ...]:
+        return tuple(Shard(a.dim, a.groups) for a in self.along)
 
     def __str__(self) -> str:
         return over_axes(self.axes, self.dims)
@@ -214,14 +215,14 @@ class Sharding(NamedTuple):
 
 
 def sharding_over(
-    mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()
+    mesh: AbstractMesh, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Shard, ...] = ()
 ) -> Sharding:
     """How a layout, or the placement of a value, shards tensors on a mesh."""
     along = tuple(DimShard(*dim, mesh.axes[axis]) for axis, dim in zip(axes, dims, strict=False))
     return Sharding(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
 
 
-def over_axes(axes: Sequence[str], dims: Sequence[Dim]) -> str:
+def over_axes(axes: Sequence[str], dims: Sequence[Shard]) -> str:
     """Axes as text. An axis that shards along a dim is followed by the dim."""
     said = [f" along {d.dim}" + (f" in {d.groups} groups" if d.groups > 1 else "") for d in dims]
     return ", ".join(axis + how for axis, how in itertools.zip_longest(axes, said, fillvalue=""))

@@ -16,11 +16,11 @@ import torch
 import torch.fx as fx
 
 from fzero.sharding.flat_propagation import REDUCTIONS
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 aten = torch.ops.aten
 
-Place = Dim | Literal["partial"] | None
+Place = Shard | Literal["partial"] | None
 """The placement of a value along an axis: sharded along a dim, partial (one summand on each rank), or replicated
 (None)."""
 PARTIAL: Literal["partial"] = "partial"
@@ -88,12 +88,12 @@ class Strategy:
     out: Place | tuple[Place, ...]
     write: Callable[[Writer, dict[str, Any]], Written] | None = None
     sent: int = 0
-    back: Dim | None = None
+    back: Shard | None = None
 
     def places(self, count: int) -> tuple[Place, ...]:
         """The placements of `count` results."""
         out = self.out
-        several = isinstance(out, tuple) and not isinstance(out, Dim)
+        several = isinstance(out, tuple) and not isinstance(out, Shard)
         return out if several else (out,) * count  # type: ignore[return-value]
 
 
@@ -105,7 +105,7 @@ class WholeOp:
     node: fx.Node
     n: int
     place: Mapping[fx.Node, Place]
-    asked: Sequence[Dim] = ()
+    asked: Sequence[Shard] = ()
     by_position: Attention | None = None
     named: dict[str, Any] = field(init=False)
 
@@ -131,10 +131,10 @@ class WholeOp:
     def shape(self) -> list[int]:
         return list(self.outputs[0].shape)
 
-    def sharded(self, *nodes: Any) -> list[tuple[fx.Node, Dim]]:
+    def sharded(self, *nodes: Any) -> list[tuple[fx.Node, Shard]]:
         """The nodes, among these or by default among all inputs, that are sharded, with their placements."""
         found = dict.fromkeys(a for a in (nodes or self.inputs) if isinstance(a, fx.Node))
-        return [(a, p) for a in found if isinstance(p := self.place[a], Dim)]
+        return [(a, p) for a in found if isinstance(p := self.place[a], Shard)]
 
     def partial(self, *nodes: Any) -> bool:
         """Whether all of these nodes are partial."""
@@ -176,7 +176,7 @@ def values_of(node: fx.Node) -> Sequence[Any]:
 def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
     """The shape of a rank's shard."""
     out = list(shape)
-    if isinstance(place, (Dim, ExpertShard)):
+    if isinstance(place, (Shard, ExpertShard)):
         out[place.dim] //= n
     if isinstance(place, ExpertShard):
         out[place.rows] *= n
@@ -187,7 +187,7 @@ def divides(shape: Sequence[int], place: Place | ExpertShard, n: int) -> bool:
     """Whether a value of this shape has equal shards at a placement."""
     if isinstance(place, ExpertShard):
         return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
-    if not isinstance(place, Dim):
+    if not isinstance(place, Shard):
         return True
     return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.groups * n) == 0
 
@@ -197,13 +197,13 @@ def nearest(size: int, n: int) -> list[int]:
     return [x for x in (size // n * n, size // n * n + n) if x]
 
 
-def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim | None:
+def in_view(shape: Sequence[int], place: Shard, new: Sequence[int], n: int) -> Shard | None:
     """The corresponding placement in a view with another shape, or None if the view cannot be sharded accordingly. It
     is found from the period and the run length of the shards in the flattened value.
 
     Example:
-        >>> in_view((4, 6, 8), Dim(2, 2), (24, 2, 4), 2)
-        Dim(dim=2, groups=1)
+        >>> in_view((4, 6, 8), Shard(2, 2), (24, 2, 4), 2)
+        Shard(dim=2, groups=1)
     """
     period = math.prod(shape[place.dim :]) // place.groups
     if not period:
@@ -214,25 +214,25 @@ def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim
         # The dim must hold complete periods, and each run must consist of complete indices of the
         # dim.
         if new[dim] > 1 and total % period == 0 and (period // n) % inner == 0:
-            return Dim(dim, total // period)
+            return Shard(dim, total // period)
         inner = total
     return None
 
 
-def unique(places: Iterable[Place]) -> list[Dim]:
-    return [p for p in dict.fromkeys(places) if isinstance(p, Dim)]
+def unique(places: Iterable[Place]) -> list[Shard]:
+    return [p for p in dict.fromkeys(places) if isinstance(p, Shard)]
 
 
-def lined_up(node: fx.Node, place: Dim, dims: int) -> Dim | None:
+def lined_up(node: fx.Node, place: Shard, dims: int) -> Shard | None:
     """The placement of an operand that is broadcast to a result with `dims` dims; None for replicated."""
     shape = shape_of(node)
     dim = place.dim - (dims - len(shape))
-    return None if dim < 0 or shape[dim] == 1 else Dim(dim, place.groups)
+    return None if dim < 0 or shape[dim] == 1 else Shard(dim, place.groups)
 
 
-def lifted(node: fx.Node, place: Dim, dims: int) -> Dim:
+def lifted(node: fx.Node, place: Shard, dims: int) -> Shard:
     """The placement of a result with `dims` dims to which an operand at this placement is broadcast."""
-    return Dim(place.dim + dims - len(shape_of(node)), place.groups)
+    return Shard(place.dim + dims - len(shape_of(node)), place.groups)
 
 
 def moves(op: WholeOp, x: fx.Node) -> Iterator[Strategy]:
@@ -241,7 +241,7 @@ def moves(op: WholeOp, x: fx.Node) -> Iterator[Strategy]:
         yield Strategy(op.at({x: PARTIAL}), (PARTIAL,) * len(op.outputs))
 
 
-def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[Strategy]:
+def along(op: WholeOp, dims: Iterable[int], places: Sequence[Shard] = ()) -> Iterator[Strategy]:
     """Strategies for an op along some dims that treats each index of the other dims alike. Every input has the dims of
     the result."""
     fixed, count = {*dims}, len(op.shape)
@@ -345,7 +345,7 @@ def _reduced(op: WholeOp) -> Iterator[Strategy]:
         yield from moves(op, x)
     for _, p in op.sharded():
         if p.dim not in dims:
-            c = p if op["keepdim"] else Dim(p.dim - sum(d < p.dim for d in dims), p.groups)
+            c = p if op["keepdim"] else Shard(p.dim - sum(d < p.dim for d in dims), p.groups)
             yield Strategy({x: p}, tuple(c for _ in op.outputs))
         elif kind == "sum":
             yield Strategy({x: p}, PARTIAL)
@@ -407,11 +407,11 @@ def _product(op: WholeOp) -> Iterator[Strategy]:
     found = [of_out[c.dim] + f" {c.groups}" for c in op.asked]
     found += [(of_a if x is a else of_b)[p.dim] + f" {p.groups}" for x, p in op.sharded(a, b)]
     for label, groups in dict.fromkeys((s[0], int(s[2:])) for s in found):
-        want = {x: Dim(of.index(label), groups) if label in of else None for x, of in ((a, of_a), (b, of_b))}
-        out = Dim(of_out.index(label), groups) if label in of_out else PARTIAL
+        want = {x: Shard(of.index(label), groups) if label in of else None for x, of in ((a, of_a), (b, of_b))}
+        out = Shard(of_out.index(label), groups) if label in of_out else PARTIAL
         if bias is None:
             yield Strategy(want, out)
-        elif isinstance(out, Dim):
+        elif isinstance(out, Shard):
             yield Strategy({bias: lined_up(bias, out, len(of_out)), **want}, out)
     if bias is None:
         for x, y in ((a, b), (b, a)):

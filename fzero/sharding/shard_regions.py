@@ -22,13 +22,6 @@ from typing import NamedTuple
 import torch
 
 
-class Dim(NamedTuple):
-    """A sharding along a dim by a mesh axis: the dim, and the number of groups."""
-
-    dim: int
-    groups: int = 1
-
-
 class DimShard(NamedTuple):
     """A sharding along a dim into `size` equal parts, each with a run of every group."""
 

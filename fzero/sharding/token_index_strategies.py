@@ -17,7 +17,7 @@ import torch.fx as fx
 from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
 from fzero.ops.row_indices import CHOICES, ROWS_AT, SLOTS
 from fzero.sharding.op_strategies import PARTIAL, Strategy, WholeOp, Writer, divides, moves, rule, shape_of, unique
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def _slots(op: WholeOp) -> Iterator[Strategy]:
     rows = op["num_experts"], op["size"]
 
     def write(w: Writer, a: dict[str, Any]) -> fx.Node:
-        return _of_whole(w, w(SLOTS, a["experts"], rows[0], rows[1] // w.n), rows, Dim(1))
+        return _of_whole(w, w(SLOTS, a["experts"], rows[0], rows[1] // w.n), rows, Shard(1))
 
     for x, p in op.sharded():
         if p.dim == 0 and rows[1] % op.n == 0:
@@ -41,12 +41,12 @@ def _choices(op: WholeOp) -> Iterator[Strategy]:
     for x, p in op.sharded():
         shape = tuple(shape_of(x))
 
-        def write(w: Writer, a: dict[str, Any], p: Dim = p, shape: tuple[int, ...] = shape) -> fx.Node:
-            slots = _of_part(w, a["slots"], rows, Dim(1))
+        def write(w: Writer, a: dict[str, Any], p: Shard = p, shape: tuple[int, ...] = shape) -> fx.Node:
+            slots = _of_part(w, a["slots"], rows, Shard(1))
             return _of_whole(w, w(CHOICES, slots, rows[0], rows[1] // w.n), shape, p)
 
         if p.dim == 0 and rows[1] % op.n == 0:
-            yield Strategy({x: p}, Dim(1), write)
+            yield Strategy({x: p}, Shard(1), write)
 
 
 @rule(ROWS_AT)
@@ -54,7 +54,7 @@ def _rows_at(op: WholeOp) -> Iterator[Strategy]:
     """Reads rows of a rank at their indices, if both the indices and the rows belong to the rank."""
     x, index, back = op["x"], op["index"], op["back"]
     at, rows = op.place[index], op.place[back]
-    if isinstance(at, Dim) and isinstance(rows, Dim) and rows.dim == 0 and divides(shape_of(x), rows, op.n):
+    if isinstance(at, Shard) and isinstance(rows, Shard) and rows.dim == 0 and divides(shape_of(x), rows, op.n):
         shape = tuple(shape_of(x)[:1])
 
         def write(w: Writer, a: dict[str, Any]) -> fx.Node:
@@ -78,17 +78,17 @@ def _expert_outer(op: WholeOp) -> Iterator[Strategy]:
     for p in unique(p for _, p in op.sharded(expert, b)):
         if p.dim == 1 and a is not b:
             # The rows are the last dim of `a`: [groups, inputs, rows].
-            yield Strategy({expert: p, a: Dim(2, p.groups), b: p}, PARTIAL)  # type: ignore[dict-item]
+            yield Strategy({expert: p, a: Shard(2, p.groups), b: p}, PARTIAL)  # type: ignore[dict-item]
 
 
-def _runs(shape: tuple[int, ...], place: Dim, n: int) -> tuple[int, int]:
+def _runs(shape: tuple[int, ...], place: Shard, n: int) -> tuple[int, int]:
     """The flattened indices of a sharded value consist of periods, with one run per rank in each period. Returns the
     length of a run and of a period."""
     period = math.prod(shape[place.dim :]) // place.groups
     return period // n, period
 
 
-def _of_part(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) -> fx.Node:
+def _of_part(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Shard) -> fx.Node:
     """Converts indices into the full value, which lie in this rank's shard, to indices into the shard."""
     run, period = _runs(shape, place, w.n)
     group = w(aten.div.Scalar_mode, numbers, period, rounding_mode="floor")
@@ -96,7 +96,7 @@ def _of_part(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) ->
     return _kept(w, numbers, w(aten.add.Tensor, w(aten.mul.Scalar, group, run), within))
 
 
-def _of_whole(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Dim) -> fx.Node:
+def _of_whole(w: Writer, numbers: fx.Node, shape: tuple[int, ...], place: Shard) -> fx.Node:
     """Converts indices into this rank's shard to indices into the full value."""
     run, period = _runs(shape, place, w.n)
     group = w(aten.div.Scalar_mode, numbers, run, rounding_mode="floor")

@@ -23,7 +23,7 @@ from fzero.sharding.op_strategies import (
     shape_of,
     unique,
 )
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 aten = torch.ops.aten
 
@@ -71,8 +71,8 @@ def _permute(op: WholeOp) -> Iterator[Strategy]:
         order[i], order[j] = order[j], order[i]
     yield from moves(op, x)
     # Dim d of the result is dim order[d] of the input.
-    for p in unique([*(p for _, p in op.sharded()), *(Dim(order[c.dim], c.groups) for c in op.asked)]):
-        yield Strategy({x: p}, Dim(order.index(p.dim), p.groups))
+    for p in unique([*(p for _, p in op.sharded()), *(Shard(order[c.dim], c.groups) for c in op.asked)]):
+        yield Strategy({x: p}, Shard(order.index(p.dim), p.groups))
 
 
 @rule(aten.select.int, aten.unbind.int)
@@ -80,9 +80,9 @@ def _select(op: WholeOp) -> Iterator[Strategy]:
     x = op["self"]
     d = op["dim"] % len(shape_of(x))
     yield from moves(op, x)
-    for p in unique([*(p for _, p in op.sharded()), *(Dim(c.dim + (c.dim >= d), c.groups) for c in op.asked)]):
+    for p in unique([*(p for _, p in op.sharded()), *(Shard(c.dim + (c.dim >= d), c.groups) for c in op.asked)]):
         if p.dim != d:
-            yield Strategy({x: p}, tuple(Dim(p.dim - (p.dim > d), p.groups) for _ in op.outputs))
+            yield Strategy({x: p}, tuple(Shard(p.dim - (p.dim > d), p.groups) for _ in op.outputs))
 
 
 @rule(aten.select_backward.default)
@@ -90,7 +90,7 @@ def _select_backward(op: WholeOp) -> Iterator[Strategy]:
     g, d, shape = op["grad_output"], op["dim"] % len(op.shape), op.shape
     yield from moves(op, g)
     for _, p in op.sharded():
-        c = Dim(p.dim + (p.dim >= d), p.groups)
+        c = Shard(p.dim + (p.dim >= d), p.groups)
         size = part(shape, c, op.n)
         yield Strategy({g: p}, c, lambda w, a, size=size: w.named(op.target, a | {"input_sizes": size}))
 
@@ -113,7 +113,7 @@ def _repeat(op: WholeOp) -> Iterator[Strategy]:
     yield from moves(op, x)
     for _, p in op.sharded():
         c = lifted(x, p, dims)
-        yield Strategy({x: p}, Dim(c.dim, c.groups * max(1, repeats[c.dim])))
+        yield Strategy({x: p}, Shard(c.dim, c.groups * max(1, repeats[c.dim])))
 
 
 # --- pieces ---
@@ -138,7 +138,7 @@ def _split(op: WholeOp) -> Iterator[Strategy]:
             local = sizes // op.n if isinstance(sizes, int) else [s // op.n for s in sizes]
             yield Strategy(
                 {x: p},
-                tuple(Dim(d, s // group) for s in _sizes(op, d)),
+                tuple(Shard(d, s // group) for s in _sizes(op, d)),
                 lambda w, a, local=local: w.named(op.target, a | {name: local}),
             )
 
@@ -163,7 +163,7 @@ def _slice(op: WholeOp) -> Iterator[Strategy]:
             group = shape_of(x)[d] // p.groups  # group size of the sliced value, or of the slice in the backward
             if op["step"] != 1 or first % group or stop % group or sizes[d] % group or first == stop:
                 continue
-            c = Dim(d, ((stop - first) if forward else sizes[d]) // group)
+            c = Shard(d, ((stop - first) if forward else sizes[d]) // group)
             local |= {"start": first // op.n, "end": stop // op.n}
         if not forward:
             local["input_sizes"] = part(sizes, c, op.n)
@@ -179,15 +179,15 @@ def _cat(op: WholeOp) -> Iterator[Strategy]:
         yield Strategy(dict.fromkeys(items, PARTIAL), PARTIAL)
     if any(len(shape_of(a)) != dims - stack for a in items):  # an empty tensor
         return
-    asked = [Dim(c.dim - (stack and c.dim > d), c.groups) for c in op.asked if c.dim != d]
+    asked = [Shard(c.dim - (stack and c.dim > d), c.groups) for c in op.asked if c.dim != d]
     for p in unique([*(p for _, p in op.sharded()), *asked]):
         if stack or p.dim != d:
-            yield Strategy(dict.fromkeys(items, p), Dim(p.dim + (stack and p.dim >= d), p.groups))
+            yield Strategy(dict.fromkeys(items, p), Shard(p.dim + (stack and p.dim >= d), p.groups))
     sharded = dict(op.sharded())
     if stack or len(sharded) < len({*items}) or any(p.dim != d for p in sharded.values()):
         return
     if len({shape_of(a)[d] // sharded[a].groups for a in items}) == 1:
-        yield Strategy(sharded, Dim(d, sum(sharded[a].groups for a in items)))
+        yield Strategy(sharded, Shard(d, sum(sharded[a].groups for a in items)))
 
 
 # --- along dims ---

@@ -30,7 +30,7 @@ from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value,
 from fzero.ir.value_names import Names, identifier
 from fzero.ops.block_quantization import BLOCK
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.recorder import Recorded
 from fzero.transforms import compress_codes
 from fzero.transforms.compress import AxisFormats, Compress
@@ -423,7 +423,7 @@ class _Coding:
             return _Bundle(encode, sent, come, add, [], add)
         left = tuple(a for a in own if a != axis)
         rest = Placement("varying", left) if left else REPLICATED
-        parts, wholes = named("_part", replace(rest, dim_shards=((axis, Dim(0)),))), named("_sum", rest)
+        parts, wholes = named("_part", replace(rest, dim_shards=((axis, Shard(0)),))), named("_sum", rest)
         add = self._call("recode", compress_codes.recoder(wires, size, self.device), names, parts)
         decoder = compress_codes.unbundler(wires, size, made, self.device)
         return _Bundle(

@@ -13,7 +13,7 @@ from typing import ClassVar
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
 from fzero.sharding.op_strategies import Attention
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform
 
@@ -38,7 +38,7 @@ class DimSharding(Transform):
         return () if self.shards_batch else (self.axis,)
 
     @property
-    def stream(self) -> Dim | None:
+    def stream(self) -> Shard | None:
         """The dim along which values that pass between blocks are sharded; None if they are not."""
         return None
 
@@ -52,11 +52,11 @@ class DimSharding(Transform):
             return "fp8 scales unsharded parameters, and these are sharded along dims"
         return super().conflict(other)
 
-    def sharded_dim(self, leaf: Leaf) -> Dim | None:
+    def sharded_dim(self, leaf: Leaf) -> Shard | None:
         """The dim along which a parameter is sharded; None if it is not."""
         return None
 
-    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Shard]:
         dim = self.sharded_dim(leaf)
         return {} if dim is None else {self.axis: dim}
 

@@ -27,7 +27,7 @@ from fzero.sharding import dim_propagation, expert_propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
 from fzero.sharding.dim_propagation import EndPlacements, Exchanged, OutputPlacement, ShardedGraph
 from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, ExpertShard, Place, part
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.zero_placement import Zero
 
@@ -140,7 +140,7 @@ class _Request:
 
     fn: str
     places: tuple[Place, ...]
-    wanted: tuple[OutputPlacement | Dim | None, ...]
+    wanted: tuple[OutputPlacement | Shard | None, ...]
     leaves: frozenset[int]
     given: tuple[tuple[Exchanged, ...], ...]
     handed_on: tuple[tuple[Exchanged, ...], ...]
@@ -164,7 +164,7 @@ class _ToParts:
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
-        self.wanted: dict[str, OutputPlacement | Dim | None] = {}
+        self.wanted: dict[str, OutputPlacement | Shard | None] = {}
         self.known: dict[Any, ShardedGraph] = {}
         self.segments: dict[ShardedGraph, Segments] = {}
         self.index: Value | None = None
@@ -217,8 +217,8 @@ class _ToParts:
                 continue
             for v in op.out:
                 wanted = self.wanted.get(v.name)
-                self.places[v.name] = wanted if isinstance(wanted, Dim) else None
-        return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
+                self.places[v.name] = wanted if isinstance(wanted, Shard) else None
+        return {name: place if isinstance(place, Shard) else None for name, place in self.places.items()}
 
     def _input(self, value: Value) -> Value:
         leaf = self.program.leaves.get(value.name)
@@ -228,7 +228,7 @@ class _ToParts:
         own = leaf is None and self.spec.shards_batch
         return self._put(value, self._dim(value.name) if computed else OWN if own else None)
 
-    def _dim(self, name: str) -> Dim | None:
+    def _dim(self, name: str) -> Shard | None:
         """The dim along which the axis shards a parameter; None if it does not."""
         layout = self.program.leaves[name].layout
         return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis)
@@ -304,7 +304,7 @@ class _ToParts:
         """Records the place of a value along the axis, and returns the value with the corresponding placement."""
         self.places[value.name] = place
         at = value.placement
-        if isinstance(place, Dim):
+        if isinstance(place, Shard):
             at = replace(at, dim_shards=(*at.dim_shards, (self.axis, place)))
         elif place == PARTIAL:
             by = "max" if value.name in self.maxima else at.by
@@ -325,7 +325,7 @@ class _ToParts:
         if self.wanted.get(value.name) is OutputPlacement.SUMMAND:
             return self._put(value, PARTIAL)
         read = [self.places[a] for a in op.args]
-        own = any(place is not None and not isinstance(place, Dim) for place in read)
+        own = any(place is not None and not isinstance(place, Shard) for place in read)
         placed = self._put(value, OWN if own else None)
         if op.op == "part_index":  # the op itself names the axes whose index it returns
             self.places[value.name] = OWN
@@ -351,7 +351,7 @@ class _ToParts:
         """Returns a result of a collective along another axis. The values that it sends are sharded along this axis
         already, so this sharding comes before those that the collective creates, such as that of a reduce_scatter."""
         num, brought = self.before.num_dim_shards[source], self._put(value, self.places[source])
-        if not isinstance(self.places[source], Dim):
+        if not isinstance(self.places[source], Shard):
             return brought
         *others, own = brought.placement.dim_shards
         return replace(brought, placement=replace(brought.placement, dim_shards=(*others[:num], own, *others[num:])))
@@ -386,7 +386,7 @@ class _ToParts:
         places: tuple[Anywhere, ...] = tuple(self.places[a] for a in op.args)
         wanted = tuple(self.wanted.get(v.name, OutputPlacement.FREE) for v in op.out)
         if not any(
-            isinstance(place, (Dim, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
+            isinstance(place, (Shard, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
         ):
             return None
         if self.spec.shards_batch:
@@ -500,7 +500,7 @@ class _ToParts:
         if sent is None or sent.kind is dim_propagation.all_to_all:
             return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in segments.own else own)
         if sent.kind is dim_propagation.all_gather:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Dim(0)),)))
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Shard(0)),)))
         result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
         if result is not None:
             shape, own = result.shape, result.placement
@@ -511,7 +511,7 @@ class _ToParts:
         value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is dim_propagation.reduce_scatter:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Dim(0)),)))
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Shard(0)),)))
         own = Placement("varying", (*axes, self.axis)) if marker.target is dim_propagation.all_to_all else own
         return Value(name, shape, value.dtype, own)
 
@@ -540,4 +540,4 @@ class _ToParts:
 
 
 def _is_sharded_in_rows(place: Anywhere) -> bool:
-    return isinstance(place, Dim) and place.dim == 0
+    return isinstance(place, Shard) and place.dim == 0

@@ -17,7 +17,7 @@ from fzero._utils.deprecation import keyword_aliases
 from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.tensor import TensorParallel
 from fzero.transforms.transform import Transform, applied
@@ -44,8 +44,8 @@ class ExpertParallel(DimSharding):
             return "values are sharded over one axis: leave one out"
         return super().conflict(other)
 
-    def sharded_dim(self, leaf: Leaf) -> Dim | None:
-        return Dim(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
+    def sharded_dim(self, leaf: Leaf) -> Shard | None:
+        return Shard(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises if no parameter belongs to experts, or only one of two tied names does."""

@@ -15,7 +15,7 @@ from fzero._utils.deprecation import keyword_aliases
 from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.sharding.op_strategies import Attention, nearest
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform, applied
@@ -48,8 +48,8 @@ class SequenceParallel(DimSharding):
         return super().conflict(other)
 
     @property
-    def stream(self) -> Dim | None:
-        return Dim(1)
+    def stream(self) -> Shard | None:
+        return Shard(1)
 
     @property
     def by_position(self) -> Attention | None:

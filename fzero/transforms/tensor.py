@@ -18,7 +18,7 @@ from fzero._utils.deprecation import keyword_aliases
 from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.step import EvalStep
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.transform import Transform, applied
@@ -34,14 +34,14 @@ class TensorParallel(DimSharding):
     """The configuration of `tensor_parallel`. `rules`: None if they are to be chosen."""
 
     axis: str = "model"
-    rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] | None = ()
+    rules: tuple[tuple[str, Shard | None], ...] | Callable[[str, torch.Tensor], Rule] | None = ()
     sequence: bool = False
     name: ClassVar[str] = "tensor_parallel"
     way_out: ClassVar[str] = "give the parameters that they read other rules (None keeps one unsharded)"
 
     @property
-    def stream(self) -> Dim | None:
-        return Dim(1) if self.sequence else None
+    def stream(self) -> Shard | None:
+        return Shard(1) if self.sequence else None
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
@@ -54,7 +54,7 @@ class TensorParallel(DimSharding):
             raise TransformError(self.name, what, fix=f"give an evaluation those of the compiled step: {fix}")
         return super().__call__(step)
 
-    def sharded_dim(self, leaf: Leaf) -> Dim | None:
+    def sharded_dim(self, leaf: Leaf) -> Shard | None:
         """The dim along which a parameter is sharded, by the first rule that matches its name; None while rules have
         not been chosen."""
         if self.rules is None:
@@ -201,21 +201,21 @@ def _wrong(glob: Any, rule: Any) -> str:
     return ""
 
 
-def _dim(rule: Rule) -> Dim | None:
+def _dim(rule: Rule) -> Shard | None:
     rule = python_numbers(rule)
     if why := _wrong("", rule):
         what = f"rules returned {rule!r}"
         raise FzeroTypeError("tensor_parallel", what, fix=f"return {why}")
-    return None if rule is None else Dim(*rule) if isinstance(rule, tuple) else Dim(rule)
+    return None if rule is None else Shard(*rule) if isinstance(rule, tuple) else Shard(rule)
 
 
-def _shown(dim: Dim | None) -> str:
+def _shown(dim: Shard | None) -> str:
     return "None" if dim is None else str(dim.dim) if dim.groups == 1 else f"({dim.dim}, {dim.groups})"
 
 
-def rules_for(dims: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], ...]:
+def rules_for(dims: Mapping[str, Shard | None]) -> tuple[tuple[str, Shard | None], ...]:
     """Returns rules that shard parameters in this way, by their dotted names: as few and as short as possible."""
-    rules: list[tuple[str, Dim | None]] = []
+    rules: list[tuple[str, Shard | None]] = []
     for name, dim in dims.items():
         if dim is None or any(matches(name, glob) for glob, _ in rules):
             continue

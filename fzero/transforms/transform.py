@@ -20,7 +20,7 @@ from fzero.ir.ops.op import Op
 from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.step import EvalStep, Step
 from fzero.step.checks import no_step
 
@@ -105,7 +105,7 @@ class Transform:
         """Returns the reason why this spec does nothing to an evaluation, or None."""
         return None
 
-    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Shard]:
         """Returns the mesh axes over which a parameter, its optimizer state and its gradient are stored sharded along a
         dim, with that dim.
 

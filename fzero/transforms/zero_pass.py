@@ -37,7 +37,7 @@ from fzero.ir.program import (
 )
 from fzero.ir.value_names import Names, identifier
 from fzero.sharding.layout import Leaf
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms import multi_axis_gather
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.transform import find
@@ -436,7 +436,7 @@ class _Rewrite:
         return self.program.leaves[self.param_of[grad]]
 
     def _split(
-        self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Dim, ...]
+        self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Shard, ...]
     ) -> Instruction:
         """Arranges a gradient as permuted shards: the parts into which an axis divides it along a dim."""
         source, value = self.placement[now[grad]], self.values[now[grad]]

@@ -20,7 +20,8 @@ from fzero.ir.ops import transfer_bytes
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Layout, Leaf, shard
 from fzero.sharding.layout import place as place_on
-from fzero.sharding.shard_regions import Boxes, Dim, DimShard, part_shape, parts_of, uneven
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, parts_of, uneven
 
 # --- boxes ---
 
@@ -70,7 +71,7 @@ def test_boxes_are_what_chunks_are_and_have_in_common_what_these_have(pair):
 
 @pytest.mark.parametrize("axes", [("model",), ("model", "data"), ("data",), ("model", "expert", "data"), ()])
 def test_the_shards_of_a_leaf_make_it_up(axes):
-    dims = (Dim(1, 3), Dim(0)) if "expert" in axes else (Dim(1, 3),) if "model" in axes else ()
+    dims = (Shard(1, 3), Shard(0)) if "expert" in axes else (Shard(1, 3),) if "model" in axes else ()
     leaf = Leaf("params['w']", "params", (70, 36), Layout(torch.float32, axes, grid=("model", "data"), dims=dims))
     mesh, whole = {"data": 2, "model": 2, "expert": 5}, torch.arange(1.0, 70 * 36 + 1).view(70, 36)
     ranks = [Mesh(mesh, rank, torch.device("cpu")) for rank in range(20)]
@@ -114,9 +115,9 @@ def init(key: torch.Tensor) -> Any:
 
 
 RULES = {
-    "columns": {"qkv": Dim(1), "bias": Dim(0), "out": Dim(0)},
-    "groups": {"qkv": Dim(1, 3), "bias": Dim(0, 3), "out": Dim(0)},
-    "rows": {"qkv": Dim(0), "out": Dim(1)},
+    "columns": {"qkv": Shard(1), "bias": Shard(0), "out": Shard(0)},
+    "groups": {"qkv": Shard(1, 3), "bias": Shard(0, 3), "out": Shard(0)},
+    "rows": {"qkv": Shard(0), "out": Shard(1)},
 }
 
 
@@ -140,7 +141,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         {"data": 2, "model": 2},
         [
             cut_dims("model", **RULES["groups"]),
-            cut_dims("data", qkv=Dim(1, 3)),
+            cut_dims("data", qkv=Shard(1, 3)),
             fz.shard_params(axis=("data", "model")),
         ],
     ),
@@ -262,14 +263,14 @@ def test_each_byte_moves_once_over_each_axis():
 
 
 def test_a_size_of_one_is_no_cut():
-    text = str(lowered(fz.compose(cut_dims("model", qkv=Dim(1)), fz.shard_params()), data=2, model=1).program)
+    text = str(lowered(fz.compose(cut_dims("model", qkv=Shard(1)), fz.shard_params()), data=2, model=1).program)
     assert "along" not in text and "join_parts" not in text
 
 
 def test_what_cannot_be_cut_is_refused_by_name():
     over = fz.compose(fz.shard_params(), fz.data_parallel(axis="model"))
     with pytest.raises(FzeroValueError) as error:
-        lowered(fz.compose(cut_dims("model", qkv=Dim(1, 5), out=Dim(2), scale=Dim(0)), over), data=2, model=4)
+        lowered(fz.compose(cut_dims("model", qkv=Shard(1, 5), out=Shard(2), scale=Shard(0)), over), data=2, model=4)
     text = " ".join(str(error.value).split())
     assert (
         "params['layers'][0]['qkv'] (float32[10, 36]): dim 1 of 36 is not a multiple of 20: 4 shards of 5 groups"
@@ -278,15 +279,15 @@ def test_what_cannot_be_cut_is_refused_by_name():
     assert "params['layers'][1]['out'] (float32[12, 10]): it has no dim 2" in text
     assert "params['scale'] (float32[10]): dim 0 of 10 is not a multiple of 4: 4 shards" in text and "Fix:" in text
     with pytest.raises(FzeroValueError, match="the mesh has no axis 'expert'"):
-        lowered(fz.compose(cut_dims("expert", qkv=Dim(1)), over))
+        lowered(fz.compose(cut_dims("expert", qkv=Shard(1)), over))
     with pytest.raises(TransformError, match=r"over axis 'model' already"):
-        lowered(fz.compose(cut_dims("model", qkv=Dim(1)), cut_dims("model", qkv=Dim(0)), over))
+        lowered(fz.compose(cut_dims("model", qkv=Shard(1)), cut_dims("model", qkv=Shard(0)), over))
     with pytest.raises(FzeroValueError, match=r"no transform uses a mesh axis"):
-        lowered(fz.compose(cut_dims("model", qkv=Dim(1)), fz.shard_params()))
+        lowered(fz.compose(cut_dims("model", qkv=Shard(1)), fz.shard_params()))
 
 
 def test_what_does_not_run_on_parts_is_refused_by_name():
-    cut = fz.compose(cut_dims("model", out=Dim(1)), fz.shard_params(), fz.data_parallel(axis="model"))
+    cut = fz.compose(cut_dims("model", out=Shard(1)), fz.shard_params(), fz.data_parallel(axis="model"))
 
     def turned(transform: Any) -> optim.GradientTransformation:
         return optim.GradientTransformation(
@@ -303,7 +304,7 @@ def test_a_state_that_is_cut_otherwise_is_refused_with_both_sides():
     mesh = fz.make_mesh(data=1)
     state = fz.compile(step("one rank"), mesh, backend="eager").init(init, fz.random.key(0))
     leaf, _ = state.params["layers"][0]["qkv"]._fzero
-    other = leaf.with_layout(axes=("data",), dims=(Dim(1, 3),))
+    other = leaf.with_layout(axes=("data",), dims=(Shard(1, 3),))
     state.params["layers"][0]["qkv"] = place_on(torch.zeros(360), other, mesh)
     with pytest.raises(FzeroValueError, match=r"float32\[10, 36\] sharded over data along 1 in 3 groups in the state"):
         fz.compile(step("one rank"), mesh, backend="eager")(state, batches()[0])

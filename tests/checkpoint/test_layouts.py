@@ -26,7 +26,7 @@ from fzero import checkpoint, optim, tree
 from fzero.compiler.state_slots import KEY, STEP
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.sharding.layout import Leaf, leaf_of, place, shard
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 WIDTH, HIDDEN, WORDS, EXPERTS = 7, 12, 30, 6  # sizes that no mesh divides, except where a transform needs one that does
 BOTH = ("data", "node")
@@ -71,7 +71,7 @@ PLAIN = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(0.5), optim
 
 COLUMNS: dict[str, Any] = {"up": 1, "bias": 0, "down": 0}
 STAGED = [fz.accumulate(2, schedule="layerwise"), fz.pipeline()]
-GROUPS = {"up": Dim(1, 3), "bias": Dim(0, 3), "down": Dim(0)}
+GROUPS = {"up": Shard(1, 3), "bias": Shard(0, 3), "down": Shard(0)}
 LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
     "one_rank": ([], {"data": 1}),
     "zero_0": ([fz.data_parallel()], {"data": 2}),
@@ -109,11 +109,11 @@ LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
         {"model": 2, "data": 2},
     ),
     "two_cuts": (
-        [cut_dims("model", **GROUPS), cut_dims("data", up=Dim(1, 3)), fz.shard_params(axis=("data", "model"))],
+        [cut_dims("model", **GROUPS), cut_dims("data", up=Shard(1, 3)), fz.shard_params(axis=("data", "model"))],
         {"data": 2, "model": 2},
     ),
     "rows": (
-        [cut_dims("model", expert_up=Dim(0), expert_down=Dim(0), down=Dim(0)), fz.data_parallel(axis="model")],
+        [cut_dims("model", expert_up=Shard(0), expert_down=Shard(0), down=Shard(0)), fz.data_parallel(axis="model")],
         {"model": 6},
     ),
 }

@@ -19,7 +19,7 @@ from fzero.errors import FzeroValueError, TransformError
 from fzero.ir.ops import COLLECTIVES
 from fzero.mesh import AbstractMesh
 from fzero.sharding.matmul_chains import chains, pieces
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.graph_capture import record
 from fzero.transforms.tensor import TensorParallel, rules_for
 
@@ -217,7 +217,7 @@ def test_ranks_choose_alike_before_the_first_batch(run_ranks):
 
 
 def test_rules_are_as_short_as_names_allow():
-    cut, other = Dim(0), Dim(1)
+    cut, other = Shard(0), Shard(1)
     names = {f"h.{i}.{name}": dim for i in range(2) for name, dim in (("a.w", cut), ("b.w", other), ("n.w", None))}
     assert rules_for(names) == (("a.w", cut), ("b.w", other))
     # the numbers of a sequence's modules tell them apart, those of layers do not

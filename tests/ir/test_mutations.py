@@ -23,7 +23,7 @@ from fzero.ir.attributes import Attrs, BlockCall, JoinAttrs, required
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Placement, Program
 from fzero.ir.verifier import verify
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 
 @fz.block
@@ -70,12 +70,14 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.AbstractMesh(node=2, data=2),
     ),
     "cut_dims": (
-        fz.compose(cut_dims("model", w=Dim(1, 2), b=Dim(0)), fz.shard_opt_state(), fz.data_parallel(axis="model")),
+        fz.compose(cut_dims("model", w=Shard(1, 2), b=Shard(0)), fz.shard_opt_state(), fz.data_parallel(axis="model")),
         fz.AbstractMesh(data=2, model=2),
     ),
     "cut_twice": (
         fz.compose(
-            cut_dims("model", w=Dim(1)), cut_dims("data", w=Dim(0), b=Dim(0)), fz.shard_params(axis=("data", "model"))
+            cut_dims("model", w=Shard(1)),
+            cut_dims("data", w=Shard(0), b=Shard(0)),
+            fz.shard_params(axis=("data", "model")),
         ),
         fz.AbstractMesh(data=2, model=2),
     ),
@@ -192,7 +194,7 @@ def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[In
                 yield f"result {i} padded for {how}", (replace(op, out=out),)
         if v.placement.dims:
             *before, (dim, groups) = v.placement.dims
-            for how, dims in {"no dim": before, "another dim": [*before, Dim(1 - dim, groups)]}.items():
+            for how, dims in {"no dim": before, "another dim": [*before, Shard(1 - dim, groups)]}.items():
                 placement = replace(v.placement, dims=tuple(dims))
                 out = (*op.out[:i], replace(v, placement=placement), *op.out[i + 1 :])
                 yield f"result {i} cut along {how}", (replace(op, out=out),)

@@ -21,7 +21,7 @@ from torch_db import databases, operator_cases
 import fzero as fz
 from fzero._compat.compat import FakeTensorMode
 from fzero.sharding.dim_propagation import OutputPlacement, Place, ShardedGraph, all_reduce, propagate
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.recorder import Recorded
 
 Case = tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]
@@ -183,12 +183,12 @@ def w(*shape: int) -> torch.Tensor:
     return torch.randn(shape) / WIDTH**0.5
 
 
-COLUMN, ROW = Dim(1), Dim(0)
+COLUMN, ROW = Shard(1), Shard(0)
 BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], list[Place]]] = {
     "gpt": (
         gpt,
         lambda: [r(2, 8, 32), r(32), w(32, 96), w(32, 32), r(32), w(32, 128), w(128, 32)],
-        [None, None, Dim(1, 3), ROW, None, COLUMN, ROW],
+        [None, None, Shard(1, 3), ROW, None, COLUMN, ROW],
     ),
     "llama": (
         llama,
@@ -229,7 +229,7 @@ def test_a_stream_that_is_cut_by_position(name: str) -> None:
     graph, _ = with_gradients(fn, inputs)
     both, tangents = halves(fn, inputs, "none")
     expected = run(graph, [[*inputs, *tangents]])[0]
-    stream = Dim(1)
+    stream = Shard(1)
     for n in (2, 4):
         forward, backward, results, grads = run_halves(both, inputs, tangents, [stream, *places[1:]], n, stream)
         equal([*results, *grads], expected, f"{name} by {n}")
@@ -292,8 +292,8 @@ def test_a_head_with_a_cut_vocabulary() -> None:
     assert max(x.meta["val"].numel() for x in cut.graph.graph.nodes if x.target is all_reduce) == 2 * 8 * 16
 
 
-@pytest.mark.parametrize("place", [Dim(0), Dim(1), Dim(2), Dim(1, 2)])
-def test_draws_are_those_of_the_whole(place: Dim) -> None:
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), Shard(2), Shard(1, 2)])
+def test_draws_are_those_of_the_whole(place: Shard) -> None:
     inputs = [r(4, 8, 6), fz.random.key(3)]
     graph, tangents = with_gradients(lambda x, key: fz.random.dropout(key, x, 0.3), inputs)
     places: list[Place] = [place, None, None]
@@ -464,7 +464,7 @@ def test_attention_of_accelerators(name: str) -> None:
     y, grads = FAKE_ATTENTION[name](op, *(value(graph.placeholder(f"x_{k}"), x) for k, x in enumerate(inputs)))
     state = y[6] if name != "efficient" else y[2]
     graph.output((y[0], y[1], state, *grads[:3]))
-    for place in (Dim(1), Dim(0)):
+    for place in (Shard(1), Shard(0)):
         places = [place] * 4 + [None] * (len(inputs) - 4)
         cut = propagate(Recorded(graph), 2, places, [OutputPlacement.FREE] * 6)
         assert cut.places == (place, place, None, place, place, place)
@@ -488,6 +488,6 @@ def test_wrong_rules_are_listed() -> None:
 
 def test_what_has_no_rule_is_made_whole_and_listed() -> None:
     x = r(4, 12)
-    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Dim(1), None], [OutputPlacement.FREE])
+    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Shard(1), None], [OutputPlacement.FREE])
     assert [(m.op, m.nbytes, m.inputs) for m in cut.whole] == [("aten.cumsum.default", 4 * 12 * 4, (0,))]
     assert cut.places == (None,) and collectives(cut) == ["all_gather"]

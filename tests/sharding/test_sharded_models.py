@@ -19,7 +19,7 @@ from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.traced_step import trace_step
 from fzero.ir.program import Program
 from fzero.sharding.dim_propagation import OutputPlacement, Place, propagate
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.transforms import remat_pass
 
 transformers = pytest.importorskip("transformers")
@@ -39,18 +39,18 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 Rules = Mapping[str, Place]
 SEPARATE: Rules = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), Dim(0)),
-    **dict.fromkeys(("o_proj", "down_proj"), Dim(1)),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), Shard(0)),
+    **dict.fromkeys(("o_proj", "down_proj"), Shard(1)),
 }
-PACKED: Rules = {**SEPARATE, "qkv_proj": Dim(0, 3), "gate_up_proj": Dim(0, 2)}
+PACKED: Rules = {**SEPARATE, "qkv_proj": Shard(0, 3), "gate_up_proj": Shard(0, 2)}
 CONV1D: Rules = {
-    "c_attn": Dim(1, 3),
-    "attn.c_proj": Dim(0),
-    "c_fc": Dim(1),
-    "mlp.c_proj": Dim(0),
-    "wte": Dim(0),
-    "c_attn.bias": Dim(0, 3),
-    "c_fc.bias": Dim(0),
+    "c_attn": Shard(1, 3),
+    "attn.c_proj": Shard(0),
+    "c_fc": Shard(1),
+    "mlp.c_proj": Shard(0),
+    "wte": Shard(0),
+    "c_attn.bias": Shard(0, 3),
+    "c_fc.bias": Shard(0),
 }
 MODELS: dict[str, tuple[Callable[[], Any], Rules]] = {
     "Llama": (lambda: transformers.LlamaConfig(**SIZES), SEPARATE),

@@ -20,7 +20,7 @@ from fzero.ir.ops import COLLECTIVES
 from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
 from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER, mm_on_gpu, outer_on_gpu
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
 BOTH = ("expert", "data")
@@ -250,7 +250,7 @@ def test_a_layer_exchanges_rows_twice_each_way(remat):
 def test_experts_rest_over_data_and_all_else_over_both():
     leaves = lowered(AbstractMesh(data=2, expert=2), fz.shard_params(axis=BOTH)).program.leaves
     up, qkv = (leaves[f"params['layers'][0]['{name}']"].layout for name in ("up", "qkv"))
-    assert up.axes == qkv.axes == BOTH and up.dims == (Dim(0),) and not qkv.dims
+    assert up.axes == qkv.axes == BOTH and up.dims == (Shard(0),) and not qkv.dims
 
 
 @pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}])

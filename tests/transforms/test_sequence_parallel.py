@@ -14,7 +14,7 @@ import fzero as fz
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.ir.ops import COLLECTIVES
 from fzero.mesh import AbstractMesh
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 HEADS, WIDTH, WORDS, LENGTH = 4, 16, 24, 8
 BOTH = ("data", "seq")
@@ -173,7 +173,7 @@ def test_a_layer_exchanges_four_values_each_way(remat):
     assert each == gradients | {("all_gather_start", "seq"): 4, ("reduce_scatter_start", "seq"): 2}
     assert not many.notes and len(few.functions) == len(many.functions)
     passing = [many.values_by_name[f"layer_{number}"] for number in range(5)]
-    assert all(v.placement.dim_shards == (("seq", Dim(1)),) for v in passing)
+    assert all(v.placement.dim_shards == (("seq", Shard(1)),) for v in passing)
 
 
 def test_gradients_are_reduced_once_over_data_and_positions():

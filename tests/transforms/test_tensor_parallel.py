@@ -21,7 +21,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, Verify
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 PLAIN = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
 
@@ -44,7 +44,7 @@ def test_what_passes_between_blocks_is_cut_by_position():
     assert each == {("reduce_scatter_start", "model"): 4, ("all_gather_start", "model"): 4, norms: 1}
     values = many.values_by_name
     passing = [values[f"layer_{number}"] for number in range(5)]
-    assert all(v.placement.dim_shards == (("model", Dim(1)),) for v in passing)
+    assert all(v.placement.dim_shards == (("model", Shard(1)),) for v in passing)
     # a gradient that is a summand over model is cast, to be summed over data as well
     both = lowered(AbstractMesh(data=2, model=2), fz.shard_params(), fz.mixed_precision("bf16"), sequence=True).program
     cast = {v.placement.partial for x, _ in both.walk() if x.op == "cast" for v in x.out if v.name.startswith("d_")}

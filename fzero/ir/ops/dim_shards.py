@@ -19,7 +19,8 @@ from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text
 from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import sharding_over
-from fzero.sharding.shard_regions import Dim, DimShard, part_shape, parts_of
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import DimShard, part_shape, parts_of
 
 
 class Rearranged(Op[Over]):
@@ -52,7 +53,7 @@ class Rearranged(Op[Over]):
     def touched(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return local_bytes(values[op.args[0]], mesh) + local_bytes(op.out[0], mesh)
 
-    def last_sharding(self, op: Instruction[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+    def last_sharding(self, op: Instruction[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Shard]:
         """Returns the sharding along a dim by the last axis, and the shape of the value that it shards."""
         parts, _ = self.parts(op, arg)
         at = parts.placement

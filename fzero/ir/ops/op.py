@@ -18,7 +18,8 @@ from fzero.errors import FzeroTypeError
 from fzero.ir.attributes import Attrs, JoinAttrs, PartAttrs
 from fzero.ir.program import Instruction, Place, Placement, Program, Value
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.sharding.shard_regions import Boxes, Dim
+from fzero.sharding.placements import Shard
+from fzero.sharding.shard_regions import Boxes
 
 ANY = -1
 """Any number of arguments or results."""
@@ -86,7 +87,7 @@ class Running(Protocol):
     batch_axes: tuple[str, ...]
 
     def part_of(
-        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
+        self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Shard, ...] = ()
     ) -> tuple[Boxes, int]: ...
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True

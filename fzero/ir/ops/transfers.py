@@ -26,10 +26,10 @@ from fzero.ir.attributes import (
 from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Start, Text, into, over
 from fzero.ir.program import MOVING, Instruction, Place, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 
 DISK = "disk"
-_ROWS = Dim(0)
+_ROWS = Shard(0)
 REDUCTIONS = {"sum", "max", "min"}
 """The operations by which a reduction combines the values of ranks."""
 

@@ -25,7 +25,7 @@ from fzero.ir.attributes import (
 from fzero.ir.ops.op import A, InterpreterState, Meanings, Op, Rules, Running, Text, into, micro_of, micro_text, over
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.sharding.shard_regions import Dim
+from fzero.sharding.placements import Shard
 from fzero.trace.subgraph import ancestors
 from fzero.tree import dtype_name
 
@@ -269,7 +269,7 @@ class TakeShard(Op[TakeShardAttrs]):
                 # A shard is already padded for these axes, so it divides evenly ([Note: several
                 # axes] in fzero/sharding/layout.py).
                 return whole.chunk(on.mesh.axis_size(axis))[on.mesh.index(axis)]
-            boxes, size = on.part_of(tuple(whole.shape), axis, tuple(Dim(*d) for d in dims))
+            boxes, size = on.part_of(tuple(whole.shape), axis, tuple(Shard(*d) for d in dims))
             part, num = boxes.take(whole), boxes.numel
             return part if num == size else torch.nn.functional.pad(part, (0, size - num))
 
