@@ -44,6 +44,8 @@ class PlanCommand(StepCommand):
     """draw the memory over the ops of the step, as .png or .svg"""
     html: Annotated[Path | None, FILE] = None
     """write the plan as one page that opens in any browser, offline; also plans alternatives"""
+    html_seconds: Annotated[float, arg(metavar="SECONDS")] = 60.0
+    """for --html: the time after which no further alternative is planned; 0 plans none"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
     """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*'; adds an axis for them"""
 

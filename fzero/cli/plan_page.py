@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fzero._utils.progress import shown
 from fzero.cli.plan_summary import Answer
-from fzero.compiler.alternatives import devices_table, other_transforms, transforms_table
+from fzero.compiler.alternatives import NOT_PLANNED, devices_table, other_transforms, transforms_table
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.combined_transforms import auto_of
 from fzero.plan.page.suggestions import Suggestions
@@ -47,7 +48,7 @@ def write_page(command: PlanCommand, path: Path, found: Any, refusal: str = "") 
         memory_source=source,
         problems=[line.strip() for line in refusal.splitlines()[1:] if line.strip()],
         better=[] if summary is None or refusal else summary.better(),
-        tables=_tables(found, plan, memory),
+        tables=_tables(command, found, plan, memory),
         assumptions=[] if summary is None else summary.assumptions(),
         code=_code(command, summary),
     )
@@ -67,19 +68,33 @@ def _memory(command: PlanCommand, found: Any, plan: Plan) -> tuple[int | None, s
     return left if limit is None else limit, f"available to a process on {plan.device.name}"
 
 
-def _tables(found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
-    """Returns the alternatives. Those within a budget are planned within it. For a step with `offload("auto")` there
-    are no other transforms: the planner has searched for the fastest placement already, and each alternative would be
-    another such search.
-    """
+def _tables(command: PlanCommand, found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
+    """Returns the alternatives. Those within a budget are planned within it."""
     tables, lowered = list[TextTable](), found.lowered
-    if isinstance(found.step, Step) and auto_of(found.step) is None:
-        budget = lowered.budget or Budget(None, plan.device, lowered.backend)
-        with shown("fzero.plan", lambda: "planning alternatives"):
-            others = other_transforms(found.step, lowered.program.mesh, found.params, found.batch, plan, budget, memory)
-        tables.append(transforms_table(others, plan, memory))
+    if isinstance(found.step, Step):
+        tables.append(_other_transforms(found, plan, memory, command.html_seconds))
     devices = devices_table(lowered, plan)
     return [*tables, *([devices] if devices.rows else [])]
+
+
+def _other_transforms(found: Any, plan: Plan, memory: int | None, seconds: float) -> TextTable:
+    """Returns the plans with other transforms. The title says what was not varied or not planned.
+
+    For a step with `offload("auto")`, each alternative would be another search for the best tiers, which takes many
+    times as long as one plan. The alternatives keep the tiers that were chosen for the step itself.
+    """
+    step, lowered, title = found.step, found.lowered, "With other transforms"
+    if auto_of(step) is not None:
+        step = replace(step, transforms=lowered.program.transforms)
+        title += ", on the tiers that offload('auto') chose"
+    budget = lowered.budget or Budget(None, plan.device, lowered.backend)
+    with shown("fzero.plan", lambda: "planning alternatives"):
+        others = other_transforms(
+            step, lowered.program.mesh, found.params, found.batch, plan, budget, memory, seconds=seconds
+        )
+    if any(x.why == NOT_PLANNED for x in others):
+        title += f" (within {seconds:g} s: --html-seconds)"
+    return transforms_table(others, plan, memory, title)
 
 
 def _code(command: PlanCommand, summary: Answer | None) -> str:

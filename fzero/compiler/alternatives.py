@@ -1,12 +1,13 @@
 """Plans a step in other ways: with one transform more, less or different, and on other devices.
 
-Each alternative transform is lowered like the step itself, so planning them all takes as long as several plans. For a
-large model only the first few are planned.
+Each alternative transform is lowered like the step itself, so planning them all takes as long as several plans. The
+caller limits the time.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fzero.compiler.advice import candidates, with_transform
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.lower import resolve_and_lower
 from fzero.compiler.lowered import Lowered
+from fzero.compiler.state_budget import shortage
 from fzero.errors import BudgetError, FzeroError
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import KNOWN
@@ -27,8 +29,8 @@ from fzero.transforms import accumulate, offload, remat
 from fzero.transforms import zero as shard
 from fzero.transforms.transform import on_device
 
-MOST_OPS = 2_500
-"""The number of ops of the alternatives' programs after which no further one is planned."""
+NOT_PLANNED = "not planned: no time left"
+"""The reason of an alternative that was reached after the time to plan alternatives."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,14 @@ class Alternative:
 
 
 def other_transforms(
-    step: Step, mesh: AbstractMesh, params: Any, batch: Any, plan: Plan, budget: Budget, memory: int | None
+    step: Step,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    plan: Plan,
+    budget: Budget,
+    memory: int | None,
+    seconds: float = math.inf,
 ) -> list[Alternative]:
     """Plans a step with other transforms, within the same budgets. Those that fit come first, the fastest first.
     Alternatives that make no difference, or that this step cannot have, are left out.
@@ -54,23 +63,27 @@ def other_transforms(
         plan: the plan of the step itself.
         budget: the budgets that it was planned for, and its device.
         memory: bytes that the program of a rank may use, None if that is not known.
+        seconds: the time after which no further alternative is planned. Those that remain are listed without a plan.
     """
     params = abstract(params) if callable(params) else params
     mesh = mesh.of_type(budget.device.type) if mesh.device_type != budget.device.type else mesh
-    found, num_ops = list[Alternative](), 0
+    found, until = list[Alternative](), time.monotonic() + seconds
     short = memory is not None and _peak(plan) > memory
     for code, more in variants(on_device(step, None), mesh, plan, memory_first=short):
-        if num_ops > MOST_OPS:
-            break
-        try:
-            lowered = resolve_and_lower(more, mesh, params, batch, budget, draft=True)
-        except BudgetError:
-            found.append(Alternative(code, None, "does not fit"))
+        if time.monotonic() >= until:
+            found.append(Alternative(code, None, NOT_PLANNED))
             continue
+        try:
+            # The state alone may be too large, which is known without tracing.
+            fits = shortage(more, mesh, params, budget) is None
+            lowered = resolve_and_lower(more, mesh, params, batch, budget, draft=True) if fits else None
+        except BudgetError:
+            lowered = None
         except FzeroError:  # for example, the batch does not divide into micro-batches
             continue
-        num_ops += sum(1 for program in lowered.programs for _ in program.walk())
-        if (lowered.plan.step_seconds, _peak(lowered.plan)) != (plan.step_seconds, _peak(plan)):
+        if lowered is None:
+            found.append(Alternative(code, None, "does not fit"))
+        elif (lowered.plan.step_seconds, _peak(lowered.plan)) != (plan.step_seconds, _peak(plan)):
             found.append(Alternative(code, lowered.plan))
     return sorted(found, key=lambda x: (not x.fits(memory), x.plan.step_seconds if x.plan else math.inf))
 
@@ -111,10 +124,12 @@ def _without_higher_stages(step: Step, transform: Any) -> Step:
     return replace(step, transforms=tuple(kept))
 
 
-def transforms_table(found: list[Alternative], plan: Plan, memory: int | None) -> TextTable:
+def transforms_table(
+    found: list[Alternative], plan: Plan, memory: int | None, title: str = "With other transforms"
+) -> TextTable:
     """Returns the alternatives as a table, next to the step as it is."""
     rows = [_row(x, plan, memory) for x in (Alternative("as it is", plan), *found)]
-    return TextTable("With other transforms", ("", "a step", "speed", "peak of a rank", "host", ""), rows)
+    return TextTable(title, ("", "step", "speed", "peak of a rank", "host", ""), rows)
 
 
 def _row(found: Alternative, plan: Plan, memory: int | None) -> tuple[str, ...]:
@@ -141,4 +156,4 @@ def devices_table(lowered: Lowered, plan: Plan) -> TextTable:
         speed = plan.step_seconds / taken if taken else 1.0
         rows.append((device.name, duration(taken), f"{speed:.2f} x", size(device.memory_bytes), fits))
     title = "The same program on other devices"
-    return TextTable(title, ("", "a step", "speed", "memory", "with the process"), rows)
+    return TextTable(title, ("", "step", "speed", "memory", "with the process"), rows)

@@ -4,6 +4,7 @@ traceback of ours."""
 from __future__ import annotations
 
 import functools
+import html
 import importlib
 import json
 import os
@@ -54,6 +55,11 @@ def good(layers=4, d=64, width=256):
     print("said by the target", sys.argv)
     step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2))(fz.train_step(loss_fn, optim.adamw(1e-3)))
     return step, [{"up": meta(d, width), "down": meta(width, d)} for _ in range(layers)], meta(64, d)
+
+
+def on_tiers():
+    step, params, batch = good()
+    return fz.offload("auto")(step), params, batch
 
 
 def evaluation():
@@ -277,6 +283,22 @@ def test_html_is_a_page_with_alternatives(run, here):
     assert code == 0 and "the page: report.html" in err
     assert "It fits" in page and "With other transforms" in page and "The same program on other devices" in page
     assert "<td>with fz." in page and "from targets import good" in page
+
+
+def test_html_lists_the_alternatives_for_which_there_was_no_time(run, here):
+    pytest.importorskip("vl_convert")
+    run("plan", "targets.py:good", *MESH, *H100, "--html", "report.html", "--html-seconds", "0")
+    rows = re.findall(r"<td>with(?:out)? fz", page := (here / "report.html").read_text())
+    assert len(rows) > 3 and page.count("not planned: no time left") == len(rows) and "--html-seconds" in page
+
+
+def test_html_plans_alternatives_on_the_tiers_that_were_chosen(run, here):
+    pytest.importorskip("vl_convert")
+    budget = ("--budget", "800KB", "--host-budget", "1GB")
+    code, _, _ = run("plan", "targets.py:on_tiers", *MESH, *H100, *budget, "--html", "report.html")
+    page = html.unescape((here / "report.html").read_text())
+    assert code == 0 and "With other transforms, on the tiers that offload('auto') chose" in page
+    assert "<td>with fz.remat" in page and "<td>without fz.offload('cpu'" in page
 
 
 def test_html_is_also_written_for_a_step_that_does_not_fit(run, here):
