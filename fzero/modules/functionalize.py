@@ -63,7 +63,8 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
         module: any module, real or on the meta device. Its training mode is the mode of `apply`.
         blocks: names of submodules ("model.layers.*": `*` matches any text) and classes of submodules that become
             blocks; by default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of
-            their class. Of nested matches, the outermost is the block. `()`: none.
+            their class, except single layers of `torch.nn` (`Linear`). Of nested matches, the outermost is the block.
+            `()`: none.
         mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, in addition to those found in
             its code, and parameters without a gradient, such as those of a teacher.
 

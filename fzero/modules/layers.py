@@ -35,7 +35,7 @@ Blocks = Sequence[str | type[nn.Module]]
 def find_layers(module: nn.Module) -> list[str]:
     """Returns the names of repeated submodules: the outermost members of a list that has two or more of their class.
     If no two of the members have the same shapes, they are stages, and the layers inside them are taken instead.
-
+    Layers of torch.nn that contain no other layers, such as `Linear`, and layers without parameters are not taken.
     """
     return [name for name, _ in _layers(module, "")]
 
