@@ -118,7 +118,7 @@ _MOVED = {
     "fzero.transforms.slots": "fzero.transforms.transform_state",
 }
 """Modules that the documentation of 0.2 imported, which have moved. Their old names work until 0.4."""
-install(_MOVED)
+install(_MOVED, {"fzero.experts": "fz.experts"})
 
 _MODULES = {"experts": "ops.experts"}
 """Public modules whose path differs from their public name."""

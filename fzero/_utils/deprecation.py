@@ -133,28 +133,57 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules by the names that they had until 0.2, with a warning: an entry of `sys.meta_path`.
 
     Only the modules that the documentation of 0.2 imported have an entry. An import by the old name returns the module
-    itself, not a copy.
+    itself, not a copy. If it is a package whose modules have moved too, an import returns a `MovedPackage`.
 
     Args:
-        moved: for each old name the new one. A package comes before its modules.
+        moved: for each old name the new one.
+        public: for each old name that has one, the public name to use instead.
     """
 
-    def __init__(self, moved: Mapping[str, str]):
-        self.moved = moved
+    def __init__(self, moved: Mapping[str, str], public: Mapping[str, str]):
+        self.moved, self.public = moved, public
+        self.packages = {name for name in moved if any(other.startswith(f"{name}.") for other in moved)}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in self.moved else None
+        return ModuleSpec(name, self, is_package=name in self.packages) if name in self.moved else None
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Python makes an empty module, which `exec_module` replaces."""
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Returns the package. Of any other module, Python makes an empty one, which `exec_module` replaces."""
+        return MovedPackage(spec.name, self) if spec.name in self.packages else None
 
     def exec_module(self, module: ModuleType) -> None:
-        new = self.moved[module.__name__]
-        warn(module.__name__, new)  # attributed to the import statement: `warnings` skips frames of the import system
-        sys.modules[module.__name__] = importlib.import_module(new)
+        if isinstance(module, MovedPackage):
+            return
+        self.warn(module.__name__, 3)  # the import statement: `warnings` skips frames of the import system
+        sys.modules[module.__name__] = importlib.import_module(self.moved[module.__name__])
+
+    def warn(self, name: str, stacklevel: int) -> None:
+        warn(name, self.public.get(name, self.moved[name]), stacklevel + 1)
 
 
-def install(moved: Mapping[str, str]) -> None:
+class MovedPackage(ModuleType):
+    """A package by the name that it had until 0.2. Its names are those of the new package, and the first that is used
+    warns. Importing it does not, because Python imports it for each of its modules, which has a warning already.
+    """
+
+    def __init__(self, name: str, finder: MovedModules):
+        super().__init__(name)
+        self._finder, self._has_warned = finder, False
+
+    def __getattr__(self, name: str) -> Any:
+        if f"{self.__name__}.{name}" in self._finder.moved:  # Python then imports this module
+            raise AttributeError(name)
+        found = getattr(importlib.import_module(self._finder.moved[self.__name__]), name)
+        if not name.startswith("__") and not self._has_warned:
+            self._has_warned = True
+            self._finder.warn(self.__name__, 3)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self._finder.moved[self.__name__]))
+
+
+def install(moved: Mapping[str, str], public: Mapping[str, str]) -> None:
     """Makes modules importable by their old names. It comes first, because the old name of a package has the new
-    package's path, where Python would find a second copy of each module."""
-    sys.meta_path.insert(0, MovedModules(moved))
+    package's path, where Python would find a second copy of each module. `public`: see `MovedModules`."""
+    sys.meta_path.insert(0, MovedModules(moved, public))

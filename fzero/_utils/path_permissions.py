@@ -5,6 +5,7 @@ small.
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
@@ -58,6 +59,31 @@ def not_writable(folder: str | os.PathLike[str]) -> str | None:
             file.write(bytes(4096))
     except OSError as error:
         return f"{folder} cannot be written to: {error.strerror or error}"
+    return None
+
+
+def unwritable_file(path: str | os.PathLike[str]) -> str | None:
+    """Returns why a file cannot be written at a path; None if it can. It opens the file, because permissions say
+    nothing about a read-only disk, or about root, and leaves the files that exist as they were.
+
+    Example:
+        >>> unwritable_file("/proc/plan.html")
+        'No such file or directory'
+    """
+    try:
+        if os.path.isdir(path):
+            return os.strerror(errno.EISDIR)
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, where opening may wait
+            return None if os.access(path, os.W_OK) else os.strerror(errno.EACCES)
+        is_new = not os.path.lexists(path)
+        with open(path, "ab"):
+            pass
+        if is_new:
+            os.unlink(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:  # a path with a null character
+        return str(error)
     return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tyro.conf import arg
 
+from fzero._utils.path_permissions import unwritable_file
 from fzero._utils.units import parse_bytes
 from fzero.cli.target import UsageError
 from fzero.comm.launcher_environment import LOCAL
@@ -84,14 +86,29 @@ def check_files(**files: Path | None) -> None:
     ]
     problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
     problems += [
+        f"--{flag} {path}: {why}"
+        for flag, path in given.items()
+        if path.parent.is_dir() and not path.is_dir() and (why := unwritable_file(path)) is not None
+    ]
+    problems += [
+        f"--{flag} {path}: is also the file of --{other}"
+        for (other, first), (flag, path) in combinations(given.items(), 2)
+        if path.resolve() == first.resolve() and not _is_stream(path)
+    ]
+    problems += [
         f"--picture {path}: a picture is a .png or .svg"
         for flag, path in given.items()
         if flag == "picture" and path.suffix not in _PICTURES
     ]
     problems += [f"--{flag} {path}: a page is a .html" for flag, path in given.items() if _is_no_page(flag, path)]
     if problems:
-        fix = "name files in folders that exist, pictures .png or .svg, pages .html"
+        fix = "name files that you may write, in folders that exist, pictures .png or .svg, pages .html"
         raise UsageError("files", "cannot be written", problems, fix)
+
+
+def _is_stream(path: Path) -> bool:
+    """Returns whether a path is a device or a pipe, such as /dev/stdout, to which several files may be written."""
+    return path.exists() and not path.is_file()
 
 
 def _is_no_page(flag: str, path: Path) -> bool:

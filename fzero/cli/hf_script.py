@@ -111,6 +111,7 @@ class Script(NamedTuple):
         size: layers, width, heads and vocabulary, as text.
         unknown: messages about keys of the configuration that its class does not have.
         mixture: whether the experts of a mixture are computed by `fz.hf.experts_implementation`.
+        path: the path of the model, as the parts name it.
     """
 
     name: str
@@ -123,9 +124,14 @@ class Script(NamedTuple):
     size: str
     unknown: tuple[str, ...]
     mixture: bool
+    path: str
 
     def __str__(self) -> str:
         return "\n".join((self.model, self.mesh, "", self.batch, self.train))
+
+    def with_path(self, path: str) -> str:
+        """Returns the script with another path of the model."""
+        return str(self).replace(_quoted(self.path), _quoted(path))
 
 
 class Target(NamedTuple):
@@ -197,6 +203,7 @@ def _script(
     loss = ', loss="chunked"' if of.loss == "chunked" else ""
     return Script(
         name=name,
+        path=str(path),
         model=(
             f"import torch\nfrom transformers import {', '.join(names)}\n\n"
             f"import fzero as fz\nfrom fzero import optim\n\n"

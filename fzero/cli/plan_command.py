@@ -29,6 +29,7 @@ from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import get_devices
 from fzero.plan.page.html_page import check_charts
+from fzero.plan.picture import check_matplotlib
 from fzero.plan.plan import fits
 from fzero.plan.process_memory import parts
 from fzero.step import Step
@@ -54,6 +55,8 @@ class PlanCommand(StepCommand):
             check_files(trace=self.trace, picture=self.picture, html=self.html)
             if self.html is not None:
                 check_charts()
+            if self.picture is not None:
+                check_matplotlib()
         if self.compares:
             return self._compare()
         if self.experts:

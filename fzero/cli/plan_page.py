@@ -17,6 +17,7 @@ from fzero.cli.plan_summary import Answer
 from fzero.compiler.alternatives import NOT_PLANNED, devices_table, other_transforms, transforms_table
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.combined_transforms import auto_of
+from fzero.plan.page.op_costs import shown_path
 from fzero.plan.page.suggestions import Suggestions
 from fzero.plan.plan import Plan
 from fzero.plan.process_memory import parts
@@ -98,9 +99,12 @@ def _other_transforms(found: Any, plan: Plan, memory: int | None, seconds: float
 
 
 def _code(command: PlanCommand, summary: Answer | None) -> str:
-    """Returns the script of a transformers model, or the calls that compile the target; "" if neither is known."""
+    """Returns the script of a transformers model, or the calls that compile the target; "" if neither is known. A path
+    of the model outside the current folder is shortened, because a page is sent to others.
+    """
     if summary is not None:
-        return str(summary.script)
+        path = shown_path(summary.script.path)
+        return summary.script.with_path(path if Path(path).exists() else f"path/to/{Path(path).name}")
     module, _, function = (command.target or "").rpartition(":")
     name = Path(module).stem if module.endswith(".py") else module
     axes = ", ".join(pair for text in (command.mesh[0] if command.mesh else ()) for pair in text.split(",") if pair)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._utils.arguments import count, plain_numbers
+from fzero._utils.arguments import count, keywords
 from fzero._utils.progress import shown
 from fzero._utils.units import as_argument, duration, parse_bytes, size
 from fzero.compiler.abstract_values import abstract
@@ -18,12 +18,13 @@ from fzero.compiler.lower import resolve_and_lower
 from fzero.compiler.mesh_candidates import meshes_of, transforms_for
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh
+from fzero.plan.cost import check_backend_name
 from fzero.plan.device_lookup import Device, get_device
 from fzero.plan.plan import Plan
 from fzero.plan.process_memory import INTERPRETER, room
 from fzero.plan.render import TextTable, plain
 from fzero.step import Step, compose
-from fzero.step.checks import no_step
+from fzero.step.checks import check_params, no_step
 from fzero.transforms.transform import on_device
 
 MAX_MESHES = 16
@@ -77,7 +78,7 @@ class MeshPlans(NamedTuple):
         return table if self.found[0].plan is None else f"{table}\n{self.code}"
 
 
-@plain_numbers
+@keywords
 def choose_mesh(
     step: Step,
     params: Any,
@@ -107,12 +108,17 @@ def choose_mesh(
     if not isinstance(step, Step):
         raise no_step("choose_mesh", "plans training with", step)
     problems = count("devices", devices)
-    problems += [f"meshes: {type(x).__name__}, not a mesh" for x in meshes if not isinstance(x, AbstractMesh)]
+    if isinstance(meshes, Sequence):
+        problems += [f"meshes: {type(x).__name__}, not a mesh" for x in meshes if not isinstance(x, AbstractMesh)]
+    else:
+        problems.append(f"meshes: {type(meshes).__name__}, not a list of meshes")
     if problems:
         fix = "devices=8; meshes=[fz.AbstractMesh(data=8)]"
         raise FzeroTypeError("choose_mesh", "invalid arguments", problems, fix)
     step = on_device(step, None)
+    check_backend_name("choose_mesh", backend)
     params = abstract(params) if callable(params) else params
+    check_params(params, "choose_mesh")
     if not isinstance(device, Device):
         device = get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     if memory_budget is None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero._compat.inductor_folder import guard_inductor
-from fzero._utils.arguments import plain_numbers
+from fzero._utils.arguments import keywords, shown
 from fzero._utils.units import parse_budgets
 from fzero.compiler.abstract_values import abstract, batch_inputs
 from fzero.compiler.auto_compress import check_links_known
@@ -35,7 +35,7 @@ from fzero.trace.graph_capture import without_gc
 from fzero.transforms.transform import current_pass_name, on_device
 
 
-@plain_numbers
+@keywords
 def lower(
     step: Step | EvalStep,
     mesh: AbstractMesh,
@@ -84,10 +84,13 @@ def lower(
     """
     if not isinstance(step, (Step, EvalStep)):
         raise no_step("lower", "lowers", step)
+    names = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
     wrong = fix = None
     if not isinstance(mesh, AbstractMesh):
         wrong = f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}"
         fix = "e.g. fz.AbstractMesh(data=8)"
+    elif not all(isinstance(name, str) for name in names):
+        wrong, fix = f"skip={shown(skip)}: must be names of passes", 'e.g. skip=["overlap"]'
     elif isinstance(step, EvalStep) and not isinstance(batch, tuple):
         wrong = f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}"
         fix = "pass (batch,)"
@@ -105,8 +108,7 @@ def lower(
     if device is None:
         check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
-    names = (skip,) if isinstance(skip, str) else skip
-    skip = frozenset(current_pass_name(name, step.transforms, 6) for name in names)
+    skip = frozenset(current_pass_name(name, step.transforms, 7) for name in names)
     return resolve_and_lower(step, mesh, params, batch, Budget(nbytes, rates, backend, host, disk), skip)
 
 

@@ -12,7 +12,7 @@ from fzero._utils.deprecation import attribute_alias
 from fzero.compiler.budget_report import Budget, decided
 from fzero.compiler.options import Options
 from fzero.compiler.passes import passes_of
-from fzero.errors import FzeroValueError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.ir.printer import show
 from fzero.ir.program import Program
@@ -94,6 +94,8 @@ class Lowered:
     def _around(self, name: str) -> tuple[Program, Program]:
         """Returns the programs before a pass and after it; for the recorded program, which has none before it, twice
         the same."""
+        if not isinstance(name, str):
+            raise FzeroTypeError("lower", f"a pass is named by a str, not {type(name).__name__}", fix='e.g. "overlap"')
         stages, name = self.stages(), current_pass_name(name, self.program.transforms, 5)
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))

@@ -410,7 +410,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
         raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, instructions=tuple(ops))")
     made = _assigning(transform, program, made, own)
     if made == program and transform.idle_in(program) is None:
-        problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
+        problem = f"{transform} on mesh {program.mesh}: its rewrite leaves the program of {program.name} unchanged"
         fix = "leave it out on this mesh; or return from its idle_in(program) the reason why it may change nothing"
         raise TransformError(transform.name, "does nothing to this program", [problem], fix)
     return made

@@ -179,7 +179,7 @@ def check_used(program: Program, slots: Slots) -> None:
     if idle:
         by = slots.owners[idle[0].role]
         fix = "read or write it in the transform's update or rewrite, or leave it out"
-        raise TransformError(by.name, "no line of the program reads or writes a slot", map(str, idle), fix)
+        raise TransformError(by.name, "no op of the program reads or writes a slot", map(str, idle), fix)
 
 
 def _has(transform: Transform, method: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fzero._utils.arguments import count, flag, plain_numbers, shown
-from fzero._utils.deprecation import attribute_alias, keyword_aliases
+from fzero._utils.deprecation import attribute_alias, warn
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.saving import not_private
 from fzero.checkpoint.storage_paths import Url
@@ -87,10 +87,13 @@ class Run:
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
 
     place = attribute_alias("run", "place", "data_shard")
-    micro_batches = attribute_alias("run", "micro_batches", "num_micro_batches")
     keep = attribute_alias("run", "keep", "commit")
 
-    @keyword_aliases("run.num_micro_batches", rows="max_samples")
+    def micro_batches(self, batch: int, rows: int) -> int:
+        """The old name of `num_micro_batches`."""
+        warn("run.micro_batches(batch, rows=)", "run.num_micro_batches(batch, max_samples=)")
+        return self.num_micro_batches(batch, rows)
+
     @plain_numbers
     def num_micro_batches(self, batch: int, max_samples: int) -> int:
         """Returns the number of micro-batches for `fz.accumulate` that keeps the global batch the same on any number of

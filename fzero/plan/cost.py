@@ -41,7 +41,7 @@ BACKENDS = ("inductor", "eager")
 
 def check_backend_name(owner: str, backend: str) -> None:
     """Raises an error, on behalf of `owner`, for an unknown backend name."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise FzeroValueError(owner, f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
 
 

@@ -25,13 +25,7 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
     """Draws the timelines and the memory over one time axis; see `Plan.save_picture`."""
     if path.suffix not in (".png", ".svg"):
         raise FzeroValueError("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so")
-    if not path.parent.is_dir():
-        fix = f"create it first: mkdir -p {path.parent}"
-        raise FzeroValueError("plan", f"the directory of {path} does not exist", fix=fix)
-    try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
-    except ImportError as error:
-        raise FzeroValueError("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib") from error
+    Figure = check_matplotlib()
     shown: dict[str, Sequence[Event]] = {}
     if plan.stages:
         shown[f"stages, of which {plan.bubble:.1%} is bubble"] = [
@@ -57,6 +51,15 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
     memory.set(xlim=(0, max(ends) / scale or 1), xlabel=unit)
     figure.suptitle(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def check_matplotlib() -> Any:
+    """Returns matplotlib's class of figures, or raises an error that says how to install it."""
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
+    except ImportError as error:
+        raise FzeroValueError("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib") from error
+    return Figure
 
 
 def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: float, scale: float) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fzero._utils.arguments import path_like, plain_numbers
+from fzero._utils.arguments import flag, keywords, path_like, shown
 from fzero._utils.deprecation import attribute_alias, keyword_aliases
+from fzero._utils.path_permissions import unwritable_file
 from fzero._utils.units import duration, parse_bytes, size
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.ir.ops import transfer_bytes
 from fzero.ir.printer import statements
 from fzero.ir.program import Program
@@ -266,15 +267,17 @@ class Plan:
             suggestions: what is known in addition to the plan, as `fzero plan --html` shows it.
 
         Raises:
-            FzeroTypeError: if `path` is not a path.
-            FzeroValueError: for another ending, a directory that does not exist, or if vl-convert is missing.
+            FzeroTypeError: if `path` is not a path, or if `measured` is not a list of events.
+            FzeroValueError: for another ending, a file that cannot be written, or if vl-convert is missing.
         """
         from fzero.plan.page.html_page import page
 
-        if problems := [] if path is None else path_like("path", path):
-            raise FzeroTypeError("plan", "a page is written to a file", problems, 'html("report.html")')
-        limit = None if budget is None else parse_bytes(budget)
-        return page(self, None if path is None else Path(path), limit, measured, suggestions)
+        file = None if path is None else _file(path, "a page is written to a file", 'html("report.html")')
+        _check_measured(measured)
+        if suggestions is not None and not hasattr(suggestions, "memory_source"):
+            problems = [f"suggestions={shown(suggestions)}: must be Suggestions"]
+            raise FzeroTypeError("plan", "no page", problems, "leave suggestions out: fzero plan --html makes them")
+        return page(self, file, None if budget is None else parse_bytes(budget), measured, suggestions)
 
     def save_trace(self, path: str | Path, measured: Sequence[Event] | None = None) -> None:
         """Writes the timeline, with the memory over it, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -282,9 +285,14 @@ class Plan:
         Args:
             path: path of the JSON file.
             measured: the result of `train.profile`, shown next to the prediction as a separate process.
+
+        Raises:
+            FzeroTypeError: if `path` is not a path, or if `measured` is not a list of events.
+            FzeroValueError: if no file can be written at the path.
         """
         from fzero.plan.render import trace
 
+        _check_measured(measured)
         _written(trace(self, measured), path)
 
     def save_picture(
@@ -299,14 +307,14 @@ class Plan:
             measured: the result of `train.profile`, drawn below the prediction.
 
         Raises:
-            FzeroTypeError: if `path` is not a path.
-            FzeroValueError: for another ending, a directory that does not exist, or if matplotlib is missing.
+            FzeroTypeError: if `path` is not a path, or if `measured` is not a list of events.
+            FzeroValueError: for another ending, a file that cannot be written, or if matplotlib is missing.
         """
-        if problems := path_like("path", path):
-            raise FzeroTypeError("plan", "draws to a file", problems, 'save_picture("step.png")')
         from fzero.plan.picture import picture
 
-        picture(self, Path(path), None if budget is None else parse_bytes(budget), measured)
+        file = _file(path, "draws to a file", 'save_picture("step.png")')
+        _check_measured(measured)
+        picture(self, file, None if budget is None else parse_bytes(budget), measured)
 
 
 def plan(
@@ -463,7 +471,7 @@ def _timelines(programs: Sequence[Program], device: Device, backend: str) -> lis
 
 
 @keyword_aliases("fz.fits", whole="include_process")
-@plain_numbers
+@keywords
 def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> bool:
     """Returns whether a plan's peak stays within a memory budget. For a pipeline, the peak of every stage must.
 
@@ -474,6 +482,7 @@ def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> boo
             an entire device or container must.
 
     Raises:
+        FzeroTypeError: if `plan` is not a plan.
         FzeroValueError: for text that is not a size.
 
     Example:
@@ -486,6 +495,11 @@ def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> boo
         >>> fits(plan, "500MiB"), fits(plan, "500MiB", include_process=True)
         (True, False)
     """
+    if not isinstance(plan, Plan):
+        fix = "fz.fits(train.plan, budget), or fz.fits(fz.lower(step, mesh, params, batch).plan, budget)"
+        raise FzeroTypeError("fits", f"takes a plan, not {type(plan).__name__}", fix=fix)
+    if problems := flag("include_process", include_process):
+        raise FzeroTypeError("fits", "invalid arguments", problems, 'e.g. fz.fits(plan, "80GB", include_process=True)')
     peak = max([plan.peak_bytes, *(stage.peak_bytes for stage in plan.stages)])
     return peak + plan.process_bytes * include_process <= parse_bytes(budget)
 
@@ -502,5 +516,29 @@ def compute_dtype(program: Program) -> torch.dtype:
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).write_text(text)
+        _file(path, "writes a file", 'e.g. to_json("plan.json") or save_trace("step.json")').write_text(text)
     return text
+
+
+def _file(path: Any, what: str, fix: str) -> Path:
+    """Returns the path of a file that will be written, or raises an error that says why it cannot be. `what` and `fix`
+    are those of the error if it is not a path.
+    """
+    if problems := path_like("path", path):
+        raise FzeroTypeError("plan", what, problems, fix)
+    file = Path(path)
+    if not file.parent.is_dir():
+        fix = f"create it first: mkdir -p {file.parent}"
+        raise FzeroValueError("plan", f"the directory of {file} does not exist", fix=fix)
+    if (why := unwritable_file(file)) is not None:
+        raise FzeroValueError("plan", f"{str(path)!r} cannot be written: {why}", fix="name a file that you may write")
+    return file
+
+
+def _check_measured(measured: Any) -> None:
+    """Raises an error if what should be the events of `train.profile` is something else."""
+    if measured is None or (isinstance(measured, Sequence) and all(isinstance(event, Event) for event in measured)):
+        return
+    problems = [f"measured={shown(measured)}: must be a list of events"]
+    fix = "state, measured = train.profile(state, batch); then plan.html(measured=measured)"
+    raise FzeroTypeError("plan", "no measurement of a step", problems, fix)

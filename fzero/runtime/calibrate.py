@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fzero._utils.arguments import number
 from fzero._utils.bounded_json import parsed
 from fzero._utils.cpu_affinity import cores_at_start
+from fzero._utils.path_permissions import not_writable, unwritable_file
 from fzero.comm.control_messages import gathered
 from fzero.errors import FzeroValueError
 from fzero.memory.disk import check
@@ -66,7 +67,7 @@ def calibrate(
 
     Raises:
         FzeroValueError: the processes that measure together failed, with the message of each; a directory that cannot
-            hold scratch files.
+            hold scratch files; a file that cannot be written.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
         raise FzeroValueError("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5")
@@ -74,6 +75,12 @@ def calibrate(
         check(directory, SCRATCH)
     progress = progress or (lambda what: None)
     mesh = mesh or _alone()
+    file = Path(path) if path is not None else calibration_path(mesh.device_type)
+    why = _unwritable(file) if mesh.rank == 0 else ""
+    if mesh.size > 1:
+        why = gathered(why.encode())[0].decode()  # every rank raises, before any of them measures
+    if why:
+        raise FzeroValueError("calibrate", f"{file} cannot be written: {why}", fix="path= names a file that can be")
     together = _places(mesh.device_type)
     if mesh.size > 1:
         measured = _of_first(rates(mesh, seconds, progress, directory))
@@ -84,8 +91,17 @@ def calibrate(
         measured = rates(mesh, seconds, progress, directory)
     device = _device(measured, mesh.device_type, min(mesh.size, together) if mesh.size > 1 else together)
     if mesh.rank == 0:
-        save_calibration(device, Path(path) if path is not None else calibration_path(mesh.device_type))
+        save_calibration(device, file)
     return device
+
+
+def _unwritable(file: Path) -> str:
+    """Returns why a calibration cannot be written to a file, whose directory is created; "" if it can."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return unwritable_file(file) or not_writable(file.parent) or ""
 
 
 def _alone() -> Mesh:

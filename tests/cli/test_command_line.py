@@ -390,6 +390,10 @@ FLAGS = {
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
     (*MESH, "--html", "report.pdf"): "--html report.pdf: a page is a .html",
     (*MESH, "--html", "no/report.html"): "--html no/report.html: the folder no does not exist",
+    (*MESH, "--html", "/proc/report.html"): "--html /proc/report.html: No such file or directory",
+    (*MESH, "--trace", "/proc/step.json"): "--trace /proc/step.json: No such file or directory",
+    (*MESH, "--picture", "/proc/step.svg"): "--picture /proc/step.svg: No such file or directory",
+    (*MESH, "--trace", "r.html", "--html", "./r.html"): "--html r.html: is also the file of --trace",
     (*MESH, "--devcie", "h100"): "--device",  # tyro's suggestion
     (*MESH, "--backend", "fast"): "invalid choice 'fast'",
     (): "--mesh AXIS=SIZE",
@@ -587,6 +591,8 @@ def test_calibrate_shows_and_says_where(run, measured, here):
 
 def test_calibrate_wrong_flags(run, measured):
     assert run("calibrate", "--out", "no/rates.json")[0] == 2
+    code, _, err = run("calibrate", "--out", "/proc/rates.json")
+    assert code == 2 and "--out /proc/rates.json: No such file" in err and not measured
     for seconds in ("-1", "nan", "inf"):
         code, _, err = run("calibrate", "--seconds", seconds)
         assert code == 2 and f"--seconds {seconds} is not enough time" in err and not measured

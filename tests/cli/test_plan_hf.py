@@ -136,6 +136,16 @@ def test_the_printed_code_is_what_was_planned_and_runs(
         assert "2 layers, hidden size 32, 4 heads, vocabulary 96" in out and not err
 
 
+def test_the_page_names_no_folder_of_this_machine(run: Any, saved: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("vl_convert")
+    flags = ("--hf", saved("llama"), "--seq", "16", "--devices", "1xcpu", "--html", str(tmp_path / "report.html"))
+    for folder, path in ((tmp_path, "llama"), (Path(__file__).parent, "path/to/llama")):
+        monkeypatch.chdir(folder)
+        assert run(*flags)[0] == 0
+        page = (tmp_path / "report.html").read_text()
+        assert f"AutoModelForCausalLM, &#34;{path}&#34;" in page and str(tmp_path) not in page
+
+
 def test_a_loss_in_chunks_takes_less_memory(run: Any, tmp_path: Path) -> None:
     """The logits of 64 samples of 32 tokens are the largest values of this step."""
     config = transformers.GPT2Config(vocab_size=8192, n_positions=32, n_embd=32, n_layer=1, n_head=4)

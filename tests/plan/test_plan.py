@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -593,6 +594,35 @@ def test_a_picture(tmp_path):
             found.save_picture(path)
     with pytest.raises(errors.FzeroValueError, match=r"(?s)the directory of .*nodir.* does not exist.*mkdir -p"):
         found.save_picture(tmp_path / "nodir" / "p.png")
+
+
+@pytest.mark.parametrize("measured", [3, ["a"], "events", torch.ones(2)])
+def test_what_is_no_measurement_of_a_step_is_rejected(tmp_path, measured):
+    found = lowered().plan
+    for draw in (lambda m: found.html(measured=m), lambda m: found.save_trace(tmp_path / "a.json", m)):
+        with pytest.raises(errors.FzeroTypeError, match=r"measured=.*: must be a list of events\nFix: .*train.profile"):
+            draw(measured)
+    with pytest.raises(errors.FzeroTypeError, match="measured="):
+        found.save_picture(tmp_path / "a.png", measured=measured)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["/proc/plan.json", "missing/plan.json", ".", 3])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    found = lowered().plan
+    for write in (found.to_json, found.save_trace):
+        with pytest.raises(errors.FzeroError, match=re.escape(str(path))):
+            write(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_plan_does_not_fit_a_budget():
+    for wrong in (3, None, lowered()):
+        with pytest.raises(errors.FzeroTypeError, match=f"takes a plan, not {type(wrong).__name__}"):
+            fz.fits(wrong, "80GB")
+    with pytest.raises(errors.FzeroTypeError, match="include_process=2: must be True or False"):
+        fz.fits(lowered().plan, "80GB", include_process=2)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 6])

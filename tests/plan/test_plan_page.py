@@ -164,6 +164,15 @@ def test_ops_lead_to_the_users_lines():
     assert shown_path(__file__).endswith("plan/test_plan_page.py")
 
 
+def test_a_file_is_named_without_the_folders_of_this_machine(tmp_path, monkeypatch):
+    file = tmp_path / "project" / "model.py"
+    for folder, name in {"/": "project/model.py", __file__.rpartition("/")[0]: "project/model.py"}.items():
+        monkeypatch.chdir(folder)
+        assert shown_path(str(file)) == name
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(str(file)) == shown_path("project/model.py") == "project/model.py"
+
+
 # --- the charts ---
 
 
@@ -210,7 +219,12 @@ def test_offloaded_state_has_tiers_and_channels():
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("report.pdf", "a page is a .html"), ("missing/report.html", "the directory of"), (3, "a page is written to")],
+    [
+        ("report.pdf", "a page is a .html"),
+        ("missing/report.html", "the directory of"),
+        (3, "a page is written to"),
+        ("/proc/report.html", "'/proc/report.html' cannot be written: No such file or directory"),
+    ],
 )
 def test_a_path_that_is_no_page_is_rejected(tmp_path, path, said):
     plan = zero_3().plan

@@ -159,6 +159,12 @@ def test_a_file_that_lacks_a_number_is_refused(here):
         load_calibration(calibration_path())
 
 
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("fzero.runtime.calibrate.rates", None)
+    with pytest.raises(FzeroValueError, match=r"/proc/rates\.json cannot be written: "):
+        calibrate(fz.make_mesh(data=1), path="/proc/rates.json")
+
+
 def test_the_cache_may_be_off(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FZERO_CACHE", "off")  # about compiled functions

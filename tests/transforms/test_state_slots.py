@@ -411,7 +411,7 @@ class Unused(Transform):
             r"\['own'\]\['u'\] \(float32\[2, 3\]\), for a gradient of \[70, 64\]",
         ),
         ("writes another's", TransformError, r"slots that it did not declare\n.*extras\['residual'\]\['v'\]"),
-        ("unused", TransformError, r"no line of the program reads or writes a slot\n.*extras\['own'\]\['w'\]"),
+        ("unused", TransformError, r"no op of the program reads or writes a slot\n.*extras\['own'\]\['w'\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_path(how: str, error: type[Exception], text: str) -> None:

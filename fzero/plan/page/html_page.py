@@ -49,8 +49,8 @@ def page(
 ) -> Page:
     """Returns the page of a plan, and writes it if there is a path; see `Plan.html`."""
     check_charts()
-    if path is not None:
-        check_path(path)
+    if path is not None and path.suffix not in (".html", ".htm"):
+        raise FzeroValueError("plan", f"a page is a .html, not {path.name!r}", fix=f"name it {path.stem}.html")
     given = suggestions or Suggestions()
     memory, source = _memory(plan, budget, given)
     files = {name: (_FILES / name).read_text("utf-8") for name in ("page.css", "page.js")}
@@ -82,15 +82,6 @@ def page(
     if path is not None:
         path.write_text(text, "utf-8")
     return Page(text)
-
-
-def check_path(path: Path) -> None:
-    """Raises an error for a path to which no page can be written."""
-    if path.suffix not in (".html", ".htm"):
-        raise FzeroValueError("plan", f"a page is a .html, not {path.name!r}", fix=f"name it {path.stem}.html")
-    if not path.parent.is_dir():
-        fix = f"make it first: mkdir -p {path.parent}"
-        raise FzeroValueError("plan", f"the directory of {path} is not there", fix=fix)
 
 
 def check_charts() -> Any:

@@ -175,7 +175,8 @@ def _places(program: Program, of_functions: Mapping[str, Place]) -> list[Place |
 
 def shown_path(filename: str) -> str:
     """Returns a path as a page shows it: relative to the current folder, or from the folder of installed packages on,
-    or else the last two parts. A page names no folder of the machine that made it.
+    or else the last two parts. A page names no folder of the machine that made it, not even if the current folder is
+    the root of the file system, to which every path is relative.
 
     Example:
         >>> shown_path("/opt/lib/site-packages/transformers/models/llama/modeling_llama.py")
@@ -187,5 +188,6 @@ def shown_path(filename: str) -> str:
         _, found, after = filename.rpartition(f"{os.sep}{folder}{os.sep}")
         if found:
             return after
-    relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
-    return os.sep.join(filename.split(os.sep)[-2:]) if relative.startswith(os.pardir) else relative
+    relative = os.path.relpath(filename)
+    outside = relative.startswith(os.pardir) or os.getcwd() == os.path.abspath(os.sep)
+    return os.sep.join(os.path.abspath(filename).split(os.sep)[-2:]).lstrip(os.sep) if outside else relative

@@ -64,7 +64,8 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
             these = {n: functions[n] for n in jobs.values()}
             built.update(compile_(these, load.keys, device, cache, share.cores, progress))
 
-    far = shown("fzero.compile", lambda: f"{progress}; then cached (backend='eager' starts without compiling)")
+    then = "; then cached" if cache is not None and cache.limit else ""
+    far = shown("fzero.compile", lambda: f"{progress}{then} (backend='eager' starts without compiling)")
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
@@ -81,11 +82,11 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
                 make(own, set(functions) - set(built))
                 built |= load(own, built)
     logger.info(
-        "%d functions are ready after %.1f s, %d of them compiled by rank %d",
+        "built %d functions in %.1f s, of which rank %d compiled %d",
         len(functions),
         time.perf_counter() - start,
-        num_compiled,
         mesh.rank,
+        num_compiled,
     )
     return built
 
