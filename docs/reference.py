@@ -29,13 +29,13 @@ ROOMS = {
     "fz": ("fzero", "Steps, transforms, meshes, programs and plans"),
     "fz.optim": ("fzero.optim", "Optimizers and schedules"),
     "fz.random": ("fzero.random", "Random numbers"),
-    "fz.experts": ("fzero.ops.experts", "Rows of experts"),
-    "fz.data": ("fzero.data", "Batches"),
+    "fz.experts": ("fzero.ops.experts", "Mixtures of experts"),
+    "fz.data": ("fzero.data", "Data sets and batches"),
     "fz.tree": ("fzero.tree", "Pytrees"),
     "fz.checkpoint": ("fzero.checkpoint", "Checkpoints"),
     "fz.hf": ("fzero.hf", "Hugging Face models"),
-    "fz.testing": ("fzero.testing", "Checks"),
-    "fz.deepspeed": ("fzero.deepspeed", "DeepSpeed's configuration"),
+    "fz.testing": ("fzero.testing", "Checks of equivalence and determinism"),
+    "fz.deepspeed": ("fzero.deepspeed", "DeepSpeed configurations"),
     "fz.errors": ("fzero.errors", "Errors"),
 }
 """The modules with public names, as users write them."""
@@ -66,7 +66,7 @@ class Name(NamedTuple):
     def summary(self) -> str:
         """The first line of its docstring."""
         if not inspect.isclass(self.found) and not inspect.isfunction(self.found):  # the name of a type
-            return "A learning rate by the number of the update, from 0."
+            return "A function that maps the number of an update, from 0, to a learning rate."
         return first_sentence(inspect.getdoc(self.found) or "")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-_SECTION = re.compile(r"^(Communication|Memory|Papers?|Raises|Returns|Args): ?(\S.*)$")
+_SECTION = re.compile(r"^(Communication|Memory|Metrics|Time|Papers?|References|Raises|Returns|Args): ?(\S.*)$")
 
 
 class Sections(griffe.Extension):

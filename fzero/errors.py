@@ -200,8 +200,10 @@ class LossScaleError(FzeroError, RuntimeError):
 
 
 class EquivalenceError(FzeroError, AssertionError):
-    """A transformed step that computes something else than the plain step. `report` says by how much, and where the
-    difference begins.
+    """The results of a transformed step differ from those of the plain step by more than their tolerances.
+
+    Attributes:
+        report: the `fz.testing.Report`, which says by how much each tensor differs, and where the difference begins.
 
     Example:
         >>> import torch, fzero as fz

@@ -248,16 +248,18 @@ def means(result: Any) -> Any:
 
 @plain_numbers
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
-    """Represents a loss that is the mean of `count` things whose sum is `total`, averaged exactly over ranks and
+    """Represents a loss that is the mean of `count` terms whose sum is `total`, averaged exactly over ranks and
     micro-batches of any size.
 
-    A mean of means is wrong if ranks hold different counts, for example of tokens that are not padding; this is not.
+    The mean over ranks of each rank's mean is wrong if the counts differ between ranks, for example counts of tokens
+    that are not padding. With `weighted`, the totals and the counts are summed first, and divided once.
     If the count of the complete batch is 0, the update of the step is skipped: parameters and optimizer state stay as
     they are, the loss is NaN, and the metric `finite` is False.
 
     Args:
         total: 0-dim floating-point tensor, the sum.
-        count: how many things were summed: a number or a 0-dim tensor, which must not depend on trainable parameters.
+        count: the number of terms in the sum: a number or a 0-dim tensor, which must not depend on trainable
+            parameters.
 
     Example:
         >>> import torch
@@ -321,7 +323,7 @@ def chunked_cross_entropy(
 
     Returns: float32[], float64[] if the logits are float64; or a `fz.weighted` result.
 
-    Communication: none of its own. If `tensor_parallel` shards the vocabulary of `weight`, each chunk sends what the
+    Communication: none in addition. If `tensor_parallel` shards the vocabulary of `weight`, each chunk sends what the
         unchunked loss would send for its rows. With `sequence_parallel`, `chunks` must divide the positions of a rank.
     Memory: the logits of one chunk and their gradient, in the dtype of `hidden` and in float32; the gradient of
         `hidden`; a copy of `weight`; and, in float32, the sum of the gradients of `weight` before and after a chunk.

@@ -45,7 +45,7 @@ _MOST_DEVICES = 2**20  # the limit exists because a plan lists the ranks along a
 
 @dataclass(frozen=True)
 class AbstractMesh:
-    """Axis names and sizes without devices.
+    """The names and sizes of mesh axes, without devices: enough to lower, plan and simulate a step.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -53,7 +53,11 @@ class AbstractMesh:
             CPUs. A program then needs a larger pool, because a rank learns later that the others have read a buffer.
         unified_memory: whether host and device share one memory, as on a CPU. Offloaded values then stay where they
             are.
-        **axes: the size of each axis.
+        **axes: the size of each axis, the slowest first. Names are "node", "replica", "data", "expert", "seq", "pipe"
+            and "model".
+
+    Raises:
+        FzeroValueError: an unknown axis, or a size that is not an integer of at least 1.
 
     Example:
         >>> AbstractMesh(data=8).size
@@ -89,6 +93,7 @@ class AbstractMesh:
 
     @property
     def size(self) -> int:
+        """The number of devices, which is the number of ranks."""
         return math.prod(self.axes.values())
 
     def axis_size(self, axes: str | tuple[str, ...]) -> int:
@@ -145,6 +150,14 @@ class Context:
 class Mesh(AbstractMesh):
     """A mesh that this process is part of. Made by `make_mesh`.
 
+    Attributes:
+        axes: the size of each axis, the slowest first.
+        rank: the index of this process. Ranks count through the axes in row-major order.
+        device: the device of this process.
+        device_mesh: the `torch.distributed.DeviceMesh` with the same axes; None on a mesh of one device.
+        timeout: the seconds after which a collective fails that some rank never joins.
+        shared_memory, unified_memory, symmetric_memory: as for `make_mesh`, after the defaults were decided.
+
     Example:
         >>> mesh = make_mesh(data=1)
         >>> mesh.axes, mesh.rank, mesh.coordinate
@@ -153,11 +166,11 @@ class Mesh(AbstractMesh):
 
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    device_mesh: Any = None  # a torch DeviceMesh, None on a mesh of one device
-    timeout: float = 600.0  # seconds to wait for another rank
+    device_mesh: Any = None
+    timeout: float = 600.0
     # on CUDA, a separate process group per axis, so that all-gathers do not queue behind reductions
     gather_groups: Mapping[str, Any] = field(default_factory=dict)
-    symmetric_memory: bool = False  # whether the pools of programs are registered with NCCL
+    symmetric_memory: bool = False
     joined: Any = None  # the default process group in which the mesh was made
     context: Context = field(default_factory=Context)
     _store: Any = None

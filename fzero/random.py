@@ -67,6 +67,10 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
     Returns:
         int64[3], see [Note: keys and parts].
 
+    Raises:
+        FzeroTypeError: if the seed is not an integer.
+        FzeroValueError: if the seed does not fit in 64 bits.
+
     Example:
         >>> key(7)
         tensor([7, 0, 0])
@@ -85,6 +89,10 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
 
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """Returns `n` keys, independent of each other and of everything else made from `key`; all keep its part.
+
+    Args:
+        key: int64[3].
+        n: the number of keys, at least 1.
 
     Returns:
         int64[n, 3]; iterate over it or unpack it.
@@ -167,6 +175,12 @@ def replicated(key: torch.Tensor) -> torch.Tensor:
     """Returns the key with part 0: its draws, such as noise on parameters, are the same on every rank and in every
     micro-batch.
 
+    Args:
+        key: int64[3].
+
+    Returns:
+        int64[3].
+
     Example:
         >>> torch.equal(normal(replicated(with_part(key(0), 3)), (2,)), normal(key(0), (2,)))
         True
@@ -175,7 +189,14 @@ def replicated(key: torch.Tensor) -> torch.Tensor:
 
 
 def bits(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Draws independent random 32-bit words: int64 in [0, 2**32), of shape `shape`, on the device of `key`.
+    """Draws independent random 32-bit words, on the device of `key`.
+
+    Args:
+        key: int64[3].
+        shape: shape of the result.
+
+    Returns:
+        int64 of shape `shape`, with values in [0, 2**32).
 
     Example:
         >>> bits(key(0), (3,)).max().item() < 2**32
@@ -249,7 +270,18 @@ def normal(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.f
 
 
 def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.Tensor:
-    """Draws independent booleans, True with probability `p` (in steps of 2**-24).
+    """Draws independent booleans, True with probability `p`.
+
+    Args:
+        key: int64[3].
+        shape: shape of the result.
+        p: from 0 to 1. The draws resolve it in steps of 2**-24.
+
+    Returns:
+        bool of shape `shape`.
+
+    Raises:
+        FzeroValueError: if `p` is not a probability.
 
     Example:
         >>> round(bernoulli(key(0), (1000,), 0.2).float().mean().item(), 1)

@@ -28,6 +28,14 @@ _broken = WeakTensorKeyDictionary()  # the reason, by tensor
 class State(NamedTuple):
     """Everything that a step carries over to the next. It is a pytree.
 
+    Attributes:
+        step: int64[], the number of steps taken. Skipped steps do not count.
+        params: the pytree of parameters. Of a compiled step, these are the tensors of this rank: a sharded parameter
+            is a flat, padded shard. `train.gather` returns full tensors.
+        opt_state: the state of the optimizer, sharded like the parameters or more finely.
+        key: int64[3], the PRNG key. The loss of step t gets `fz.random.fold_in(key, t)`.
+        extras: the state of the transforms, by name: for example `extras["loss_scale"]`.
+
     Example:
         >>> import torch, fzero as fz
         >>> state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
@@ -35,11 +43,11 @@ class State(NamedTuple):
         (tensor(0), {'w': tensor([1., 1.])})
     """
 
-    step: torch.Tensor  # int64[]: number of steps taken
+    step: torch.Tensor
     params: Any
     opt_state: Any
-    key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
-    extras: dict[str, Any]  # state of the transforms
+    key: torch.Tensor
+    extras: dict[str, Any]
 
     def __repr__(self) -> str:
         plain = type(self.step) in (torch.Tensor, int) and all(

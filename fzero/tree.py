@@ -44,8 +44,11 @@ _leaves: set[type] = set()  # types of leaves that are not dataclasses
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Returns the leaves in a fixed order, and the structure that is needed to rebuild the tree. A container for
-    which `is_leaf` returns True is a leaf.
+    """Returns the leaves in a fixed order, and the structure that is needed to rebuild the tree.
+
+    Args:
+        tree: any pytree.
+        is_leaf: a container for which it returns True is a leaf.
 
     Example:
         >>> import torch
@@ -62,7 +65,10 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Tree:
-    """Returns the tree with this structure and these leaves, in the order of `leaves`.
+    """Returns the tree with this structure and these leaves, in the order in which `flatten` returns them.
+
+    Raises:
+        ValueError: if the number of leaves is not that of the structure.
 
     Example:
         >>> import torch
@@ -102,8 +108,17 @@ def structure(tree: Tree) -> TreeSpec:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """Applies `fn` to the leaves of one tree, or of several trees with the same structure. A container for which
-    `is_leaf` returns True is a leaf.
+    """Applies `fn` to the leaves of one tree, or of several trees with the same structure, and returns the tree of the
+    results.
+
+    Args:
+        fn: a function of one leaf of each tree.
+        tree: any pytree.
+        *rest: trees with the same structure.
+        is_leaf: a container for which it returns True is a leaf.
+
+    Raises:
+        FzeroValueError: if the structures differ.
 
     Example:
         >>> map(lambda x, y: x + y, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
@@ -114,8 +129,16 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, root: str = "") -> Tree:
-    """Applies `fn(path, leaf, *other_leaves)` to the leaves of one tree, or of several with the same structure;
-    `path` is as in `paths`.
+    """Applies `fn(path, leaf, *other_leaves)` to the leaves of one tree, or of several with the same structure.
+
+    Args:
+        fn: a function of the path, as in `paths`, and of one leaf of each tree.
+        tree: any pytree.
+        *rest: trees with the same structure.
+        root: the name with which paths begin.
+
+    Raises:
+        FzeroValueError: if the structures differ.
 
     Example:
         >>> map_with_path(lambda path, x: f"{path} = {x}", {"layers": [1, 2]}, root="params")
@@ -189,7 +212,8 @@ _ENTRY = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|\.(\w+)")
 
 
 def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree:
-    """Returns the tree with `None` in place of every leaf for which `keep(path, leaf)` is false.
+    """Returns the tree with `None` in place of every leaf for which `keep(path, leaf)` is false. Paths begin with
+    `root`, as in `paths`.
 
     Example:
         >>> select(lambda path, x: "out" not in path, {"layers": [1, 2], "out": 3})

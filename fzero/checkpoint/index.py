@@ -68,10 +68,19 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint, as its index lists them. Made by `describe`.
 
-    `leaves` has the full shape and dtype of every tensor by dotted name, including tied tensors. `aliases` maps the
-    later names of a tied tensor to its first name, under which it is stored.
+    Attributes:
+        directory: the directory or URL of the checkpoint.
+        step: the step of the state.
+        leaves: the full shape and the dtype of every tensor, by dotted name, including tied tensors.
+        aliases: maps the later names of a tied tensor to its first name, under which it is stored.
+        treespec: the structure of the pytree, as JSON; `structure` decodes it.
+        meta: the `meta` that `save` was given.
+        files: the data files, by name, with their sizes and checksums.
+        parts: for each stored tensor, the byte ranges of files that it consists of.
+        sha256: the digest of the index itself.
+        run: the name of the run, which all checkpoints of a run share; None if fzero 0.2 or older wrote it.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -92,13 +101,13 @@ class Index:
     meta: Mapping[str, Any]
     files: Mapping[str, File] = field(repr=False)
     parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
-    sha256: str = field(default="", repr=False)  # of the index itself
+    sha256: str = field(default="", repr=False)
     peer_reads: PeerReads | None = field(default=None, repr=False, compare=False)  # reads files of other ranks
-    run: str | None = None  # the name of the run, the same for all of its checkpoints; None up to fzero 0.2
+    run: str | None = None
 
     @property
     def owner(self) -> str:
-        """The name that errors begin with."""
+        """The name with which error messages about this checkpoint begin."""
         return "checkpoint" if self.peer_reads is None else self.peer_reads.owner
 
     def __str__(self) -> str:

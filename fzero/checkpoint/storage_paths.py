@@ -66,13 +66,16 @@ class Url(os.PathLike[str]):
 
     @property
     def name(self) -> str:
+        """The last component of the path."""
         return self._rest.rpartition("/")[2]
 
     @property
     def parent(self) -> Url:
+        """The location without its last component."""
         return Url(f"{self._scheme}://{posixpath.dirname(self._rest)}")
 
     def with_name(self, name: str) -> Url:
+        """Returns the location with another last component."""
         return self.parent / name
 
 

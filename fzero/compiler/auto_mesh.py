@@ -91,12 +91,34 @@ def choose_mesh(
     experts: Callable[[str, torch.Tensor], bool] | None = None,
     backend: str = "inductor",
 ) -> MeshPlans:
-    """Plans a training step without parallel transforms on the meshes of some devices (at most 16), or on `meshes`.
+    """Plans a training step on several meshes, with parallel transforms for the axes of each mesh, and sorts the meshes
+    by predicted step time.
 
     The axes `data` and `node` get ZeRO, `pipe` gets `pipeline`, `seq` gets `sequence_parallel`, `model` gets
-    `tensor_parallel`, and `expert` gets `expert_parallel(where=experts)`. `batch` is the batch of all ranks; other
-    arguments are as for `lower`. In the result, `.best` is the fastest mesh with its step, `.code` is the code to
-    paste, and `str` gives a table. Each mesh takes as long as `lower`.
+    `tensor_parallel`, and `expert` gets `expert_parallel(where=experts)`. Nothing runs on a device. Planning a mesh
+    takes as long as one call of `lower`.
+
+    Args:
+        step: a training step without parallel transforms.
+        params: a pytree of tensors (meta tensors suffice), or a function of a key that returns one.
+        batch: the batch of all ranks together (meta tensors suffice).
+        devices: the number of devices. All meshes of so many devices are candidates, at most 16 of them, those with
+            the fewest axes first.
+        meshes: the candidates, instead of all meshes of `devices`.
+        device: as for `lower`; by default this machine's GPU, or else its CPU.
+        memory_budget: bytes of each rank, or text ("80GB"); by default, the memory of the device without that of the
+            process.
+        experts: predicate `(path, leaf)` that selects the parameters of experts. Without it, no candidate has an axis
+            `expert`.
+        backend: as for `lower`.
+
+    Returns:
+        The plans. `.best` has the fastest mesh and its transformed step, `.code` is the code that uses it, and `str`
+        gives a table. `.found` has all plans, and for a mesh that cannot be planned the reason.
+
+    Raises:
+        FzeroTypeError: `step` is not a training step, or `meshes` are not meshes.
+        FzeroValueError: a device or a budget that cannot be read; from `.best`, if no mesh has a plan.
 
     Example:
         >>> import torch, fzero as fz

@@ -31,6 +31,18 @@ class Lowered:
     rank runs its own, `program`. Without `pipeline` there is one stage, with all ranks; on an abstract mesh, `program`
     is that of the first stage.
 
+    Attributes:
+        programs: the program of each pipeline stage; one program without `pipeline`.
+        params, opt_state, batch: the layouts and the pytree structures of the arguments; `opt_state` is None for an
+            evaluation.
+        structure: the pytree structure of the metrics, or of the results of an evaluation.
+        budget: the budgets that the program was chosen for; without budgets, only the rates of the device.
+        options: the options of the passes that were chosen for the budget.
+        device, backend: what `plan` is computed for.
+        chosen: the decisions that were made before lowering, such as those of `offload("auto")`.
+        raises: the source lines of the conditions under which a training step raises.
+        stage: the pipeline stage of this rank.
+
     Example:
         >>> import torch, fzero as fz
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
@@ -44,15 +56,15 @@ class Lowered:
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
-    structure: tree.TreeSpec  # structure of the metrics, or of the results of an evaluation
-    budget: Budget | None = None  # contains only rates if no budget was given
-    options: Options = field(default_factory=Options)  # the options that were chosen for the budget
-    device: Device | None = None  # the device that `plan` is for, and its backend
+    structure: tree.TreeSpec
+    budget: Budget | None = None
+    options: Options = field(default_factory=Options)
+    device: Device | None = None
     backend: str = "inductor"
-    chosen: tuple[PlanDecision, ...] = ()  # decisions from before it was lowered
+    chosen: tuple[PlanDecision, ...] = ()
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
-    raises: tuple[str, ...] = ()  # source lines of the conditions under which a training step raises
-    stage: int = 0  # the stage of this rank
+    raises: tuple[str, ...] = ()
+    stage: int = 0
     # the intermediate programs, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 
@@ -83,7 +95,7 @@ class Lowered:
         return self._around(name)[1]
 
     def diff(self, name: str, *, fold: bool = True) -> str:
-        """The changes that a pass made to the printed program, as a unified diff; "" if it made none.
+        """Returns the changes that a pass made to the printed program, as a unified diff; "" if it made none.
 
         Raises:
             FzeroValueError: as for `after`.

@@ -127,6 +127,13 @@ class Config:
     optimizer_text: str
 
     def __call__(self, step: Any) -> Any:
+        """Returns a training or evaluation step with the transforms of the configuration applied.
+
+        A training step also checks that its batches have `batch_size` samples.
+
+        Raises:
+            TransformError: if the step already has a transform that contradicts one of these.
+        """
         rows = () if isinstance(step, EvalStep) else (BatchSize(self.batch_size),)
         return compose(*self.transforms, *rows)(step)
 

@@ -46,7 +46,7 @@ def reshard(state: State, train: CompiledStep) -> State:
 
     Raises:
         FzeroTypeError: an argument is not a state, or not a compiled step.
-        FzeroValueError: tensors that was not made by a compiled step, that are stored on disk, or that belong to other
+        FzeroValueError: tensors that were not made by a compiled step, that are stored on disk, or that belong to other
             processes; states that differ between the ranks. Raised before anything is moved, so the state is unchanged.
         CheckpointError: the state is of another model or optimizer; every difference is listed. The state is
             unchanged.

@@ -38,15 +38,18 @@ _IDLE = 2  # iterations in a row without a step that are an error; one may be a 
 
 
 class Run:
-    """A run on one mesh, from when all ranks have come together until the end, or until one of them is lost.
+    """The context of a run, which `fz.run` passes to the training function: the mesh, the state and the progress.
+
+    It lasts from the moment when all ranks have joined the mesh until the run ends or a rank is lost. After a loss,
+    `fz.run` makes a new one for the new mesh.
 
     Attributes:
-        mesh: of all ranks.
+        mesh: the mesh of all ranks.
         data_shard: which shard of the global batch this rank trains on, as `{"rank": ..., "size": ...}`, the
             arguments of `batch_at` in `fz.data`.
         source: where `state` found the state: "memory", "disk" or "init".
         stopping: whether a signal has asked the run to end. Every rank sees the same value between two steps.
-        health: the problems found since the ranks came together (`fz.Health`), the same on every rank.
+        health: the problems found since the ranks joined the mesh (`fz.Health`), the same on every rank.
 
     Example:
         >>> import fzero as fz
@@ -80,6 +83,7 @@ class Run:
 
     @property
     def data_shard(self) -> dict[str, int]:
+        """Which shard of the global batch this rank trains on: the arguments `rank` and `size` of `batch_at`."""
         if self._train is not None:
             axes = zero_of(self._train.step, self.mesh).batch_axes
         else:

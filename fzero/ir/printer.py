@@ -70,8 +70,14 @@ def source(program: Program) -> str:
 
 
 def show(program: Program, *, fold: bool = True) -> str:
-    """Returns a program as text for a user: a header with the cost of each transform, then the ops. With `fold=False`,
-    repeated layers are not folded, and every op that runs is listed.
+    """Returns a program as text: a header with the cost of each transform, then the ops in the order in which they run.
+
+    Args:
+        program: the program of a lowered or a compiled step: `lowered.program` or `train.program`.
+        fold: whether repeated layers are printed as one loop. With False, every op that runs is listed.
+
+    Raises:
+        FzeroTypeError: the argument is not a program.
 
     Example:
         >>> import torch, fzero as fz

@@ -19,13 +19,17 @@ _WHERE = "optim.adadelta"
 class AdadeltaState(NamedTuple):
     """The state of the part of `adadelta`'s chain that scales gradients.
 
+    Attributes:
+        nu: like params, float32 (float64 for float64 params): running mean of squared gradients.
+        deltas: like nu: running mean of squared updates, before the learning rate.
+
     Example:
         >>> adadelta(1.0).init({"w": torch.ones(2)})[0]
         AdadeltaState(nu={'w': tensor([0., 0.])}, deltas={'w': tensor([0., 0.])})
     """
 
-    nu: Tree  # like params, float32 (float64 for float64 params): running mean of squared gradients
-    deltas: Tree  # like nu: running mean of squared updates, before the learning rate
+    nu: Tree
+    deltas: Tree
 
 
 @keywords
@@ -52,6 +56,8 @@ def adadelta(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Zeiler, ADADELTA: an adaptive learning rate method, 2012.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adadelta(rho=0.75, eps=1e-2)

@@ -36,16 +36,23 @@ _WHERE = "optim.adafactor"
 class AdafactorState(NamedTuple):
     """The state of `adafactor`.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        rows: [..., m] for a parameter [..., m, n]: running means of squared gradients along rows; None for
+            vectors.
+        columns: [..., n]: the same along columns.
+        nu: like params, for vectors and scalars: running mean of squared gradients; None for matrices.
+
     Example:
         >>> state = adafactor(0.1).init({"b": torch.ones(2), "w": torch.ones(1, 2)})
         >>> state.rows, state.columns, state.nu
         ({'b': None, 'w': tensor([0.])}, {'b': None, 'w': tensor([0., 0.])}, {'b': tensor([0., 0.]), 'w': None})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    rows: Tree  # [..., m] for a parameter [..., m, n]: running means of squared gradients along rows; None for vectors
-    columns: Tree  # [..., n]: the same along columns
-    nu: Tree  # like params, for vectors and scalars: running mean of squared gradients; None for matrices
+    count: torch.Tensor
+    rows: Tree
+    columns: Tree
+    nu: Tree
 
 
 @keywords
@@ -82,6 +89,8 @@ def adafactor(
 
     Raises:
         FzeroValueError: if a number is out of range, or if update is called without params.
+
+    Paper: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost, ICML 2018.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(2, 2)}, adafactor(0.1)

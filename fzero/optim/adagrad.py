@@ -20,12 +20,15 @@ _WHERE = "optim.adagrad"
 class AdagradState(NamedTuple):
     """The state of the part of `adagrad`'s chain that divides gradients.
 
+    Attributes:
+        sums: like params, float32 (float64 for float64 params): sum of squared gradients.
+
     Example:
         >>> adagrad(0.1, initial_accumulator_value=0.5).init({"w": torch.ones(2)})[0]
         AdagradState(sums={'w': tensor([0.5000, 0.5000])})
     """
 
-    sums: Tree  # like params, float32 (float64 for float64 params): sum of squared gradients
+    sums: Tree
 
 
 @keywords
@@ -54,6 +57,9 @@ def adagrad(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Duchi, Hazan and Singer, Adaptive subgradient methods for online learning and stochastic optimization,
+        JMLR 2011.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adagrad(0.1)

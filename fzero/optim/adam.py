@@ -18,29 +18,40 @@ from fzero.tree import Tree
 class ScaleByAdamState(NamedTuple):
     """The state of `adam`: the number of updates, and the means of gradients and of their squares.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+        nu: like mu: running mean of squared gradients.
+
     Example:
         >>> state = adam(0.1).init({"w": torch.ones(2)})
         >>> state.count.item(), state.mu, state.nu
         (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    nu: Tree  # like mu: running mean of squared gradients
+    count: torch.Tensor
+    mu: Tree
+    nu: Tree
 
 
 class ScaleByAmsgradState(NamedTuple):
     """The state of `adam` with `amsgrad=True`.
+
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+        nu: like mu: running mean of squared gradients.
+        nu_max: like mu: the largest nu of each element.
 
     Example:
         >>> adam(0.1, amsgrad=True).init({"w": torch.ones(2)}).nu_max
         {'w': tensor([0., 0.])}
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    nu: Tree  # like mu: running mean of squared gradients
-    nu_max: Tree  # like mu: the largest nu of each element
+    count: torch.Tensor
+    mu: Tree
+    nu: Tree
+    nu_max: Tree
 
 
 class QuantizedAdamState(NamedTuple):
@@ -80,7 +91,8 @@ def adamw(
         mask: which parameters decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
         state_dtype: "fp32", or "int8": both means are stored with 8 bits per element and 4 bytes per block of 256,
             except those of parameters with fewer than 4096 elements (fzero/optim/quantized.py).
-        amsgrad: divide by the root of the largest `nu` so far (Reddi et al. 2018, arXiv:1904.09237).
+        amsgrad: divide by the root of the largest `nu` so far (Reddi et al., On the convergence of Adam and beyond,
+            ICLR 2018).
         maximize: ascend instead of descend.
 
     Memory: 8 bytes per parameter (16 for float64); 2.03 with `state_dtype="int8"`; 12 with `amsgrad`.
@@ -88,6 +100,8 @@ def adamw(
     Raises:
         FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
             without params although there is decay.
+
+    Paper: Loshchilov and Hutter, Decoupled weight decay regularization, ICLR 2019.
 
     Example:
         >>> opt = adamw(0.1, weight_decay=0.5)
@@ -124,6 +138,10 @@ def adam(
 
     For torch's L2 regularization: `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`:
     `chain(scale(-1), add_decayed_weights(l2), adam(lr))`.
+
+    Args, memory and errors: as for `adamw`.
+
+    Paper: Kingma and Ba, Adam: a method for stochastic optimization, ICLR 2015.
 
     Example:
         >>> from fzero import optim

@@ -19,15 +19,20 @@ _WHERE = "optim.adamax"
 class AdamaxState(NamedTuple):
     """The state of the part of `adamax`'s chain that scales gradients.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+        largest: like mu: the largest magnitude of a gradient so far, decaying.
+
     Example:
         >>> state = adamax(0.1).init({"w": torch.ones(2)})[0]
         >>> state.count.item(), state.mu, state.largest
         (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    largest: Tree  # like mu: the largest magnitude of a gradient so far, decaying
+    count: torch.Tensor
+    mu: Tree
+    largest: Tree
 
 
 @keywords
@@ -56,6 +61,8 @@ def adamax(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Kingma and Ba, Adam: a method for stochastic optimization, ICLR 2015.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, adamax(0.1)

@@ -19,15 +19,20 @@ _WHERE = "optim.asgd"
 class ASGDState(NamedTuple):
     """The state of the last part of `asgd`'s chain.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        eta: float64[], step size of the next update; that of the first update is the learning rate.
+        averages: like params, float32 (float64 for float64 params): the averaged parameters.
+
     Example:
         >>> state = asgd(0.1).init({"w": torch.ones(2)})[-1]
         >>> state.count.item(), state.eta.item(), state.averages
         (0, 0.0, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    eta: torch.Tensor  # float64[], step size of the next update; that of the first update is the learning rate
-    averages: Tree  # like params, float32 (float64 for float64 params): the averaged parameters
+    count: torch.Tensor
+    eta: torch.Tensor
+    averages: Tree
 
 
 @keywords
@@ -58,6 +63,8 @@ def asgd(
 
     Raises:
         FzeroValueError: if a number is out of range, or if update is called without params.
+
+    Paper: Polyak and Juditsky, Acceleration of stochastic approximation by averaging, SIAM J. Control Optim. 1992.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(1)}, asgd(0.1, lambd=0.5)

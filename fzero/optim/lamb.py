@@ -57,10 +57,12 @@ def lamb(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """`updates = -lr * (norm(params) / norm(r)) * r` for each parameter, with `r = mu_hat / (sqrt(nu_hat) + eps) +
-    weight_decay * params`.
+    """LAMB: Adam with a step size for each parameter that is proportional to the norm of the parameter, for very large
+    batches.
 
-    The ratio is 1 if either norm is 0; otherwise it is not clipped.
+    `updates = -lr * (norm(params) / norm(r)) * r` for each parameter, with `r = mu_hat / (sqrt(nu_hat) + eps) +
+    weight_decay * params`, where `mu_hat` and `nu_hat` are the bias-corrected means of Adam. The ratio is 1 if either
+    norm is 0; otherwise it is not clipped.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
@@ -77,6 +79,8 @@ def lamb(
     Raises:
         FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
             without params.
+
+    Paper: You et al., Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020.
 
     Example:
         >>> params, optimizer = {"w": torch.ones(4)}, lamb(0.1)

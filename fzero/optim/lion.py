@@ -17,21 +17,27 @@ from fzero.tree import Tree
 class LionState(NamedTuple):
     """The state of `lion`: the number of updates, and the mean of gradients.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+
     Example:
         >>> state = lion(0.1).init({"w": torch.ones(2)})
         >>> state.count.item(), state.mu
         (0, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
+    count: torch.Tensor
+    mu: Tree
 
 
 @keywords
 def lion(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask | None = None
 ) -> GradientTransformation:
-    """`updates = -lr * (sign(b1 * mu + (1 - b1) * grads) + weight_decay * params)`, then `mu = b2 * mu + (1 - b2) *
+    """Lion: updates are the signs of a momentum, so all of them have the same magnitude.
+
+    `updates = -lr * (sign(b1 * mu + (1 - b1) * grads) + weight_decay * params)`, then `mu = b2 * mu + (1 - b2) *
     grads`.
 
     Args:
@@ -47,6 +53,8 @@ def lion(
     Raises:
         FzeroValueError: if a number is out of range, if the mask has another structure, or if update is called
             without params although there is decay.
+
+    Paper: Chen et al., Symbolic discovery of optimization algorithms, NeurIPS 2023.
 
     Example:
         >>> opt = lion(0.1)

@@ -32,6 +32,9 @@ of it.
 class MaskedState(NamedTuple):
     """The state of `masked`: that of the inner transformation, for the parameters that it gets.
 
+    Attributes:
+        inner_state: state of the inner transformation, for the parameters of the mask; None if there are none.
+
     Example:
         >>> from fzero import optim
         >>> state = masked(optim.trace(0.9), {"w": True, "b": False}).init({"w": torch.ones(2), "b": torch.ones(1)})
@@ -39,11 +42,15 @@ class MaskedState(NamedTuple):
         {'w': tensor([0., 0.]), 'b': None}
     """
 
-    inner_state: Any  # state of the inner transformation, for the parameters of the mask; None if there are none
+    inner_state: Any
 
 
 class PartitionState(NamedTuple):
     """The state of `partition`: one for each label.
+
+    Attributes:
+        inner_states: label -> state of its transformation, for the parameters with that label; None if there
+            are none.
 
     Example:
         >>> from fzero import optim
@@ -53,7 +60,6 @@ class PartitionState(NamedTuple):
         dict_keys(['fast', 'still'])
     """
 
-    # label -> state of its transformation, for the parameters with that label; None if there are none
     inner_states: dict[Any, Any]
 
 

@@ -38,14 +38,18 @@ is none.
 class MuonState(NamedTuple):
     """The state of `muon`: the number of updates, and the mean of gradients.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+
     Example:
         >>> state = muon(0.1).init({"w": torch.ones(1, 2)})
         >>> state.inner_states["matrices"]
         MuonState(count=tensor(0), mu={'w': tensor([[0., 0.]])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
+    count: torch.Tensor
+    mu: Tree
 
 
 class QuantizedMuonState(NamedTuple):
@@ -105,6 +109,9 @@ def muon(
     Raises:
         FzeroValueError: if an argument is out of range, if a parameter cannot be divided into as many matrices as
             `where` says, or if `other` is missing for a parameter that needs it.
+
+    Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. Liu et al., Muon is scalable
+        for LLM training, 2025, for "match_rms".
 
     Example:
         >>> opt = muon(0.1, weight_decay=0.0, ns_dtype="fp32")

@@ -19,16 +19,22 @@ _WHERE = "optim.nadam"
 class NAdamState(NamedTuple):
     """The state of the part of `nadam`'s chain that scales gradients.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        product: float64[], product of the momenta of all updates.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+        nu: like mu: running mean of squared gradients.
+
     Example:
         >>> state = nadam(0.1).init({"w": torch.ones(2)})[0]
         >>> state.count.item(), state.product.item(), state.mu, state.nu
         (0, 1.0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    product: torch.Tensor  # float64[], product of the momenta of all updates
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    nu: Tree  # like mu: running mean of squared gradients
+    count: torch.Tensor
+    product: torch.Tensor
+    mu: Tree
+    nu: Tree
 
 
 @keywords
@@ -62,6 +68,8 @@ def nadam(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Dozat, Incorporating Nesterov momentum into Adam, ICLR 2016 workshop.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, nadam(0.1, momentum_decay=0.0)

@@ -19,15 +19,20 @@ _WHERE = "optim.radam"
 class RAdamState(NamedTuple):
     """The state of the part of `radam`'s chain that scales gradients.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        mu: like params, float32 (float64 for float64 params): running mean of gradients.
+        nu: like mu: running mean of squared gradients.
+
     Example:
         >>> state = radam(0.1).init({"w": torch.ones(2)})[0]
         >>> state.count.item(), state.mu, state.nu
         (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
-    nu: Tree  # like mu: running mean of squared gradients
+    count: torch.Tensor
+    mu: Tree
+    nu: Tree
 
 
 @keywords
@@ -59,6 +64,8 @@ def radam(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Liu et al., On the variance of the adaptive learning rate and beyond, ICLR 2020.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, radam(0.1)

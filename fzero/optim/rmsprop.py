@@ -21,13 +21,17 @@ _WHERE = "optim.rmsprop"
 class RMSpropState(NamedTuple):
     """The state of the part of `rmsprop`'s chain that divides gradients.
 
+    Attributes:
+        nu: like params, float32 (float64 for float64 params): running mean of squared gradients.
+        mu: like nu, if centered: running mean of gradients; else None.
+
     Example:
         >>> rmsprop(0.1).init({"w": torch.ones(2)})[0]
         RMSpropState(nu={'w': tensor([0., 0.])}, mu=None)
     """
 
-    nu: Tree  # like params, float32 (float64 for float64 params): running mean of squared gradients
-    mu: Tree  # like nu, if centered: running mean of gradients; else None
+    nu: Tree
+    mu: Tree
 
 
 @keywords
@@ -57,6 +61,9 @@ def rmsprop(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Hinton, Neural networks for machine learning, lecture 6, 2012. Graves, Generating sequences with recurrent
+        neural networks, 2013, for `centered`.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, rmsprop(0.1, alpha=0.75)

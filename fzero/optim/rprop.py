@@ -19,15 +19,20 @@ _WHERE = "optim.rprop"
 class RpropState(NamedTuple):
     """The state of the last part of `rprop`'s chain.
 
+    Attributes:
+        count: int64[], the number of updates done.
+        sizes: like params, float32 (float64 for float64 params): step sizes; initially the learning rate.
+        before: like sizes: gradients of the previous update, 0 where their sign changed.
+
     Example:
         >>> state = rprop(0.1).init({"w": torch.ones(2)})[-1]
         >>> state.count.item(), state.sizes, state.before
         (0, {'w': tensor([0., 0.])}, {'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    sizes: Tree  # like params, float32 (float64 for float64 params): step sizes; initially the learning rate
-    before: Tree  # like sizes: gradients of the previous update, 0 where their sign changed
+    count: torch.Tensor
+    sizes: Tree
+    before: Tree
 
 
 @keywords
@@ -52,6 +57,9 @@ def rprop(
 
     Raises:
         FzeroValueError: if a number is out of range.
+
+    Paper: Riedmiller and Braun, A direct adaptive method for faster backpropagation learning: the RPROP algorithm,
+        IEEE ICNN 1993.
 
     Example:
         >>> params, optimizer = {"w": torch.zeros(2)}, rprop(0.1)

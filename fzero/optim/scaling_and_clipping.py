@@ -19,17 +19,26 @@ from fzero.tree import Tree
 class ScaleByScheduleState(NamedTuple):
     """The state of `scale_by_schedule`: the number of updates.
 
+    Attributes:
+        count: int64[], the number of updates done.
+
     Example:
         >>> scale_by_schedule(lambda count: 0.1).init({"w": torch.ones(2)})
         ScaleByScheduleState(count=tensor(0))
     """
 
-    count: torch.Tensor  # int64[], updates done
+    count: torch.Tensor
 
 
 @plain_numbers
 def scale(factor: float) -> GradientTransformation:
     """Multiplies the gradients by `factor`.
+
+    Args:
+        factor: a finite number.
+
+    Raises:
+        FzeroValueError: if `factor` is not a finite number.
 
     Example:
         >>> opt = scale(-2.0)
@@ -42,6 +51,8 @@ def scale(factor: float) -> GradientTransformation:
 
 def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Multiplies the gradients by `schedule(count)`; `count` is 0 in the first update.
+
+    Unlike `scale_by_learning_rate`, it does not change the sign: the updates ascend if the schedule is positive.
 
     Memory: 8 bytes.
 

@@ -31,6 +31,12 @@ Example:
 def constant(value: float) -> Schedule:
     """Returns `value` at every step.
 
+    Args:
+        value: a finite number.
+
+    Raises:
+        FzeroValueError: if `value` is not a finite number.
+
     Example:
         >>> constant(0.5)(7)
         tensor(0.5000)
@@ -43,6 +49,14 @@ def constant(value: float) -> Schedule:
 def linear(init: float, end: float, steps: int) -> Schedule:
     """Goes from `init` at step 0 to `end` at step `steps`, in a straight line, and stays at `end` from there on.
 
+    Args:
+        init: value at step 0.
+        end: value at step `steps` and after.
+        steps: at least 1.
+
+    Raises:
+        FzeroValueError: if a number is not finite, or `steps` is below 1.
+
     Example:
         >>> linear(1.0, 0.0, 10)(torch.tensor(4))
         tensor(0.6000)
@@ -53,8 +67,17 @@ def linear(init: float, end: float, steps: int) -> Schedule:
 
 @plain_numbers
 def cosine(init: float, end: float, steps: int) -> Schedule:
-    """Goes from `init` at step 0 to `end` at step `steps`, along half a cosine, and stays at `end` from there on
-    (Loshchilov & Hutter 2017, arXiv:1608.03983).
+    """Goes from `init` at step 0 to `end` at step `steps`, along half a cosine, and stays at `end` from there on.
+
+    Args:
+        init: value at step 0.
+        end: value at step `steps` and after.
+        steps: at least 1.
+
+    Raises:
+        FzeroValueError: if a number is not finite, or `steps` is below 1.
+
+    Paper: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR 2017.
 
     Example:
         >>> cosine(1.0, 0.0, 10)(torch.tensor(5))

@@ -18,24 +18,31 @@ from fzero.tree import Tree
 class TraceState(NamedTuple):
     """The state of `trace`: the running sum of gradients.
 
+    Attributes:
+        trace: like params, float32 (float64 for float64 params): the running sum of gradients.
+
     Example:
         >>> trace(0.9).init({"w": torch.ones(2)})
         TraceState(trace={'w': tensor([0., 0.])})
     """
 
-    trace: Tree  # like params, float32 (float64 for float64 params)
+    trace: Tree
 
 
 class DampedTraceState(NamedTuple):
     """The state of `trace` with dampening, which is not applied to the first gradient.
+
+    Attributes:
+        count: int64[], the number of updates done.
+        trace: like params, float32 (float64 for float64 params): the running sum of gradients.
 
     Example:
         >>> trace(0.9, dampening=0.5).init({"w": torch.ones(2)})
         DampedTraceState(count=tensor(0), trace={'w': tensor([0., 0.])})
     """
 
-    count: torch.Tensor  # int64[], updates done
-    trace: Tree  # like params, float32 (float64 for float64 params)
+    count: torch.Tensor
+    trace: Tree
 
 
 @plain_numbers

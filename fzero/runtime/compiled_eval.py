@@ -56,8 +56,9 @@ class CompiledEval(Compiled):
                 shards none.
             *batch: this rank's shard of every argument.
 
-        If an output is a number that only describes this rank's shard, such as a mean over it, the log `fzero` says so
-        when the program is built.
+        Returns:
+            The outputs, on the mesh's device. If an output is a number that only describes this rank's shard, such as a
+            mean over it, the logger `fzero` warns when the program is built.
 
         Raises:
             FzeroValueError: the parameters have the layout of another evaluation, or belong to a state whose step ended

@@ -33,8 +33,14 @@ if TYPE_CHECKING:
 
 
 class CompiledStep(Compiled):
-    """A training step on a mesh. Made by `compile`. `step` is the step that it was made from, which does not change;
-    `resolved` is the step that it executes.
+    """A training step on a mesh. Made by `compile`.
+
+    `init`, `load` or `restore` makes a state; a call with the state and a batch runs one step.
+
+    Attributes:
+        step: the step that was compiled. It does not change; `resolved` is the step that is executed.
+        mesh: the mesh.
+        calls: the number of steps that were run.
 
     Example:
         >>> import torch, fzero as fz
@@ -59,7 +65,7 @@ class CompiledStep(Compiled):
         graphs: bool | None = False,
     ):
         super().__init__(step, mesh, backend, limits, graphs, batch)
-        self.calls = 0  # number of steps taken
+        self.calls = 0
         self._watch, self._last = MetricsWatch(step, mesh), Last()
         # the last trees and program, and the result of `_has_spare` for them
         self._spare: tuple[Any, Any, bool] = (None, None, False)
@@ -78,7 +84,7 @@ class CompiledStep(Compiled):
 
     @property
     def knows_model(self) -> bool:
-        """Whether it has made or restored a state. Only then is a state of another model detected."""
+        """Whether this object has made or restored a state. Only then can it detect a state of another model."""
         return self._last.inputs is not None
 
     @property
@@ -236,23 +242,25 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroTypeError: the argument is not a state.
-            DivergenceError: a rank did not come: if there are sharded leaves, all ranks must call it.
+            DivergenceError: some rank did not call `gather`: if there are sharded leaves, all ranks must call it.
         """
         return gather.gathered(state, self.mesh)
 
     @state_and_batch
     @alone("step")
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
-        """Takes one step. `state` is donated: its tensors are written in place and become those of the returned state.
+        """Runs one training step. `state` is donated: its tensors are written in place and become those of the returned
+        state.
 
         Args:
-            state: from `init` or `restore`.
+            state: from `init`, `load` or `restore`, or from the previous step.
             batch: this rank's shard of the global batch, with the same shapes on every rank.
 
-        Returns: the new state, and the metrics over the whole mesh: `loss`, `grad_norm` (before clipping), `finite`
-        and, with `has_aux`, `aux`. They are 0-dim tensors that have not been waited for. With a loss scale also
-        `loss_scale`, `skipped` and `loss_scale_at_minimum`. docs/tutorial.md, "Metrics", lists the
-        entries.
+        Returns:
+            The new state, and the metrics over the whole mesh: `loss`, `grad_norm` (before clipping), `finite` and,
+            with `has_aux`, `aux`. They are 0-dim tensors on the device; the call does not wait until they are computed.
+            With a loss scale also `loss_scale`, `skipped` and `loss_scale_at_minimum`. docs/tutorial.md, "Metrics",
+            lists the entries.
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
@@ -346,7 +354,7 @@ class CompiledStep(Compiled):
 
     @plain_numbers
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
-        """Takes one step, and then `steps` more on the same batch with each op timed. `train.plan.save_trace(path,
+        """Runs one step, and then `steps` more on the same batch with each op timed. `train.plan.save_trace(path,
         measured)` shows the times next to the plan.
 
         Args:

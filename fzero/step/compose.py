@@ -13,6 +13,16 @@ from fzero.step.train import Step
 def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Combines several transforms into one. Their order does not matter: transforms commute.
 
+    Args:
+        *transforms: transforms such as `fz.shard_params()`, or other functions that take a step and return a step.
+
+    Returns:
+        A function of a step that applies all of them.
+
+    Raises:
+        FzeroTypeError: if an argument is not a function, or does not return a step.
+        TransformError: from the returned function, if two transforms contradict each other.
+
     Example:
         >>> import fzero as fz
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))

@@ -21,6 +21,10 @@ from fzero.trace.guards.write_guard import Untouched
 class EvalStep:
     """A forward-only step. Made by `eval_step`.
 
+    Attributes:
+        fn: the function of the parameters and the batch.
+        transforms: the transforms that were applied, in the order of their application.
+
     Example:
         >>> import torch, fzero as fz
         >>> fz.eval_step(lambda p, x: x @ p["w"])({"w": torch.eye(2)}, torch.ones(1, 2))
@@ -32,15 +36,28 @@ class EvalStep:
 
     @property
     def exact(self) -> Callable[[str, str], bool] | None:
-        """As for a training step."""
+        """Predicate `(path, compute)` of the tensors that stay in their dtype whatever the compute dtype is, as for a
+        training step."""
         return getattr(self.fn, "exact", None)
 
     @property
     def name(self) -> str:
+        """The name of the function, which programs and errors print."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """Runs the function eagerly, without gradients."""
+        """Runs the function eagerly on one device, without gradients. The transforms change nothing here.
+
+        Args:
+            params: a pytree of unsharded tensors.
+            *batch: the remaining arguments of the function.
+
+        Returns:
+            The outputs of the function; each `fz.weighted` output is replaced by its mean.
+
+        Raises:
+            FzeroTypeError: if the function cannot be called with so many arguments, or if a parameter is not a tensor.
+        """
         check_arguments(self.fn, len(batch))
         check_params(params, "eval_step")
         with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):

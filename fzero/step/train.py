@@ -48,6 +48,10 @@ from fzero.train_state import INIT_STREAM, State
 class Step:
     """A training step. Made by `train_step`.
 
+    Attributes:
+        loss_fn, optimizer, has_aux, trainable, mutable: the arguments of `train_step`.
+        transforms: the transforms that were applied, in the order of their application.
+
     Example:
         >>> import torch, fzero as fz
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
@@ -72,6 +76,7 @@ class Step:
 
     @property
     def name(self) -> str:
+        """The name of the loss function, which programs and errors print."""
         return getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
     def trains(self, params: Any) -> list[bool]:

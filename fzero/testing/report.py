@@ -18,8 +18,17 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance between a tensor of the transformed step and that of the plain one: at the first step after which
-    it exceeds the tolerance or, if it never does, at the step where it comes closest to it.
+    """The difference between a tensor of the transformed step and the same tensor of the plain step.
+
+    It is taken after the first step at which it exceeds the tolerance or, if it never does, after the step at which it
+    comes closest to the tolerance.
+
+    Attributes:
+        path: the tensor, for example `params['w']` or `metrics['loss']`.
+        shape, dtype: those of the tensor.
+        step: the number of steps that were taken; 0 is the initial state.
+        difference: the Euclidean norm of the difference, relative to the norm of the tensor.
+        tolerance: the largest difference that is allowed, relative in the same way.
 
     Example:
         >>> Difference("params['w']", (2,), "float32", step=1, difference=1e-8, tolerance=1e-6).ok
@@ -29,12 +38,13 @@ class Difference:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    step: int  # number of steps; 0 is the first state
-    difference: float  # Euclidean norm, relative to the tensor's norm
-    tolerance: float  # likewise
+    step: int
+    difference: float
+    tolerance: float
 
     @property
     def ok(self) -> bool:
+        """Whether the difference is within the tolerance."""
         return self.difference <= self.tolerance
 
 
@@ -145,10 +155,12 @@ class Report:
 
     @property
     def equivalent(self) -> bool:
+        """Whether every tensor is within its tolerance, in this report and in `exact`."""
         return all(d.ok for d in self.differences) and (self.exact is None or self.exact.equivalent)
 
     @property
     def num_different(self) -> int:
+        """The number of tensors that exceed their tolerance."""
         return sum(not d.ok for d in self.differences)
 
     def __str__(self) -> str:

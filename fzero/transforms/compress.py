@@ -177,9 +177,9 @@ def compress(
             default all.
 
     Communication: (N-1)/N x 1.008 bytes per element for "int8", 0.508 for "int4" and 2 for "bf16", sent per rank and
-        transfer, instead of 4 or 2. An all_reduce becomes two transfers.
-    Memory: the codes of this rank's shards, P/N bytes, during the step. With ZeRO-1 and 2 in fp32, the masters take
-        4P/N, and unsharded parameters exist only during the step.
+        transfer, for N ranks, instead of 4 or 2. An all_reduce becomes two transfers.
+    Memory: the codes of this rank's shards, P/N bytes for P parameters, during the step. With ZeRO-1 and 2 in fp32,
+        the masters take 4P/N, and unsharded parameters exist only during the step.
 
     Raises:
         FzeroTypeError: an axis or a format is not a name.

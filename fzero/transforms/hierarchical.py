@@ -67,9 +67,10 @@ def hierarchical(
         reductions: whether the gradients of micro-batches are accumulated as shards over the axes before this one, and
             reduced over it after the last micro-batch. Otherwise they are reduced over it once per micro-batch.
 
-    Communication: over `axis` with M ranks, and L ranks along the axes before it, (M-1)/M x (2P + 4P)/L bytes sent per
-        rank and step with bf16 compute and fp32 reductions. This does not depend on the number of micro-batches;
-        without `hierarchical` each of them costs 2 x 2P + 4P. The communication over the other axes is unchanged.
+    Communication: for P parameters, over `axis` with M ranks, and L ranks along the axes before it, (M-1)/M x
+        (2P + 4P)/L bytes sent per rank and step with bf16 compute and fp32 reductions. This does not depend on the
+        number of micro-batches; without `hierarchical` each of them costs 2 x 2P + 4P. The communication over the other
+        axes is unchanged.
     Memory: 2P/L bytes per rank for the parameters that stay gathered (4P/L in fp32), during the step, and with
         `accumulate` 4P/L for the accumulated gradients instead of 4P/(L M).
 

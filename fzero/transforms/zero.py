@@ -97,7 +97,12 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     samples of one rank. A ZeRO stage over `axis` shards the batch along it too; together with one, `data_parallel`
     changes nothing.
 
-    Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step.
+    Args:
+        step: a step; without one a transform is returned.
+        axis: the mesh axis.
+
+    Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step in fp32, for P
+        parameters and N ranks along `axis`.
     Memory: unsharded parameters, gradients and optimizer state on every rank.
 
     Raises:
@@ -132,8 +137,8 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
             meta tensor.
 
     Communication: reduce_scatter of gradients, once per step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
-        sent per rank and step in fp32, the volume of `data_parallel`. Over two axes of L and M ranks, (L-1)/L of it
-        over the first and (M-1)/M/L over the second.
+        sent per rank and step in fp32, for P parameters and N ranks: the volume of `data_parallel`. Over two
+        axes of L and M ranks, (L-1)/L of it over the first and (M-1)/M/L over the second.
     Memory: between steps 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
 
     Raises:
@@ -201,9 +206,9 @@ def shard_params(
             are shards are always replicated.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
-        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch with
-        `accumulate`, except with its layerwise schedule. Over several axes as for `shard_opt_state`; with
-        `hierarchical`, once per step over the last axis.
+        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, for P
+        parameters and N ranks; with `accumulate` per micro-batch, except with its layerwise schedule. Over several
+        axes as for `shard_opt_state`; with `hierarchical`, once per step over the last axis.
     Memory: between steps 12P/N bytes per rank with fp32 Adam (plus padding to a multiple of N per parameter); during
         the step additionally at most two blocks' gathered parameters and one block's gradients.
 
