@@ -45,6 +45,8 @@ class BatchTransfer:
         found = [
             x
             if x.device == self._device and x.is_contiguous() and not (x.requires_grad or x.is_conj() or x.is_neg())
+            # A conjugate or negative view has the memory of its base and a flag. Compiled kernels read memory and would
+            # ignore the flag.
             else x.detach().resolve_conj().resolve_neg()
             for x in flat
         ]
@@ -54,6 +56,7 @@ class BatchTransfer:
             for i, x in zip(pageable, self._staged([found[i] for i in pageable]) if pageable else (), strict=True):
                 found[i] = x
         found = [x.to(self._device, non_blocking=True).contiguous() for x in found]
+        # A batch may contain a tensor of the state, which the program overwrites while it still reads the batch.
         return [x.clone() if compat.memory_of(x) in written else x for x in found]
 
 

@@ -195,6 +195,7 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
             failed,
             "look at their output; or start them with torchrun",
         )
+    # Libraries may have printed lines before the last one.
     return _measurements(said[0][0].splitlines()[-1])
 
 

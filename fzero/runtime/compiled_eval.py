@@ -66,6 +66,8 @@ class CompiledEval(Compiled):
             OutOfMemory: the device or the host is out of memory. The state is unchanged.
             BusyError: another thread is using the mesh.
         """
+        # A step that ended in the middle has updated some parameters and not others. An evaluation of them would look
+        # plausible.
         check_whole(params, "eval_step")
         if not self._last.holds(params):
             self._last.keep(self._expect(params), params)

@@ -228,6 +228,8 @@ class CompiledStep(Compiled):
         else:
             inputs = self._laid_out(restored_state.expected_params(index, params, self._model))
         plan = restored_state.plan_restore(index, self.resolved, self.mesh, inputs)
+        # The counters decide which blocks are promoted, and with that the dtypes of compute copies, so they are read
+        # before the state is laid out.
         if (counts := plan.precision_counts(self.mesh)) is not None:
             self._resolution.promote_restored(inputs, counts)
         self._make_room()
@@ -289,6 +291,7 @@ class CompiledStep(Compiled):
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, aside=aside)
+        # Nothing has been executed, so the state is not marked: the caller can continue with it.
         except NotCaptured:
             raise
         except BaseException as error:
@@ -313,10 +316,13 @@ class CompiledStep(Compiled):
         self, state: State, batch: Any, flat: list[Any], structure: tree.TreeSpec
     ) -> tuple[Lowered, Callable[..., Any]]:
         params = self._inputs(state)
+        # Only before the first step with these trees: the checks read all of the state, which is too slow for every
+        # step.
         if not self._last.begun:
             check_first_step(state, params, batch, self.resolved, self.mesh, self._checked)
             self._formats.read(self.resolved, state)
         self._last.begun, before = True, self._formats.formats
+        # Called only if a program has to be built, because promotion reads counters on the host.
         promote = lambda: self._resolution.promote(params, state.extras)  # noqa: E731
         lowered, run = self._run_for(params, batch, flat, structure, promote)
         self._formats.record(state, before)
@@ -348,6 +354,8 @@ class CompiledStep(Compiled):
     def _has_spare(self, state: State) -> bool:
         """Whether every leaf that the program writes speculatively on disk has a second extent there. Allocated when
         the program first runs with a state."""
+        # Comparing identities is enough and takes no time: the trees are replaced when a state changes, the program
+        # when the kind of batch does.
         if self._spare[0] is not self._last.trees or self._spare[1] is not self.program:
             self._spare = self._last.trees, self.program, tensor_storage.spare_for(self.program, state, self.mesh)
         return self._spare[2]

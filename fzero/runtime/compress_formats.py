@@ -36,6 +36,8 @@ def recorded(state: State) -> Formats | None:
 def record(state: State, formats: Formats) -> None:
     """Records formats in a state."""
     slot, text = state.extras[SLOT], json.dumps(formats, separators=(",", ":")).encode()
+    # The slot has a fixed size, because it is a tensor of the state. Spaces pad the text; the zeros of a new state mean
+    # that nothing is recorded.
     slot.copy_(torch.frombuffer(bytearray(text.ljust(slot.numel())), dtype=torch.uint8))
 
 

@@ -22,6 +22,7 @@ def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[
     Args:
         advice: returns lines that say what would take less memory.
     """
+    # The CPU allocator of PyTorch raises a plain RuntimeError, which only its text distinguishes.
     full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _TEXTS)
     if not full or isinstance(error, FzeroError):
         return
@@ -50,6 +51,8 @@ def indices_explained(owner: str, batch: Any) -> Iterator[None]:
             raise
         named = tree.with_paths(batch, "batch")
         held = [
+            # On a GPU, an index out of range is a device-side assertion after which no operation works. Such errors do
+            # not match the text above, so these values can be read.
             f"{path}: {tree.describe(x)}, from {x.min().item()} to {x.max().item()}"
             for path, x in named
             if x.numel() and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -46,6 +46,8 @@ def executable(
     carrier = transport(mesh)
     carrier.connect_pairs(pairs)
     tiers = TierTransport(mesh, any(op.op in COPIES and DISK in from_to(op) for op, _ in program.walk()))
+    # A collective call: with shared memory, every rank maps the pools of the others here, and all ranks must do so in
+    # the same order.
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
@@ -63,6 +65,8 @@ def executable(
         "apart": places,
         "replicas": replicated_leaves(program),
     }
+    # The functions are looked up in `namespace` at every call, not bound here. Timers, recorders and `observe` rely on
+    # that: they replace entries.
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
 
     on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
@@ -71,8 +75,11 @@ def executable(
     owner = "step" if name_of(program) == "train" else "eval_step"
 
     def whole_run(*trees: Any, aside: bool = False) -> tuple[Any, ...]:
+        # Outside of `unbroken`: a capture that fails has executed nothing, and the mesh can still be used.
         if replayed is not None:
             replayed.prepare(*trees)
+        # If the body raises, `unbroken` marks the mesh, so that the other ranks get an error at their next call instead
+        # of waiting for a collective that never comes.
         with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin()
@@ -114,6 +121,8 @@ class _Running:
     ) -> tuple[Boxes, int]:
         """Returns this rank's shard of a tensor, and its number of elements including padding."""
         key = shape, axis, dims
+        # Ops ask for the same few shapes in every step, and the boxes of a layout take longer to compute than a small
+        # op to run.
         if key not in self._parts:
             layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
             leaf = Leaf("", "", shape, layout)

@@ -50,8 +50,10 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
 def _finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> list[tuple[int, bool]]:
     """Returns for each trained parameter in memory whether this rank's shard is finite. Waits for the device."""
     flat = tree.leaves(params)
+    # Leaves on disk are represented by meta tensors. An empty shard has no minimum.
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
     # aminmax returns NaN for both if there is a NaN
+    # In float64, because a float64 parameter may be finite and beyond the range of float32.
     ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]
     # float64[parameters, 2], read with one transfer
     return list(zip(asked, torch.stack(ends).isfinite().all(1).tolist() if ends else [], strict=True))
@@ -72,6 +74,7 @@ class Arriving:
     def __call__(self, flag: torch.Tensor) -> Iterator[torch.Tensor]:
         """Adds the flag of a step, and yields the flags that have arrived."""
         self._under_way.append(fetched(flag))
+        # Flags arrive in the order of their steps, so the first one that has not arrived ends the search.
         while self._under_way and self._is_there(self._under_way[0][1]):
             yield self._under_way.popleft()[0]
 
@@ -85,6 +88,8 @@ class Arriving:
         last step."""
         if event is None or not self._raises:
             return event is None or event.query()
+        # The flag of the step that was just enqueued. Waiting for it would make the host wait for the device in every
+        # step; the flag of the step before is certainly needed, and usually there.
         if len(self._under_way) == 1:
             return False
         event.synchronize()
@@ -189,6 +194,7 @@ class NotFinite:
         wrong = [str(inputs.leaves[i]) for i, finite in found if not finite]
         if not wrong and (found or self._in_row < 2):
             return
+        # One warning is enough, and the parameters do not become finite again.
         self._looks_left = 0
         # `state.step` counts the newest step. The flag just read is `num_under_way` steps older, and is the last of a
         # row of `_in_row` steps.
@@ -237,6 +243,8 @@ def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     if flag.device.type != "cuda":
         return flag, None
     value = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+    # Asynchronous only because the target is pinned. The flag is a result of this step, and is not written before the
+    # copy, which is enqueued on the same stream.
     value.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

@@ -41,6 +41,8 @@ def made_together(
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.builds()
     channel = StoreChannel(mesh, "compile", why)
+    # If this rank fails, the others learn the reason from the store, and raise too instead of waiting in the
+    # comparison.
     lowered, build = channel.reporting(make)
     text = describe(*lowered.programs)
     if (other := channel.differing(text)) is not None:
@@ -51,6 +53,8 @@ def made_together(
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
     connect = channel.reporting(build)
+    # No rank may start to connect before all are built: connecting is a collective, in which a rank that failed to
+    # build would be missing.
     channel.everyone({"built": True})
     with unbroken(mesh):
         connected = channel.reporting(connect)
@@ -64,6 +68,8 @@ def describe(*programs: Program) -> str:
     parts = [f"deterministic algorithms: {deterministic_mode.setting()}"]
     for program in programs:
         parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+        # With shared memory, a rank reads the buffers of the others at its own offsets, so the offsets are part of the
+        # agreement.
         parts += [f"pool[{i}] = {op.into}" for i, op in enumerate(program.pooled)]
         for name, function in program.functions.items():
             parts.append(f"def {name}:")

@@ -37,6 +37,8 @@ class _Rooms(Sequence[Tensors]):
         for i, op in enumerate(ops):
             for place in op.into:
                 if place is not None and place.arena == "apart":
+                    # A buffer that is this rank's part of a gathered value lies at an offset that depends on the rank.
+                    # The allocation holds the parts of all ranks.
                     end = place.offset + place.nbytes * (mesh.axis_size(place.part) if place.part else 1)
                     if place.room not in self._sizes:
                         self._first.setdefault(i, []).append(place.room)
@@ -62,6 +64,8 @@ class _Rooms(Sequence[Tensors]):
             self._rooms[room] = torch.empty(self._sizes[room], dtype=torch.uint8, device=self._mesh.device)
         found = _tensors(self._ops[number], self._mesh, self._arenas, self._rooms)
         for room in self._last.get(number, ()):
+            # `found` still has views of this memory. It is freed when the op's values, and transfers that read them,
+            # are gone.
             del self._rooms[room]
         return found
 

@@ -68,6 +68,7 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
     lowered = lower()
     now, first = reads.now(), reads.counted()
     clocks = reads.clocks()
+    # The usual case. Only a function that changed something it reads, or that reads a clock, is traced a second time.
     if now == read and first == before and not clocks:
         return lowered
     again = lower()
@@ -75,6 +76,8 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
     changed = [
         _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
     ]
+    # A value that the first trace changed once, such as a cache that is filled on first use, is allowed: then the
+    # second trace changes nothing and gives the same program.
     if changed or describe(*again.programs) != describe(*lowered.programs):
         others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):

@@ -60,6 +60,8 @@ class ProgramCache(dict[Any, CachedProgram]):
     def known(self, inputs: Inputs) -> Inputs:
         """Returns the equal leaf table for which there are programs, if there is one, else the given leaf table of
         parameters."""
+        # Leaf tables compare by identity, so that looking up a program does not compare thousands of leaves. An equal
+        # table that is new would find no program.
         return next((params for params, *_ in self if params.alike(inputs)), inputs)
 
     def difference(self, key: tuple[Any, ...]) -> str:
@@ -88,7 +90,9 @@ class ProgramCache(dict[Any, CachedProgram]):
 
 def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec) -> tuple[Any, ...]:
     """Returns everything that a program is specialized for, except the compression formats."""
+    # Strides are not part of the key: batches are made contiguous before a program reads them.
     kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
+    # Two entries of a batch that are one tensor are one input of the program.
     same = tuple(ties(flat_batch))
     return (
         params,

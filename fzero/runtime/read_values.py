@@ -60,6 +60,8 @@ class ReadValues:
             FzeroValueError: on every rank, if a value has changed on any rank.
         """
         since, self._called = perf_counter() - self._called, perf_counter()
+        # This comparison depends on this rank's clock, so ranks make it at different calls. Only what follows is a
+        # collective: at calls that all ranks count alike, or after a change, which is an error in any case.
         changed = changes(traced, self.now()) if calls > 1 and _SHARE * since >= self._looking else []
         if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0 or changed:
             about = (

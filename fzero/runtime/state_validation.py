@@ -44,12 +44,16 @@ def check_first_step(
             again.
     """
     leaves = tree.leaves((state.params, state.opt_state))
+    # A state that a step returned has the same tensors as the one that was given to it, so a loop that alternates
+    # between two states checks each of them once.
     if all(x in checked for x in leaves):
         return
     trained = step.trains(abstract_params(params))
+    # All ranks raise if the shard of one is not finite: the others would wait for it in the step.
     agreement.run_on_all_ranks(mesh, "step", lambda: check_finite(state.params, params, trained, mesh))
     compare_replicas(state, mesh)
     _compare_batch(batch, step, mesh)
+    # The tensors are keys of a weak dictionary, so remembering them does not keep their memory.
     checked.update((x, True) for x in leaves)
 
 

@@ -78,6 +78,7 @@ class StepResolution:
         """Decides the open choices, for a tree of unsharded parameters or for their leaf table."""
         if isinstance(params, Inputs):
             params = abstract_params(params)
+        # The order matters: each decision is planned for the step with the decisions before it.
         if open_rules(self.step, self._mesh):
             assert self._batch is not None
             self.step, self.decisions = choose_rules(self.step, self._mesh, params, self._batch)

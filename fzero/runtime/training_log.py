@@ -102,6 +102,8 @@ class Log:
             more: further entries: numbers, 0-dim tensors, strings.
         """
         now = time.perf_counter()
+        # Taken before anything else, so that the time of writing a record counts for the next step, in which the loop
+        # spends it.
         seconds, self._clock = now - self._clock, now
         if not self._writes:
             return

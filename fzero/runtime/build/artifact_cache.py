@@ -83,6 +83,8 @@ class Cache:
             path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
+            # The time of the last access is not reliable, because most filesystems are mounted with relatime or
+            # noatime. `trim` therefore sorts by the time of modification.
             os.utime(path)
         return entry
 
@@ -94,6 +96,9 @@ class Cache:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(entry.library + text + _FOOTER.pack(len(entry.library), len(text), digest, _MAGIC))
+            # Readers open the file by name, so they see the old contents or the new. A process that has mapped the old
+            # library keeps its inode. No fsync: after a crash of the host, the digest finds an entry that was not
+            # written completely.
             os.rename(temporary, self.path(key))
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -111,6 +116,7 @@ class Cache:
                 elif path.suffix == ".so":
                     files.append((about.st_mtime, about.st_size, path))
         total = sum(size for _, size, _ in files)
+        # Sorted by time of modification, so the entries that were read or written longest ago come first.
         for _, size, path in sorted(files):
             if total <= self.limit:
                 return
@@ -129,6 +135,7 @@ def _decode(data: bytes) -> CacheEntry | None:
         return None
     size, text_size, digest, magic = _FOOTER.unpack(data[-_FOOTER.size :])
     body = data[: -_FOOTER.size]
+    # The sizes and the magic number are at the end, so a file that was truncated anywhere fails this test.
     if magic != _MAGIC or size + text_size != len(body) or hashlib.sha256(body).digest() != digest:
         return None
     return CacheEntry(body[size:].decode(), body[:size])
@@ -149,6 +156,8 @@ def open_cache() -> Cache | None:
     folder = Path(where).expanduser() / "functions"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Whoever can write to the folder can run code in this process, and the digest does not protect against that: it
+        # is in the file that it covers.
         if (why := exposed(folder)) is not None:
             logger.warning("the cache %s is not used: %s, and the contents of a cache are executed", folder, why)
             return None

@@ -93,6 +93,7 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
         else:
             graph = substituted(graph, _expanded(device))
             waiting.setdefault(device, {})[name] = function, graph
+    # Sorted, because the ranks compile together: all of them must go through the devices in the same order.
     for device in sorted(waiting, key=str):
         built |= inductor.compiled(waiting[device], mesh, device)
     return {name: built[name] for name in functions}

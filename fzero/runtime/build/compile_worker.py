@@ -116,6 +116,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
                 process.stdin.close()
             except BrokenPipeError:
                 pass  # it failed to start; its error output is read below
+            # The loop ends when the worker closes its output, so it also ends if the worker dies without an answer.
             for line in process.stdout:
                 word = parsed(line)
                 if "done" in word:
@@ -140,6 +141,7 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
 def main() -> None:
     # Unpickling is safe here: the other end of the pipe is the rank that started this process.
     jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
+    # Inductor and the C++ compiler may print to stdout, which is the pipe to the rank.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirect stdout to stderr, so that other output is not taken for an answer
 

@@ -66,6 +66,7 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
     if (
         not isinstance(body[-1], ast.Return)
         or not isinstance(body[-1].value, ast.Tuple)
+        # `text_of` moves the results into buffers before the only return statement. It would miss a second one.
         or sum(isinstance(n, ast.Return) for statement in body for n in ast.walk(statement)) != 1
     ):
         raise NotPlain("results of an unexpected form")
@@ -75,6 +76,8 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
             f"inputs, outputs and writes {signature} where the graph has {num_inputs}, {num_outputs}, "
             f"{tuple(sorted(writes))}"
         )
+    # The function is later run in a namespace that has only these names and those of torch, without the rest of
+    # Inductor's module.
     _check_names(body, {*inputs, *kernels})
     return Plain(ast.FunctionDef("call", _arguments(inputs), body, [], type_params=[]), kernels)  # type: ignore[call-arg]
 
@@ -108,6 +111,8 @@ def _kernel(node: ast.stmt) -> tuple[str, CppKernel] | None:
             if maker != "cpp_pybinding":
                 raise NotPlain(f"kernels of the kind {maker}")
             kernel = CppKernel(ast.literal_eval(source), tuple(ast.literal_eval(types_)))
+            # `library_source` renames the function by its name and a parenthesis. A second match would be renamed too,
+            # although it may not be this function.
             if len(re.findall(r"\bkernel\s*\(", kernel.source)) != 1:
                 raise NotPlain("a kernel of several functions")
             return name, kernel
@@ -162,6 +167,8 @@ def text_of(
             shape, stride = (ast.unparse(a) for a in place.value.args[:2])
             place.value = ast.parse(f"reinterpret_tensor(into[{i}], {shape}, {stride}, 0)", mode="eval").body
         else:
+            # The result is a view of a larger allocation, or an input. It is computed where Inductor put it, and then
+            # copied.
             body.append(ast.Expr(ast.Call(ast.Attribute(buffer, "copy_", ast.Load()), [results[i]], [])))
         results[i] = buffer
     value = results[0] if num_outputs == 1 else ast.Tuple(results, ast.Load()) if results else None
@@ -178,6 +185,7 @@ def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
     """Returns the statement that allocates the memory of a result, if the result is all of that memory and contiguous.
     A buffer may have been used for other values before."""
     numel = None
+    # Follows a result backwards through its renames and views to the statement that allocates its memory.
     while True:
         match value:
             case ast.Call(ast.Name("reinterpret_tensor"), [ast.Name(name), shape, stride, ast.Constant(0)]):
@@ -196,6 +204,7 @@ def _allocation(body: Sequence[ast.stmt], value: ast.expr) -> ast.Assign | None:
             for s in body
             if isinstance(s, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in s.targets)
         ]
+        # A name that is assigned twice may refer to different memory at the time when it is returned.
         if len(found) != 1 or len(found[0].targets) != 1:
             return None
         match found[0].value:
@@ -331,5 +340,7 @@ def function_of(
     """Returns the function whose source `text_of` wrote, with the kernels of a library. Tracebacks show its lines."""
     namespace = {**compat.inductor_names(), **(vars(library) if library else {})}
     call = compiled(text, f"function {name}", namespace, "call")
+    # The literals of the graph are the last arguments. As defaults they cost nothing per call, and the code does not
+    # contain their values.
     call.__defaults__ = tuple(constants) or None
     return call

@@ -37,6 +37,7 @@ class PickledOp(NamedTuple):
 
     def found(self) -> Any:
         if self.module:
+            # Our own operators exist in `torch.ops` only after the module that defines them has been imported.
             importlib.import_module(self.module)
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
 

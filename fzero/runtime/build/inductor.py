@@ -47,6 +47,8 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     built = load(cache) if cache is not None else {}
     # The time to compile a subgraph grows roughly with its number of nodes. Only ratios matter: they divide the work.
     costs = {keys[name]: float(len(graph.graph.nodes)) for name, (_, graph) in functions.items()}
+    # Without a cache, the rank takes the place of the cache's identity, so that no two ranks seem to share one and each
+    # compiles everything.
     share = Share(mesh, host(), cache.identity() if cache is not None else mesh.rank, costs)
     if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
         logger.warning("fzero.compile: %s", text)
@@ -69,10 +71,14 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
+                # The division is computed from the keys of all subgraphs, including those that are cached, so that
+                # ranks which find different entries in the cache still agree on it.
                 make(cache, {n for n in functions if n not in built and load.keys[n] in share.mine})
             # From here on, the cache also holds what other ranks have compiled.
             share.wait()
             built |= load(cache, built)
+            # `_Loader` has changed these keys, because an artifact of another GPU does not work on this one. No other
+            # rank compiles them.
             if alone := {n for n in functions if n not in built and load.keys[n] != keys[n]}:
                 make(cache, alone)
                 built |= load(cache, built)
@@ -154,6 +160,7 @@ class _Loader:
             return self._callable(name, entry, path)
         except compat.NotMovedError as error:
             logger.info("the cached function %s is compiled again for %s: %s", path, self._device, error)
+            # An entry for any device with this index follows under a separate key.
             self.keys[name] += f"-{self._device.type}{self._device.index}"
             return self._loaded(name, cache)
         except Exception as error:
@@ -164,6 +171,8 @@ class _Loader:
                 type(error).__name__,
                 error,
             )
+            # Removed, because otherwise every start would try to load it again, and the new entry is written under the
+            # same key.
             path.unlink(missing_ok=True)
             return None
 
@@ -282,6 +291,8 @@ def _of_arguments(graph: Recorded) -> fx.Graph:
             env[node] = literals[node.target]
         elif node not in env:
             env[node] = module.node_copy(node, lambda n: env[n])
+            # The metadata has fake tensors of the tracing process and the user's stack traces. Inductor computes its
+            # own from the examples.
             env[node].meta.clear()
     return module
 

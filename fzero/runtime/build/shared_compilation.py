@@ -40,12 +40,16 @@ class Share:
         self.ranks, own = [mesh.rank], own_cores()
         everyone, needs = [own], {mesh.rank: costs}
         if mesh.size > 1:
+            # Every rank counts its own divisions. The counts agree because all ranks construct these objects in the
+            # same order, so keys of an earlier division are never read again.
             number = mesh.store.add(f"fzero/share/counts/{mesh.rank}", 1)
             self._notes = Notes(mesh.store, f"fzero/share/{number}", mesh.rank)
             given = {"host": host, "cache": _digest(cache), "needs": _digest(sorted(costs.items()))}
             notes = self._exchange("note", {**given, "cores": spelled(own)}, range(mesh.size))
             together = {r: note for r, note in notes.items() if (note["host"], note["cache"]) == (host, given["cache"])}
             self.ranks, needs = [*together], dict.fromkeys(together, costs)
+            # The costs of thousands of keys are exchanged only if the ranks need different subgraphs; usually the
+            # digests are equal.
             if any(note["needs"] != given["needs"] for note in together.values()):
                 texts = self._exchange("needs", {key: str(cost) for key, cost in costs.items()}, self.ranks)
                 needs = {r: {key: float(cost) for key, cost in text.items()} for r, text in texts.items()}
@@ -59,6 +63,7 @@ class Share:
         try:
             yield
         except BaseException as error:
+            # The others wait for this rank in `wait`, up to the timeout of the mesh.
             if len(self.ranks) > 1:
                 self._notes.write("done", {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
             raise

@@ -24,5 +24,7 @@ def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Cal
     function = namespace[name]
     # With None as the time of modification, `linecache.checkcache` keeps an entry without a file.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    # A process makes new programs for new batches, so entries without this would accumulate. At exit there is nothing
+    # to clean up, and `linecache` may already be gone.
     weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
     return function

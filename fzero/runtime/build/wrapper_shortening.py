@@ -36,6 +36,7 @@ def shortened(name: str, artifact: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal tries, short
         if short is not None:
             return short(*args)
+        # A profiler must see the calls that the full artifact makes.
         if not tries or compat.surroundings()["profiled"]():
             return artifact(*args)
         tries -= 1
@@ -85,14 +86,17 @@ def short_text(text: str, launchers: Collection[str], writes: Collection[int], a
     inputs, body = inputs_and_body(ast.parse(text))
     shorter = _Shorter(launchers)
     body = [n for statement in body for n in shorter.several(statement)]
+    # `self` in the body means that Inductor split the graph into partitions, which are methods of its runner.
     if len(shorter.devices) > 1 or any(isinstance(n, ast.Name) and n.id == "self" for x in body for n in ast.walk(x)):
         raise NotPlain("several devices or parts")
     given = ", ".join(inputs)
     unlike = ["profiled()", "autocast()", *(f"gpu() != {i}" for i in shorter.devices), f"not alike({given})"]
     if aligned:
+        # One test for all of them: the bitwise or of the addresses is aligned exactly if every address is.
         unlike.append(f"({' | '.join(f'{inputs[i]}.data_ptr()' for i in aligned)}) % {compat.ALIGNMENT}")
     lines = [f"def call({given}):", f"    if {' or '.join(unlike)}:", f"        return whole({given})"]
     if writes:
+        # As the full artifact does: autograd and other users of version counters must see the writes.
         lines.append(f"    wrote(({', '.join(inputs[i] for i in writes)},))")
     module = ast.parse("\n".join(lines))
     (call,) = module.body
