@@ -70,6 +70,7 @@ class AsyncSave:
                 self._result = run()
             except BaseException as error:
                 self._error = error
+                # Logged here, because a run that never calls `wait` would otherwise learn of it only at its next save.
                 _log.error("the checkpoint of step %d was not saved: %s", step, error)
             finally:
                 self._ended.set()
@@ -101,6 +102,7 @@ class AsyncSave:
         """
         self._check_process()
         self._await()
+        # Before the error is raised: an error that the caller has seen is not raised again by the next save.
         self._heard = True
         if self._error is not None:
             raise self._error
@@ -164,6 +166,7 @@ def start(
             return save(ranks, copies)
 
     saving = _last = AsyncSave(step, run)
+    # The thread uses the store of the process group, so a rank must not leave the group before it ends.
     before_leaving(_finish_and_let_go)
     saving._begin()
     return saving
@@ -253,6 +256,7 @@ class _Apart:
 
     def __exit__(self, *_: object) -> None:
         """Waits, on rank 0, whose process may keep the store, until all ranks have read the last exchange."""
+        # The other ranks have given up too, or will time out. Rank 0 would wait for messages that never come.
         if self._failed:
             return
         with contextlib.suppress(CheckpointError), self._store_is_there():

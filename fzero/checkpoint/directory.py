@@ -60,6 +60,7 @@ def latest(path: str | os.PathLike[str]) -> Place:
         'step-00000000'
     """
     root = as_path(path)
+    # A save of this process may be between two renames, or may have deleted an older checkpoint.
     settle()
     storage, seen = storage_of(root), None
     while True:
@@ -70,6 +71,7 @@ def latest(path: str | os.PathLike[str]) -> Place:
         name, complete = now = name, complete_steps(root)
         if name is None and complete:  # the first save was killed right after publishing, or someone copied a step here
             return _highest(root, complete)
+        # Not found by its name above, but listed now: a save is replacing this step, and was between its two renames.
         if match and int(match[1]) in complete:
             return complete[int(match[1])]
         if now == seen:  # seen twice, so this is not just the moment between two renames by another process
@@ -116,6 +118,8 @@ def find(path: str | os.PathLike[str]) -> Place | None:
     def look() -> str | None:
         root = as_path(path)
         settle()
+        # Only rank 0 looks. Another rank could see a checkpoint that was published a moment later, and the ranks would
+        # disagree.
         if ranks.rank:
             return None
         storage = storage_of(root)
@@ -200,6 +204,8 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
     storage = storage_of(directory)
     if storage.has(directory / INDEX):
         return directory
+    # A directory named after a step, without an index: it is returned, so that reading it reports what is missing,
+    # instead of being searched as a root.
     if named and storage.is_directory(directory) and not storage.has(directory / LATEST):
         return directory
     return latest(directory) if name is None else directory / name
@@ -208,6 +214,8 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
 def _pointer(root: Place) -> str | None:
     """Returns the name in the file `latest`, or None if there is no such file."""
     try:
+        # A checkpoint may come from somebody else, and a link could make the reader print the contents of any file in
+        # an error message.
         if (real := storage_of(root).link(root, LATEST)) is not None:
             raise OSError(f"a link to a file outside of its directory, {real}")
         return storage_of(root).whole(root / LATEST, _LONGEST_NAME).decode().strip()

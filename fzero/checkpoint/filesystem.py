@@ -84,6 +84,7 @@ class Files(Storage):
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _mode(file.parent))
         try:
             yield functools.partial(write_all, fd)
+            # Makes the contents durable. The name is durable only after the directory has been synced too (`publish`).
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -110,6 +111,8 @@ class Files(Storage):
             sync(root.parent)
         for entry in list(root.iterdir()):
             if entry.name.startswith(TEMPORARY):
+                # A staged directory may belong to another job that saves here at this moment, so only old ones are
+                # removed.
                 if time.time() - _written(entry) > ABANDONED:
                     _remove(entry)
             elif entry.name.startswith(STEP) and entry.name.endswith(SET_ASIDE):
@@ -137,6 +140,8 @@ class Files(Storage):
         self.write(pointer, f"{name}\n".encode())
         pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
         old = target.with_name(name + SET_ASIDE)
+        # A directory that is not empty cannot be replaced by a rename, so replacing a step takes two renames. `begin`
+        # repairs the state between them.
         if target.exists():
             os.rename(target, old)  # until the next rename, readers find this step under its other name
         os.rename(temporary, target)

@@ -152,6 +152,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     found: list[Index] = []
 
     def look(name: str | None = None) -> tuple[str, str]:
+        # Appended instead of returned: only the digest is exchanged, because an index can be large.
         found.append(path if isinstance(path, Index) else read_index(locate(path, name)))
         return f"{found[0].directory}, step {found[0].step}, index {found[0].sha256[:12]}", found[0].sha256
 
@@ -228,6 +229,8 @@ def is_gone(index: Index) -> bool:
     if not index.sha256:
         return False
     try:
+        # The digest covers the names and checksums of all files, so a replaced checkpoint of the same step has another
+        # one.
         return read_index(index.directory).sha256 != index.sha256
     except CheckpointError:
         return not storage_of(index.directory).has(index.directory / INDEX)
@@ -373,6 +376,8 @@ def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place
 def dump(content: dict[str, Any]) -> bytes:
     """Returns the text of an index with its digest. It has one line per tensor and file, so that it can be searched."""
     cut = any("along" in part for leaf in content["leaves"].values() for part in leaf["parts"])
+    # The oldest version that can express the contents, so that older releases can still read checkpoints without shards
+    # along dims.
     content = {"format": FORMAT, "version": 2 if cut else 1, "sha256": "", "chunk": CHUNK, **content}
     content["sha256"] = _digest(content)
     lines = []
@@ -449,8 +454,10 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
         for name, f in content["files"].items()
     }
     aliases = {_text(later): _text(first) for later, first in content["aliases"].items()}
+    # The checksums are per chunk, so they are meaningless for another size.
     if content["chunk"] != CHUNK:
         raise ValueError(f"chunks of {content['chunk']} bytes")
+    # Also validates the treespec: it raises ValueError for any node that `encode` does not write.
     order = treespec.names(content["skeleton"])
     if sorted(order) != sorted([*shapes, *aliases]):
         raise ValueError("the tree and the table of tensors list different tensors")

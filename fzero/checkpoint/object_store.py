@@ -48,6 +48,7 @@ class _Object(Reader):
         self._end: int | None = None  # the size; known once a read has returned fewer bytes than requested
 
     def read_into(self, out: memoryview, offset: int) -> int:
+        # Stores reject requests for ranges that begin at or after the end, instead of returning nothing.
         if self._end is not None and offset >= self._end:
             return 0
         data = self._objects.ranged(self._url, offset, offset + len(out))
@@ -107,6 +108,7 @@ class Objects(Storage):
     @contextlib.contextmanager
     def writer(self, file: Url, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
         with self._asked("write", file, new=True):
+            # Stores limit the number of parts of an upload, so the parts of a very large file have to be larger.
             part = max(_PART, -(-nbytes // _PARTS // (1 << 20)) * (1 << 20))
             stream = self._fs.open(self._path(file), "wb", block_size=part)
 
@@ -150,6 +152,8 @@ class Objects(Storage):
             complete = pool.map(self.is_published, here)
         for directory in (directory for directory, whole in zip(here, complete, strict=True) if not whole):
             files = [directory / n for n in self.names(directory)]
+            # All of them: a save that is under way writes at least one object per hour, so its older objects are not
+            # deleted.
             if all(time.time() - self._written(file) > ABANDONED for file in files):
                 self._delete(files)
         return Staging(root / name, f".{uuid.uuid4().hex[:8]}")
@@ -158,6 +162,8 @@ class Objects(Storage):
         self, root: Url, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
     ) -> list[Place]:
         target, before = root / name, None
+        # The index of the checkpoint that this one replaces. Its files have other names, so they are still there if
+        # this save has to be undone.
         with contextlib.suppress(FileNotFoundError):
             before = self.whole(target / INDEX, LONGEST_INDEX)
         try:
@@ -226,6 +232,7 @@ class Objects(Storage):
         except CheckpointError:
             raise
         except Exception as error:
+            # For example a MemoryError or a TypeError: a fault of this program, not of the store.
             if not isinstance(error, OSError) and type(error).__module__ in ("builtins", "torch"):
                 raise
             if isinstance(error, FileNotFoundError) and not new:
@@ -262,6 +269,8 @@ def objects_of(url: Url) -> Objects:
             accept the configured options.
     """
     scheme, _, rest = str(url).partition("://")
+    # The process is part of the key of the cache, because the event loop and the connections of an fsspec filesystem do
+    # not survive a fork.
     return _objects(os.getpid(), f"{scheme}://{rest.partition('/')[0]}")
 
 

@@ -89,6 +89,8 @@ class PeerReads:
             into = outs[rank]
             return _Pieces([x.numel() for x in into], lambda i, at, data: into[i][at : at + data.numel()].copy_(data))
 
+        # Every rank knows all sizes, so each pair of ranks agrees on how many bytes pass between them without asking
+        # again.
         exchange(self.mesh, sizes, given, taken)
         self._done(sorted({name for _, names in gathered for name in names}))
         return list(problems)
@@ -102,6 +104,7 @@ class _Pieces:
         self._piece = self._at = 0
 
     def move(self, data: torch.Tensor) -> None:
+        # The exchange moves buffers of a fixed size, whose boundaries do not coincide with those of the pieces.
         while data.numel():
             n = min(data.numel(), self._lengths[self._piece] - self._at)
             self._act(self._piece, self._at, data[:n])

@@ -184,6 +184,8 @@ def _read(
     if problems := differences(index, expected, cast=cast, subset=True):
         fits = fitting(index, lambda other: not differences(other, expected, cast=cast, subset=True))
         raise mismatch(index, problems, len(wanted), fits)
+    # Names with an equal `Leaf`, path included, are one tied tensor in the new state. It can be filled only if the
+    # checkpoint also has one tensor for them.
     first: dict[Leaf, str] = {}
     tied = {name: first.setdefault(leaf, name) for name, leaf in wanted.items()}
     stored = {name: index.aliases.get(name, name) for name in wanted}
@@ -197,6 +199,7 @@ def _read(
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
+    # Checked before anything is read or allocated, because reading the rest of a large state first would waste minutes.
     if index.peer_reads is None and (problems := missing(index, sorted(touched))):
         raise damaged(index, problems)
     on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
@@ -315,6 +318,8 @@ def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[s
     for part in index.parts[name]:
         if not left:
             return
+        # Several files may hold the same elements, for example replicas in the memory of ranks. Elements that were
+        # found once are not looked for again.
         runs, left = claimed(left, wanted.runs(part.boxes))
         for here, there, numel in runs:
             piece = out[here * itemsize : (here + numel) * itemsize]
@@ -328,6 +333,7 @@ def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[s
 def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
     """Yields the pieces of one file in file order, split so that several threads can share a large file."""
     batch, total = [], 0
+    # In file order, so that pieces in the same chunk share one read and one checksum.
     for piece in sorted(pieces, key=lambda p: p.offset):
         for at in range(0, piece.out.numel(), nbytes):
             cut = piece.out[at : at + nbytes]
@@ -413,6 +419,7 @@ def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
 
 def damaged(index: Index, problems: list[str]) -> CheckpointError:
     """Returns the error for files that do not match the index."""
+    # A run with `keep=` deletes old checkpoints while others read them. That is no damage, and has another fix.
     if is_gone(index):
         what = f"the checkpoint {index.directory} was deleted or replaced while it was read"
         fix = "read again, from the root; let keep= of the run that saves keep more than what others read"

@@ -104,6 +104,8 @@ def write(
 
     Memory: one buffer of `BLOCK` bytes, or of the size of the file if that is smaller.
     """
+    # Large dtypes first: then each tensor begins at a multiple of its element size, as readers that map the file
+    # require. The sort is stable, so the order within a dtype is kept.
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
     head, offsets = header(entries, metadata or {})
     size = len(head) + sum(e.nbytes for e in entries)
@@ -162,11 +164,13 @@ class Ranges:
         for block in self.blocks(offset, out.numel()):
             out[done : done + block.numel()].copy_(block)
             done += block.numel()
+        # `bad` also has chunks of earlier ranges that were read with this object.
         return sorted(c for c in self.bad if c * CHUNK < offset + out.numel() and offset < (c + 1) * CHUNK)
 
     def _fill(self, offset: int, stop: int) -> None:
         """Reads the chunks around `offset` into the buffer, up to `stop` or as many as fit, and verifies their
         checksums."""
+        # Whole chunks are read, because a checksum covers a whole chunk.
         start = offset // CHUNK * CHUNK
         want = min(BLOCK, -(-(stop - start) // CHUNK) * CHUNK)
         if len(self._buffer) < want:
@@ -175,6 +179,8 @@ class Ranges:
             got = self._reader.fill(view[:want], start)
             for at in range(0, got if self.crc32 is not None else 0, CHUNK):
                 chunk = (start + at) // CHUNK
+                # Damaged bytes are delivered all the same, and the chunk is recorded: the caller collects all damage
+                # before it raises one error.
                 if _crc(view[at : min(at + CHUNK, got)]) != self.crc32[8 * chunk : 8 * chunk + 8]:  # type: ignore[index]
                     self.bad.add(chunk)
         if start + got <= offset:
@@ -220,6 +226,7 @@ class _Sink:
         digest = self._pool.apply_async(self.sha256.update, (data,))
         write = self._pool.apply_async(self._put, (data,))
         self.crc32 += [_crc(data[i : i + CHUNK]) for i in range(0, self._fill, CHUNK)]
+        # The buffer is refilled next, so both must have finished with it. `get` also raises their errors.
         digest.get()
         write.get()
         self.written, self._fill = self.written + self._fill, 0

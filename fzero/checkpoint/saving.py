@@ -203,6 +203,8 @@ def save(
     """
     mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
+    # `alone` keeps steps from changing the state while it is read or copied. The lock keeps two threads from starting
+    # saves at the same time.
     with alone, async_save.one_at_a_time:
         job = begin(
             world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
@@ -250,6 +252,8 @@ def begin(
                     "checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix
                 )
             staging = storage.begin(root, step_name(plan.step), private)
+        # Only rank 0 has begun a staging. Its name goes to the others together with the digests, which saves an
+        # exchange.
         return plan.digest(), None if staging is None else (str(staging.directory), staging.mark)
 
     # The lambda reads these variables when it is called: `act` may fail before or after it begins the staging.
@@ -259,6 +263,7 @@ def begin(
     digests, staged = [digest for digest, _ in begun], begun[0][1]
     assert root is not None and plan is not None and staged is not None
     staging = Staging(as_path(staged[0]), staged[1])
+    # With different plans, some elements would be written twice and others not at all.
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         undo()
         problems = [
@@ -279,6 +284,7 @@ def carry_out(job: Job) -> Place:
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
             what = f"{job.what}: the ranks hold different values of the same tensors"
             raise CheckpointError("checkpoint.save", what, problems, fix)
+    # Rank 0 commits only after every rank has reported its file as durable.
     together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.staging, plan, ranks.rank), job.undo)
     done = together(
         ranks,
@@ -343,6 +349,8 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
             continue
         if (axes, only) not in holders:
             assert tag is not None
+            # Cached by axes, because computing it goes through all ranks of the mesh, and a state has thousands of
+            # tensors.
             holders[axes, only] = _holders(tag[1], axes, only)
         sharding = Sharding((), 1) if tag is None else tag[0].sharding(tag[1])
         for index, ranks in enumerate(holders[axes, only]):
@@ -359,6 +367,8 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
     if problems:
         fix = "save the State that train_step or compile returned"
         raise CheckpointError("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
+    # Replicas are assigned after everything that only one rank can write, the largest first and each to the rank with
+    # the least to write. Ties go to the first rank, so that all ranks compute the same plan.
     for nbytes, name, boxes, ranks in sorted(shared, key=lambda x: -x[0]):
         writer = min(ranks, key=lambda r: loads[r])
         loads[writer] += nbytes
@@ -370,6 +380,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         leaves,
         aliases,
         tree,
+        # In the order of the elements: `_inconsistent` in index.py finds gaps and overlaps in one pass over them.
         {name: tuple(sorted(p, key=lambda x: (x[1].place, x[1].start))) for name, p in parts.items()},
         tensors,
         axes,
@@ -433,6 +444,7 @@ def commit(
     if warning is not None:
         logger.warning(warning)
     try:
+        # After publishing: if the process is killed here, there are too many checkpoints, but never too few.
         if keep is not None:
             earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < plan.step)
             retired += [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
@@ -455,6 +467,8 @@ def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
     if before is None:
         return own, None
     differ = sum(before.leaves.get(name) != plan.leaves.get(name) for name in {*before.leaves, *plan.leaves})
+    # A run that goes back to an earlier step and saves there again is indistinguishable from another run of the same
+    # model, so it gets a new name and a warning.
     if not differ and plan.step >= before.step:
         return before.run or own, None
     why = f"has different tensors ({differ} differ)" if differ else "is of a later step"
@@ -554,6 +568,7 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: 
     if keep is not None and (type(keep) is not int or keep < 1):
         problems.append(f"keep={keep!r}: a whole number of at least 1, or None to keep all")
     try:
+        # Compared after a round trip, because JSON silently turns tuples into lists and keys into text.
         if parsed(json.dumps(dict(meta or {}), allow_nan=False)) != dict(meta or {}):
             problems.append("meta: JSON would change it (tuples, or keys that are not str)")
     except (TypeError, ValueError, RecursionError) as error:

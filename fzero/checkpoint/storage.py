@@ -47,6 +47,7 @@ class Reader(ABC):
     def fill(self, out: memoryview, offset: int) -> int:
         """Reads from this offset on and returns the number of bytes, fewer than `out` takes only if the file ends."""
         got = 0
+        # A single `preadv` returns at most 2 GiB on Linux, and network filesystems may return less than requested.
         while got < len(out) and (n := self.read_into(out[got:], offset + got)):
             got += n
         return got

@@ -79,6 +79,8 @@ def differing(
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name, (_, axes) in digests.items():
+        # One digest per group of axes, so that the first exchange is small. Digests of single tensors are exchanged
+        # only if a group differs.
         groups["/".join(axes)].append(name)
     mine = {axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()}
     notes = exchange(mine, dict[str, str])
@@ -203,6 +205,8 @@ def _bytes(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     if x.is_contiguous():
         part = x.view(-1)[start:stop].view(torch.uint8)
     else:
+        # Viewed as integers of the same size: indexing is not implemented for every dtype, such as the 8-bit
+        # floating-point ones.
         part = x.view(_OF_SIZE[x.element_size()]).take(torch.arange(start, stop, device=x.device)).view(torch.uint8)
     return part.clone() if part.data_ptr() % 8 or part.storage_offset() % 8 else part
 

@@ -95,6 +95,7 @@ def decode(treespec: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
             return (tuple if kind == "tuple" else list)(visit(n) for n in body)
         if kind in ("dict", "ordered_dict"):
             return (dict if kind == "dict" else OrderedDict)((k, visit(n)) for k, n in body)
+        # Before the class is looked up, which would fail.
         if body in _REMOVED:
             return None
         names = tuple(f for f, _ in node["fields"])
@@ -156,6 +157,7 @@ def _kind(cls: type) -> str | None:
 def _fields(cls: type) -> tuple[str, ...]:
     if _kind(cls) == "namedtuple":
         return tuple(cls._fields)  # type: ignore[attr-defined]
+    # Fields without `init` are computed by the class itself, and its constructor does not accept them.
     return tuple(f.name for f in dataclasses.fields(cls) if f.init)
 
 
@@ -174,6 +176,8 @@ _REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State"
 def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:
     """Looks up the class of a node. Returns the class, or None and the reason why it cannot be used."""
     module_name, _, qualname = _MOVED.get(where, where).partition(":")
+    # Importing a module runs its code. Only fzero's own modules, which are trusted, may be imported because a file
+    # names them.
     if module_name not in sys.modules and module_name.split(".")[0] == "fzero":
         with contextlib.suppress(ImportError):
             importlib.import_module(module_name)

@@ -189,6 +189,8 @@ class _InOrder:
         """Yields the bytes of the elements `start` to `stop` of a tensor."""
         size = self._index.leaves[name][1].itemsize
         start, stop = start * size, stop * size
+        # Blocks are only read forwards. A range before the current block, or in another tensor, starts again from the
+        # beginning of its tensor.
         if name != self._name or start < self._at:
             self._name, self._at, self._blocks = name, 0, iter(leaf_bytes(self._index, name))
             self._block = torch.empty(0, dtype=torch.uint8, device="cpu")

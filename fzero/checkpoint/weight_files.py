@@ -64,6 +64,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
             continue
         tied |= metadata
         for name, entry in header.items():
+            # A directory may have files of an earlier save with the same tensors. The index decides which file counts.
             if weight_map is None or weight_map.get(name) == file.name:
                 found[name] = (file, entry)
         problems += [
@@ -73,6 +74,8 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
         ]
     if problems:
         raise CheckpointError("load", f"cannot read {path}", problems, _COPY)
+    # The metadata of a file may hold anything, so only entries that map a missing name to a stored tensor are taken for
+    # ties.
     return found, {n: k for n, k in tied.items() if n not in found and k in found}
 
 

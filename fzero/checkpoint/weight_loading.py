@@ -201,6 +201,8 @@ class _Stream:
                         piece = _Piece(at, file, entry.offset + (run.at + low - run.start) * size, (high - low) * size)
                         self._pieces.append(piece)
                         mine.append((at, piece.nbytes, entry.dtype))
+                        # Gaps between pieces keep each one aligned to every dtype, so that the bytes of a window can be
+                        # viewed as elements without a copy.
                         at += -(-piece.nbytes // _ALIGNED) * _ALIGNED
         count = mesh.axis_size(axes)
         self._share = -(-min(WINDOW, max(at, 1)) // (count * _ALIGNED)) * _ALIGNED  # bytes that a rank reads
@@ -209,6 +211,7 @@ class _Stream:
         self._current, self._loaded = torch.empty(0, dtype=torch.uint8, device="cpu"), -1
         self._problems = problems
         self._readers: dict[Place, Reader] = {}
+        # One window is read ahead, so that reading overlaps with gathering and converting the window before.
         self._pending: Any = None
 
     def __enter__(self) -> _Stream:
@@ -234,6 +237,7 @@ class _Stream:
 
     def finish(self) -> None:
         """Reads the remaining windows that were not requested, if other ranks wait for them."""
+        # Without this, a rank that was not asked for all parts would leave the others waiting in a gather.
         while self._axes and (self._loaded + 1) * self._window < self._total:
             self._load()
 
@@ -269,6 +273,8 @@ class _Stream:
     def _read(self, number: int) -> torch.Tensor:
         """Reads this rank's share of a window."""
         out = self._buffers[number % 2]
+        # Consecutive shares of a window belong to consecutive ranks, so concatenating the gathered shares gives the
+        # window.
         low = number * self._window + self._mesh.index(self._axes) * self._share
         high = min(low + self._share, self._total)
         jobs: list[tuple[_Piece, int, int]] = []
