@@ -35,6 +35,7 @@ def freed(mesh: Mesh) -> Iterator[None]:
                 logger.warning(
                     "fzero.run: rank %s has exited: its transfers are aborted", ", ".join(map(str, sorted(gone)))
                 )
+                # Every rank aborts for itself: a group whose kernel waits cannot carry a message that says so.
                 compat.abort_groups()
                 return
 

@@ -51,6 +51,7 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     if given is None and (kept := os.environ.get(MEMORY)):
         return Path(kept)
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    # torchrun's agent outlives the ranks and supervisors that it restarts, so all of them find the same directory.
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory but not process ids
     name = f"{here}-{owner}-{started(owner)}"  # with the start time, because process ids are used again
@@ -331,4 +332,6 @@ class RankProgress:
 
     def _write(self, **changes: Any) -> None:
         self._seen = self._seen._replace(**changes)
+        # Not atomic. A supervisor that reads half of an update sees a wrong value once, and the right one at its next
+        # look.
         self._FORM.pack_into(self._map, 0, *self._seen)

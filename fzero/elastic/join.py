@@ -57,6 +57,8 @@ class Signals:
             signal.signal(n, handler)
 
     def _hear(self, number: int, _: Any) -> None:
+        # Nothing would be lost, so the process ends at once. Otherwise the run ends between two steps, and the state is
+        # saved first.
         if self.free:
             sys.exit(128 + number)
         self.came = True
@@ -75,6 +77,8 @@ def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any
             break
         except (torch.distributed.DistError, RuntimeError) as error:
             tries -= 1
+            # A rank that cannot come back makes another attempt pointless: the store is gone, or a rank has ended
+            # without calling `fz.run`.
             if (
                 not tries
                 or not _store_answers()
@@ -130,6 +134,8 @@ def lost(mesh: Mesh, error: Exception) -> bool:
 
 def leave() -> None:
     """Closes a mesh that has lost a rank, and everything that was made on it."""
+    # Programs and transports of the old mesh may be in reference cycles. Their pools and connections have to be closed
+    # before the groups are.
     gc.collect()
     with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
         close_mesh()

@@ -104,6 +104,9 @@ class MemoryCheckpoint:
             safetensors_format.Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()
         ]
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        # One slot is overwritten while another one has the newest state. With `redundant`, the slots of the last two
+        # states that were sent are needed too: the newer one may not have arrived everywhere. They coincide with the
+        # newest state only if every state that is stored is also sent.
         num = 2 if replica is None else 3 if replica.spec.every == every else 4
         slots = [reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
@@ -167,6 +170,8 @@ class MemoryCheckpoint:
         # The newest state stays valid until the one that is being written is sealed.
         needed = {max(held)}
         if self._sent is not None:
+            # The states of which another host has, or is about to have, a copy. `sealed` is the number of batches plus
+            # one.
             needed.update(sorted(s for s in held if s and (s - 1) % self._sent == 0)[-2:])
         free = [i for i, s in enumerate(held) if not s or s not in needed]
         return min(free or range(len(held)), key=held.__getitem__)
@@ -198,6 +203,7 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
                 content = read(note, dict[str, Any])
                 for slot in range(content["slots"]):
                     file = f"{note.stem}.{slot}.safetensors"
+                    # 0 means that the process died while it wrote this slot.
                     if step := _sealed(directory / file, content):
                         one = _of_slot(parse(directory, content), step - 1, content["bytes"], file)
                         key = step - 1, size
@@ -250,6 +256,7 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
             if step > _MOST:
                 odd, step = [SEALED, *odd], 0
             if odd:
+                # Invalidated in the mapped file itself, so that every rank of the host sees it.
                 held[content["sealed"] :][:8].zero_()
                 kind, _, rank = note.stem.partition("-")
                 found.append(Damage(int(rank), step - 1, odd, kind != "rank"))

@@ -35,6 +35,8 @@ def reserve(path: Path, entries: Sequence[Entry]) -> MemoryFile:
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)  # each tensor is aligned to its own dtype
     head, offsets = header(entries, {})
     size = len(head) + sum(e.nbytes for e in entries)
+    # An equal header means that the file has the same tensors at the same offsets, so its states can be continued from
+    # and its pages need not be allocated again.
     is_new = not _begins(path, head, size)
     where = path.with_suffix(".new") if is_new else path
     fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

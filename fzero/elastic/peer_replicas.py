@@ -148,10 +148,12 @@ class PeerReplicas:
         the state that the step started from.
         """
         slot = self._coming
+        # Incomplete, or of another step: the slot stays unsealed, and the one that was sealed before it stays valid.
         if slot is None or self._seen != seen - 1 or not self._come | self._lasting[slot] >= self._numel.keys():
             return
         held = self._slots[slot]
         self._sums[slot].copy_(torch.stack([word_sum(held[leaf][:num]) for leaf, num in self._numel.items()]))
+        # Last, as in `MemoryCheckpoint.keep`: it commits the slot.
         self._sealed[slot].fill_(seen)
         self._coming, self._last = None, slot
 

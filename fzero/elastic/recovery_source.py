@@ -120,6 +120,7 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
     """Returns the contents of all memories, each reported by the first rank that can read it."""
     what, form = "cannot find the memory of a host", tuple[str, str, int, int]
     names = together(ranks, "run", what, lambda: _name(memory), form=form)
+    # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
 
     def look() -> dict[str, Any] | None:
@@ -183,6 +184,7 @@ def check(index: Index) -> None:
             begin = part.offset - 8 - length
             told, nbytes = header.get(part.key, {}), part.boxes.numel * dtypes[part.key].itemsize
             at, end = told.get("data_offsets", (-1, -1))
+            # A replica may be stored with its padding, so the stored tensor may be longer than the part.
             if at != begin or end - at < nbytes or told.get("dtype") != safetensors_format.CODES[dtypes[part.key]]:
                 raise ValueError(f"{file}: its header is damaged, {part.key} is not where it should be")
 

@@ -95,6 +95,7 @@ def reshard(state: State, train: CompiledStep) -> State:
     others = {id(at[1]): at[1] for x in left.values() if (at := leaf_of(x)) is not None and at[1] is not mesh}
     with contextlib.ExitStack() as stack:
         for other in others.values():
+            # `restore` reserves only the mesh of the new step. No step may write to the old state meanwhile.
             stack.enter_context(other.alone("reshard"))
         new = train.restore(index, None if train.knows_model else _model(state))
     for x in left.values():
@@ -106,6 +107,7 @@ def _parts(plan: SavePlan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]
     """Yields the ranks that hold elements of a tensor, and which elements; this rank comes first."""
     leaf = leaf_of(plan.tensors[name])
     assert leaf is not None
+    # First, so that bytes which this rank holds itself are never requested from another rank.
     yield mesh.rank, leaf[0].boxes(leaf[1])
     yield from plan.parts[name]
 

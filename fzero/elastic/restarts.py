@@ -227,5 +227,7 @@ def _until_it_returns(
         else:
             # Not in the `try`, where it could be taken for the loss of a rank.
             raise unlike
+        # References to the lost mesh would keep its process groups alive, and with them the connections that `leave`
+        # closes.
         del mesh, run
         leave()

@@ -90,6 +90,7 @@ class RunCheckpoints:
         """Saves a state that has passed `check`. `known` is its progress; the other arguments are those of
         `Run.save`."""
         assert self.path is not None
+        # Kept before the save, which may fail: a save that a stop request causes later uses the same arguments.
         self._saved = {"keep": keep, "meta": meta}
         note: dict[str, Any] = {"seen": known.seen}
         if self._data is not None:

@@ -123,6 +123,7 @@ class Run:
         if problems := count("batch", batch) + count("max_samples", max_samples):
             raise FzeroValueError("run.num_micro_batches", "invalid arguments", problems, fix)
         size = self.data_shard["size"]
+        # Ranks with different numbers of samples would weight them differently in the mean.
         if batch % size:
             able = [n for n in range(1, batch + 1) if batch % n == 0]
             near = [n for n in able if n < size][-4:] + [n for n in able if n > size][:2]

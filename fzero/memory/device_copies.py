@@ -111,6 +111,8 @@ class Streams:
 
     def _hold(self, done: torch.cuda.Event, on_host: Tensors) -> None:
         """Makes the device, but not the host, wait for a copy that uses this host memory."""
+        # For the host nothing has been waited for, so the memory that the copy uses is remembered until the event has
+        # occurred.
         torch.cuda.current_stream(self._device).wait_event(done)
         self._using = [(e, used) for e, used in (*self._using, (done, on_host)) if not e.query()]
 
@@ -123,6 +125,8 @@ class Streams:
         self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None
     ) -> tuple[Tensors, torch.cuda.Event]:
         assert into is not None, "two memories"
+        # The copy must see what the device was told to compute before it, and must not overwrite what the device still
+        # reads.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for source, target in moves(sources, into):
@@ -137,6 +141,7 @@ def meet(some: Tensors, others: Tensors) -> bool:
     """Whether any tensor of one sequence overlaps in memory with one of the other, judged by the address ranges they
     span."""
     spans = [[(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors if x.numel()] for tensors in (some, others)]
+    # A false alarm only waits for a copy that would have been waited for later, so comparing spans is enough.
     return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
 
 

@@ -117,6 +117,7 @@ def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]
         TierError: a read that failed.
     """
     extent, size = _extent(tensor), _part_bytes(nbytes)
+    # Two buffers: one is filled from disk while the caller reads the other one.
     buffers = _buffers(extent, size)
 
     def start(at: int) -> tuple[Transfer, torch.Tensor] | None:
@@ -153,6 +154,7 @@ def write_pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[_Writer
     try:
         yield writer
     except BaseException:
+        # The buffers are freed after the error. Threads may still be writing from them.
         writer.settle()
         raise
     writer.finish()
@@ -188,6 +190,7 @@ class _Writer:
                 self._write(which, self._size)
 
     def finish(self) -> None:
+        # Extents are not cleared before they are written, so missing bytes would silently keep their old values.
         if self._at != self._extent.nbytes:
             self.settle()
             self._refuse(f"{self._at} bytes in total")

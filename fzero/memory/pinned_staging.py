@@ -35,10 +35,12 @@ class Staged:
         *offsets, end = host_offsets([x.nbytes for x in leaves])
         end = padded(end)
         if not self._buffers or end > len(self._buffers[0]):
+            # The old buffers are freed below, and the device may still read them.
             for number in range(_DEPTH):
                 self._wait(number)
             self._buffers = self._locked(end).chunk(_DEPTH) if end else [_EMPTY] * _DEPTH
         number, self._next = self._next, (self._next + 1) % _DEPTH
+        # The buffer that was used `_DEPTH` steps ago. This waits only if the host is that far ahead of the device.
         self._wait(number)
         out = []
         for x, offset in zip(leaves, offsets, strict=True):

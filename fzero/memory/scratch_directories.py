@@ -102,6 +102,8 @@ def aligned(nbytes: int) -> torch.Tensor:
         with suppress(AttributeError, OSError):  # the system may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
+    # Allocated larger than asked for and cut at the first aligned address, because PyTorch offers no alignment beyond
+    # its own.
     return memory[-memory.data_ptr() % boundary :][:nbytes]
 
 
@@ -199,6 +201,8 @@ def extend(parts: Sequence[ScratchFile], before: int, nbytes: int) -> None:
             )
     if problems:
         for part, has in zip(parts, old, strict=True):
+            # All or nothing: a file that could be grown is cut back, so that the stripes of all files stay equally
+            # long.
             os.ftruncate(part.fd, has)
         raise _impossible(nbytes - before, problems)
 
@@ -270,6 +274,7 @@ def _hold(lock: int) -> bool | None:
         return False
     except OSError:
         return None
+    # Another process may have removed the file between the open and the lock. [Note: meeting]
     return os.fstat(lock).st_nlink > 0
 
 
@@ -296,6 +301,8 @@ def _is_direct(probe: Path) -> bool:
         if os.pwritev(fd, [written], 0) != ALIGNMENT or os.preadv(fd, [found], 0) != ALIGNMENT or found != written:
             return False
         try:
+            # A filesystem that accepts an unaligned write only pretends to support O_DIRECT, and goes through its page
+            # cache.
             os.pwritev(fd, [written[1:100]], ALIGNMENT)
         except OSError as error:
             return error.errno == errno.EINVAL

@@ -80,6 +80,7 @@ class ScratchFiles:
         self._parts = scratch_directories.allocate(self.directories, self.nbytes)
         self.direct = all(part.direct for part in self._parts)
         self._open = _Open(self._parts)
+        # A finalizer instead of `__del__`: it also runs at exit, when the files must be removed.
         self._finalizer = weakref.finalize(self, self._open.close)
 
     def read(self, runs: Runs) -> Transfer:
@@ -222,6 +223,7 @@ class Transfer:
         """Records that a piece is done. Called by the threads."""
         with self._lock:
             self._left -= 1
+            # The first failure is kept. The transfer ends only when all its pieces have, because they use its memory.
             self._error = self._error or failure
             last = self._left == 0
         if last:
@@ -269,6 +271,8 @@ def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes:
     move, done = (os.preadv if operation == "read" else os.pwritev), 0
     while done < nbytes:
         num = move(fd, views, at + done)
+        # A short transfer is continued at an aligned offset, as direct I/O requires. The bytes after it are moved
+        # again.
         num -= num % ALIGNMENT
         if num <= 0:
             raise OSError(errno.EIO, f"it stopped after {done} of {nbytes} bytes")
@@ -319,6 +323,7 @@ class _Open:
             return
         with self._idle:
             self._closed = True
+            # Closing a descriptor that a thread uses would let the kernel give its number to another file.
             while self._active:
                 self._idle.wait()
         for part in self._parts:

@@ -61,6 +61,8 @@ class LateCopies:
 
     def _hold(self, done: Future[None], filled: Tensors) -> None:
         self._wait(done)
+        # The device has waited for this copy and the host has not, so the host must not see the values. They are shown
+        # once the host settles or starts a copy from there.
         self._hidden.append((filled, [x.clone() for x in filled]))
         for x in filled:
             _hide(x)
@@ -85,6 +87,7 @@ class LateCopies:
 
 
 def _hide(x: torch.Tensor) -> None:
+    # All bits set are NaN in every floating-point dtype, so a value that is read too early spreads visibly.
     x.view(-1).view(torch.uint8).fill_(255)
 
 
@@ -95,6 +98,7 @@ _Job = tuple["Future[None]", Sequence[tuple[torch.Tensor, torch.Tensor]]]
 def _copy_all(jobs: queue.SimpleQueue[_Job | None], pause: Callable[[], object]) -> None:
     """The main function of the thread of `LateCopies`. It ends when it reads None."""
     while (job := jobs.get()) is not None:
+        # Makes the copy late on purpose: code that does not wait then reads the bytes that `_hide` has written.
         pause()
         _copy(*job)
         del job  # do not keep the tensors alive while waiting for the next job

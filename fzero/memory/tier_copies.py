@@ -85,9 +85,11 @@ class TierTransport:
         for leaf in leaves:
             old = _extent(leaf)
             assert old.spare is not None
+            # The extent of the old value is the spare for the next speculative write.
             set_extent(leaf, replace(old.spare, spare=replace(old, spare=None)))
 
     def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> TierCopy:
+        # The threads of the disk write to host memory that a copy to the device may still read.
         self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
@@ -130,6 +132,8 @@ class TierTransport:
             return None
         failed, self._failed = self._failed, None
         failures = [_said(failed)] if failed else []
+        # Every step of an offloaded program makes this all_reduce, also if nothing failed: otherwise the ranks would
+        # not agree on whether to raise.
         if self._mesh.size > 1:
             count = torch.tensor(len(failures), device="cpu")
             dist.all_reduce(count)

@@ -61,6 +61,7 @@ def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
 
 def _joined(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     sharding = leaf.sharding(mesh)
+    # The last axis splits the shards of the axes before it, so gathering over it first restores their order.
     for axis in reversed(leaf.layout.axes):
         value = gather(mesh, value, axis)
     # [num_parts, elements of a shard with its padding]

@@ -65,6 +65,7 @@ class InitialParams:
         if self.graph is not None:
             return tensor_init.from_function(self.graph, self.key, inputs, mesh, put)
         flat = tree.leaves(self.values)
+        # `put` stores each shard before the next one is made, so at most one is in memory for leaves off the device.
         return {i: put(shard(flat[i], inputs.leaves[i], mesh), inputs.leaves[i]) for i in inputs.distinct}
 
 
@@ -195,11 +196,14 @@ def _first_state(
         )
 
     stored = dict[int, torch.Tensor]()
+    # Reading weight files is a collective operation, in which a rank that fails would leave the others waiting.
     with nullcontext() if read is None else agreement.unbroken(mesh):
         if read is not None:
             stored = agreement.run_on_all_ranks(mesh, owner, lambda: read(put))
         # if a disk or a file fails on one rank, every rank raises the error
         made, opt = agreement.run_on_all_ranks(mesh, owner, make_leaves) if places or read else make_leaves()
+    # The init function received the key itself. The state needs another one, or the first step would draw the numbers
+    # that the parameters were made of.
     rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
     state = assembled(step, mesh, inputs, opt_inputs, made, opt, rest, places, owner)
     if places:  # the leaves were made in host memory, which has now been freed
@@ -219,6 +223,7 @@ def staged_state(state: State, step: Step, mesh: Mesh, inputs: Inputs) -> State:
     def kept(x: torch.Tensor, leaf: Leaf) -> torch.Tensor:
         if leaf.is_on(mesh):
             return x
+        # The stage that keeps the leaf uses the same tensor; this rank gives its memory back.
         if leaf_of(x) is not None:
             leave(x)
         return torch.empty(leaf.shard_numel(mesh), dtype=leaf.dtype, device=mesh.device)

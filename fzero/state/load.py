@@ -75,6 +75,8 @@ def plan(
     else:
         stored = {n: names.get(n, n) if names else _stored(n, aliases, weights) for n in found}
         known = {n: weights.entries[key] for n, key in stored.items() if key in weights.entries}
+        # With explicit names, ties that the files declare are ignored: they relate stored names, not names of this
+        # tree.
         own = _sources_of(found, flat, known, {} if names else weights.tied)
         sources = {n: weights.whole(stored.get(key, key)) for n, key in own.items() if key in known}
         sources |= {n: weights.whole(key) for n, key in own.items() if key in weights.entries and n not in sources}
@@ -89,6 +91,7 @@ def plan(
     wanted = {found[i]: inputs.leaves[i] for i in inputs.distinct}
     used = {run.key for source in sources.values() for run in source}
     extra = [n for n, (_, e) in weights.entries.items() if n not in used and e.numel]
+    # Such as non-persistent buffers and new adapters: they are never in the files, so a warning would be noise.
     silent = set(getattr(model, "unstored", ()))
     absent = [i for i in missing if found[i] not in silent]
     # More than a few missing tensors are no reason for an error, but if most of both sides do not match, these are the
@@ -198,6 +201,7 @@ def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
         *outer, last = name.split(".")
         node: Any = root
         for key in outer:
+            # A tensor may already be where a container is needed. That is reported below, for all such names at once.
             node = node.setdefault(key, {}) if isinstance(node, dict) else node
         if not isinstance(node, dict) or last in node:
             problems.append(f"{name}: another tensor's name is the beginning of this one, or the reverse")

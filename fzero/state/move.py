@@ -69,6 +69,8 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
         return {i: m.run(flat[i], next(places) if m.new else None) for i, m in zip(distinct, moves, strict=True)}
 
     with mesh.alone("move"):
+        # One allocation for all leaves, and before any of them is moved: if there is too little space, the state is
+        # unchanged.
         places = iter(tensor_storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
         moved = (
             agreement.run_on_all_ranks(mesh, "move", run)
@@ -105,6 +107,7 @@ class _Move:
     def stays(self) -> bool:
         """Whether the bytes of the leaf stay where they are."""
         here, there = self.leaf.layout.tier, self.to.layout.tier
+        # With one memory, the tier is only a label, and the next step checks the label.
         return here == there or (self.mesh.unified_memory and "disk" not in (here, there))
 
     @property
@@ -127,6 +130,7 @@ class _Move:
                 )
             tensor_storage.copy(old, new)
         place(new, self.to, self.mesh, extent, None if there == self.home.tier else self.home)
+        # Each old tensor is released as soon as its leaf has been moved, so that not all leaves exist twice at the end.
         leave(old)
         return new
 

@@ -34,7 +34,10 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
             known = leaf_of(leaves[name])
             assert known is not None
             tensor_storage.copy(shard(value, known[0], mesh), leaves[name])
+            # With mixed precision, steps compute with a copy of the masters. It would be stale until the next update.
             if name in copies:
+                # Made from the stored value, as an update makes it, so that the copy is what the next step would
+                # otherwise compute.
                 tensor_storage.fill(copies[name], tensor_storage.cast(leaves[name], copies[name].dtype))
 
     with torch.no_grad():

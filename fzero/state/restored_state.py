@@ -97,6 +97,8 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
         if in_slot(leaf) and (leaf.role not in stored.values() or _of_other_ranks(index, n, leaf, slots))
     }
     names = {n: leaf for n, leaf in names.items() if n not in anew}
+    # Not an error: slots are the state of transforms, and a run may continue with other transforms than it was saved
+    # with.
     if anew and mesh.rank == 0:
         leaves = ", ".join(leaf.path for leaf in anew.values())
         logger.warning("%s has no values of these leaves for this mesh, so they begin anew: %s", index, leaves)
@@ -112,6 +114,7 @@ def _of_other_ranks(index: Index, name: str, leaf: Leaf, slots: Slots) -> bool:
     if leaf.path not in slots.local or name not in index.leaves:
         return False
     shape = index.leaves[name][0]
+    # Such a slot has one row per rank, and rows of other ranks mean nothing on this mesh.
     return shape[0] != leaf.shape[0] and shape[1:] == leaf.shape[1:]
 
 

@@ -76,6 +76,8 @@ def check_memory(**parts: Any) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
             wrong.append(f"{path}: {tree.describe(x)}, expanded")
         length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        # The span from the first to the last element. For strided views this may report tensors that interleave without
+        # sharing an element, which is safe.
         spans.append((memory_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
     # After sorting, it is enough to compare neighbours: if any two spans of a storage overlap, two adjacent ones do.
     spans.sort()
@@ -115,6 +117,7 @@ class Last:
     def keep(self, inputs: Inputs, *trees: Any, extras: Any = None) -> None:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
         self._extras = extras
+        # Comparing identities of the trees is not enough: a user can replace an entry of a dict in place.
         self._contents = tree.Contents(*trees)
         self.storages = frozenset(map(memory_of, tree.leaves(trees)))
 
@@ -125,6 +128,7 @@ class Last:
     def checked(self) -> Inputs:
         """Returns the leaf table of the first tree. Raises if the trees were moved since."""
         for x in self._first:
+            # Raises for a tensor whose leaf was moved since, which `leave` has marked.
             leaf_of(x)
         assert self.inputs is not None
         return self.inputs
@@ -193,6 +197,8 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
             for x in tree.leaves((state.params, state.opt_state))
         )
         anew = "make it with this step's init or restore"
+        # Checked first, because a state that was moved away differs in every leaf, and moving it back is all that is
+        # needed.
         if away:
             fix = "bring it back: fz.move(state, 'home')"
         elif not bare and _same_model(found, expected) and _same_model(opt, opt_state_inputs(step, mesh, expected)):

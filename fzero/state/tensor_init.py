@@ -166,12 +166,14 @@ def _leaves(
         made_as, index = leaf.sharding(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
         comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that shard each input
         rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]
+        # Everything that the propagated graph depends on, so that the leaves of equal layers are analysed once.
         key = (part.signature, tuple(x and x.layout for x in rest), leaf.layout)
         if key not in known:
             one = part.extract()
             arrives = {new: Sharded(leaf.path, x.sharding(mesh)) for x, new in zip(rest, one.inputs, strict=True) if x}
             known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
         source, made = known[key]
+        # Storage is zero-filled when it is allocated, so zeros cost nothing, whatever the size of the leaf.
         if _is_zeros(made):
             out[i] = put(None, leaf)
             continue
@@ -190,6 +192,8 @@ def _leaves(
             out[i] = put(None, leaf)
             continue
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
+        # A leaf on the device is not copied anywhere, so pieces would save no memory. Values that are read as shards
+        # cannot be divided further.
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
         # Each shard is divided into `num` consecutive smaller ones; those of this rank begin with number `first`.
         finer, first = made_as or Sharding((), 1), index * num
@@ -224,6 +228,7 @@ def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:
 def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
     """Returns this rank's shard over `axes` of a parameter that is stored as a shard over the first of these axes."""
     further = axes[len(param.layout.axes) :]
+    # Shards are padded to equal sizes, so the chunks of a coarse shard are exactly the finer shards.
     return load().chunk(mesh.axis_size(further))[mesh.index(further)]
 
 
@@ -246,6 +251,8 @@ def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> to
     given = [load() if node.users else None for node, load in zip(graph.inputs, loads, strict=True)]
     (value,) = _ShardingRun(graph, leaf, mesh).run(*given)
     value = value.to(device=mesh.device, dtype=leaf.dtype)
+    # An optimizer may return a parameter itself as a part of its state. The step writes both in place, so they must not
+    # share memory.
     shared = any(x is not None and value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
     return value.clone(memory_format=torch.contiguous_format) if shared or not value.is_contiguous() else value.detach()
 

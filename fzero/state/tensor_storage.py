@@ -153,6 +153,7 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
             by_files.setdefault(extent.files, []).append((x, extent))
     if not by_files:
         return True
+    # The ranks of a host share its disks, and all of them allocate at the same time.
     local = min(mesh.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     def room() -> None:
@@ -201,6 +202,7 @@ def put(
             fill(value, parts or ())
         return place(value, leaf, mesh)
     if isinstance(value, torch.Tensor):
+        # The storage is already filled with zeros, and a write to disk is slower than a look at the bytes.
         if as_bytes(value).any():  # compared as bytes, because -0.0 is not all zero bits
             copy(value, places[leaf.path])
     elif value is not None:
