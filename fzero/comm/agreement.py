@@ -7,7 +7,7 @@ names this rank, never a hang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,16 +71,30 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
 
     # A rank that is stopped by Ctrl-C reports this and does not wait for the others.
     result = channel.reporting(attempt)
-    mine = "" if error is None else str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
-    notes = channel.everyone({"failed": mine, "made": result if tell else None})
+    mine, fix = "", ""
+    if error is not None:
+        mine, fix = parted(error)
+        mine = mine if isinstance(error, FzeroError) else f"{type(error).__name__}: {mine}"
+    notes = channel.everyone({"failed": mine, "fix": fix, "made": result if tell else None})
     texts = {rank: note["failed"] for rank, note in notes.items()}
     if not any(texts.values()):
         return result, [note["made"] for note in notes.values()]
     # All ranks failed alike, so each raises its own exception, with its type and traceback.
     if error is not None and set(texts.values()) == {mine}:
         raise error
-    problems, fix = reasons(texts), "look at the first rank that failed"
-    raise FzeroValueError(owner, "the work of some ranks failed", problems, fix) from error
+    fix = joined_fixes(note["fix"] for note in notes.values())
+    raise FzeroValueError(owner, "the work of some ranks failed", reasons(texts), fix) from error
+
+
+def parted(error: BaseException) -> tuple[str, str]:
+    """Returns the text of an error without its fix, and the fix; "" if it has none."""
+    text, _, fix = str(error).partition("\nFix: ")
+    return text, fix
+
+
+def joined_fixes(fixes: Iterable[str]) -> str:
+    """Returns the fix of an error that reports those of several ranks."""
+    return "; ".join(dict.fromkeys(fix for fix in fixes if fix)) or "look at the first rank that failed"
 
 
 def reasons(texts: Mapping[int, str]) -> list[str]:
@@ -145,7 +159,8 @@ class StoreChannel:
         mesh.collective_sequence.begin(owner, about)
         # The counter is in the store, next to the keys: a process may join several process groups in succession.
         self._id, self._round = mesh.store.add(f"fzero/agree/counts/{mesh.rank}", 1), 0
-        self._notes, self._has_text = self._of(self._id), False
+        self._notes = self._of(self._id)
+        self._text: str | None = None  # the topic of the last compared texts, which are not deleted yet
 
     def _of(self, channel: int) -> Notes:
         return Notes(self._mesh.store, f"fzero/agree/{channel}", self._mesh.rank)
@@ -155,7 +170,8 @@ class StoreChannel:
         try:
             return act()
         except BaseException as error:
-            self._notes.write(self._round, {"error": f"{type(error).__name__}: {error}"})
+            text, fix = parted(error)
+            self._notes.write(self._round, {"error": f"{type(error).__name__}: {text}", "fix": fix})
             raise
 
     def differing(self, text: str) -> tuple[int, str, str] | None:
@@ -165,12 +181,13 @@ class StoreChannel:
         Communication: a digest from each rank, and two texts if they differ.
         """
         # Before the digest, so that the text is there as soon as the digests are found to differ.
-        self._notes.write("text", text)
-        self._has_text = True
+        topic = f"text {self._round}"
+        self._notes.write(topic, text)
         notes = self.everyone({"hash": hashlib.sha256(text.encode()).hexdigest()})
+        self._text = topic
         for rank, note in notes.items():
             if note["hash"] != notes[0]["hash"]:
-                texts = self._notes.read("text", [0, rank], str)
+                texts = self._notes.read(topic, [0, rank], str)
                 return rank, texts[0], texts[rank]
         return None
 
@@ -184,9 +201,9 @@ class StoreChannel:
         self._notes.write(self._round, {"at": self._owner, **note})
         missing = self._mesh.collective_sequence.absent(self._notes.keys(self._round, ranks), self._owner)
         notes = self._notes.read(self._round, [r for r in ranks if r not in missing], dict[str, Any])
-        failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
+        failed = reasons({rank: note["error"] for rank, note in notes.items() if "error" in note})
         if failed or missing:
-            fix = "look at the first rank that failed"
+            fix = joined_fixes(note.get("fix", "") for note in notes.values())
             if missing:
                 fix = (
                     "call the step in the same way on every rank: one with a batch "
@@ -201,7 +218,7 @@ class StoreChannel:
             raise error
         places = {
             # The remaining names, such as "hash", tell which exchange of a call this is.
-            rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "made"))])
+            rank: ", ".join([other["at"], *(name for name in other if name not in ("at", "failed", "fix", "made"))])
             for rank, other in notes.items()
         }
         if len({*places.values()}) > 1:
@@ -220,8 +237,8 @@ class StoreChannel:
         # long run would otherwise fill the store.
         if self._round == 0:
             self._of(self._id - 1).clear(0)
-        elif self._has_text:
-            self._notes.clear("text")
-            self._has_text = False
+        if self._text is not None:
+            self._notes.clear(self._text)
+            self._text = None
         self._round += 1
         return notes

@@ -176,7 +176,9 @@ class CollectiveSequence:
         parted |= {r: f"rank {r} has left, after: {others[r].about or 'it joined'}" for r in gone} | {
             self._rank: f"rank {self._rank}: {self._about}"
         }
-        lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
+        lines = [parted[r] for r in sorted(parted)]
+        if self._ended and self._ended != "; ".join(lines):
+            lines.append(self._ended)
         fix = (
             "every rank must make the same calls in the same order and number, "
             "with batches of one shape and under the same "

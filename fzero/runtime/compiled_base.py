@@ -30,7 +30,7 @@ from fzero.runtime.compress_formats import ChosenFormats
 from fzero.runtime.cuda_graphs import check
 from fzero.runtime.program_agreement import made_together
 from fzero.runtime.program_build import build_executable, lower_for_batch, plan_as_built
-from fzero.runtime.program_cache import CachedProgram, ProgramCache, check_modes, kind_of_call
+from fzero.runtime.program_cache import CachedProgram, ProgramCache, batch_entries, check_modes, kind_of_call
 from fzero.runtime.read_values import ReadValues
 from fzero.runtime.step_resolution import Limits, StepResolution
 from fzero.step.checks import check_bare
@@ -146,17 +146,24 @@ class Compiled:
         """
         self.mesh.check_open()
         check_modes(self.step.name, self.owner, self.backend, self.graphs)
-        check_bare(batch, flat_batch)
         kind = kind_of_call(params, flat_batch, structure)
         key = (*kind, self._formats.formats)
+        if key in self._runs:
+            check_bare(batch, flat_batch)
         # Taken out and kept again below, which makes it the most recently used one.
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
+
+            def make() -> Any:
+                check_bare(batch, flat_batch)
+                return self._build(params, batch)
+
             why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + self._runs.difference(key)
             read = self._reads.now()
             with strides_noted() as asked:
-                lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
+                entries = batch_entries(flat_batch, structure)
+                lowered, run = made_together(self.mesh, make, why, self.owner, entries)
             key = (*kind, self._formats.formats)  # lowering may have chosen formats
             kept = CachedProgram(lowered, run, self._reads.now(), asked)
             # The trace itself may have changed a value that is read, such as a list that grew. For the other programs

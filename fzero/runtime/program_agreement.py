@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from fzero._utils.bounded_json import parsed
 from fzero.comm import collective_sequence
 from fzero.comm.agreement import StoreChannel, unbroken
 from fzero.errors import DivergenceError
@@ -15,9 +17,15 @@ from fzero.mesh import Mesh
 from fzero.trace.guards import deterministic_mode
 from fzero.trace.subgraph import signature
 
+_MOST_ENTRIES = 8  # entries of a batch that an error lists
+
 
 def made_together(
-    mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str
+    mesh: Mesh,
+    make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]],
+    why: str,
+    owner: str,
+    entries: Mapping[str, str],
 ) -> tuple[Any, Any]:
     """Returns the result of `make` on this rank, after every rank has made the same program and has finished building
     it.
@@ -28,12 +36,15 @@ def made_together(
 
     Args:
         why: says why this rank makes a program. The other ranks see it in their errors.
+        owner: the public call, for the error about batches that differ.
+        entries: the entries of the batch (`batch_entries`). They are compared first, because a function that cannot
+            be traced with one rank's batch would raise an error of its own on that rank only.
 
-    Communication: a few hundred bytes through the store, three times; the texts of two programs if they differ.
+    Communication: a few hundred bytes through the store, four times; the texts of two programs if they differ.
 
     Raises:
-        DivergenceError: a rank's program differs (showing the first differing line), a rank failed, or one did not come
-            in time.
+        DivergenceError: a rank's batch or program differs (showing the first differing line), a rank failed, or one
+            did not come in time.
     """
     if mesh.size == 1:
         lowered, build = make()
@@ -41,6 +52,12 @@ def made_together(
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.builds()
     channel = StoreChannel(mesh, "compile", why)
+    if (other := channel.differing(json.dumps(list(entries.items())))) is not None:
+        rank, *texts = other
+        first, theirs = (dict(parsed(text, list[tuple[str, str]])) for text in texts)
+        fix = "give every rank a batch with the same entries, shapes and dtypes; drop or pad a shorter last batch"
+        what = f"the batch of rank {rank} differs from that of rank 0"
+        raise DivergenceError(owner, what, differing_entries(first, theirs, "rank 0", f"rank {rank}"), fix)
     # If this rank fails, the others learn the reason from the store, and raise too instead of waiting in the
     # comparison.
     lowered, build = channel.reporting(make)
@@ -60,6 +77,15 @@ def made_together(
         connected = channel.reporting(connect)
     channel.everyone({"ok": True})
     return lowered, connected
+
+
+def differing_entries(first: Mapping[str, str], other: Mapping[str, str], one: str, another: str) -> list[str]:
+    """Returns a line for each entry of two batches that differs, with both sides."""
+    paths = [path for path in {**first, **other} if first.get(path) != other.get(path)]
+    lines = [f"{p}: {first.get(p, 'missing')} on {one}, {other.get(p, 'missing')} on {another}" for p in paths]
+    if not lines:
+        lines = [f"{one}: {', '.join(first)}", f"{another}: {', '.join(other)}"]  # in another order
+    return lines if len(lines) <= _MOST_ENTRIES else [*lines[:_MOST_ENTRIES], f"... {len(lines) - _MOST_ENTRIES} more"]
 
 
 def describe(*programs: Program) -> str:

@@ -3,7 +3,7 @@ used programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,9 @@ class ProgramCache(dict[Any, CachedProgram]):
             return ""
         new, old = _facts(key), _facts(before)
         changed = [name for name in {**new, **old} if new.get(name) != old.get(name)]
-        return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in changed)
+        return ": " + "; ".join(
+            f"{name} {new.get(name, 'missing')}, before {old.get(name, 'missing')}" for name in changed
+        )
 
     def keep(self, key: tuple[Any, ...], program: CachedProgram) -> None:
         """Keeps a program as the most recently used one, and drops the least recently used one if there are too
@@ -105,6 +107,21 @@ def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec
     )
 
 
+def batch_entries(flat_batch: list[Any], structure: tree.TreeSpec) -> dict[str, str]:
+    """Returns the dtype and shape of each entry of a batch, by path, and which of them are one tensor."""
+    kinds = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch]
+    return _entries(structure, kinds, ties(flat_batch))
+
+
+def _entries(structure: tree.TreeSpec, kinds: Sequence[Any], same: Sequence[int]) -> dict[str, str]:
+    paths = tree.paths(tree.unflatten(structure, range(len(kinds))), "batch")
+    found = [kind.__name__ if isinstance(kind, type) else tree.form(*kind) for kind in kinds]
+    return {
+        path: form if i == first else f"{form}, the same tensor as {paths[first]}"
+        for i, (path, form, first) in enumerate(zip(paths, found, same, strict=True))
+    }
+
+
 def check_modes(name: str, owner: str, backend: str, graphs: bool | None) -> None:
     """Raises if the caller has entered modes or hooks that a program does not see. A program that runs operation by
     operation does see a TorchDispatchMode."""
@@ -121,16 +138,11 @@ def check_modes(name: str, owner: str, backend: str, graphs: bool | None) -> Non
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     params, structure, kinds, same, default_dtype, cast, others, formats = key
-    leaves = [kind.__name__ if isinstance(kind, type) else tree.form(*kind) for kind in kinds]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | told(others)
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
         "the batch's tree": structure,
-        "the batch's tensors": ", ".join(leaves),
-        "entries of the batch that are one tensor": ", ".join(
-            f"{i} and {first}" for i, first in enumerate(same) if i != first
-        )
-        or "none",
+        **_entries(structure, kinds, same),
     }
     facts |= {"the default dtype": default_dtype}
     facts |= {f"over {x.axis}": x for x in formats or ()}

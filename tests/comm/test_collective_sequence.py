@@ -68,9 +68,17 @@ def deterministically(run: Run) -> None:
 PARTINGS: dict[str, tuple[Any, str]] = {
     "another shape": (
         lambda run: run.train(run.state, run.batch(3)),
-        "makes a program of loss_fn (Step): the batch's tensors float32[3, 4], before float32[2, 4]",
+        "makes a program of loss_fn (Step): batch['x'] float32[3, 4], before float32[2, 4]",
     ),
-    "another tree": (lambda run: run.train(run.state, run.batch(y=torch.ones(2))), "the batch's tree"),
+    "another tree": (
+        lambda run: run.train(run.state, run.batch(y=torch.ones(2))),
+        "the batch's tree PyTreeSpec({'x': *, 'y': *}), before PyTreeSpec({'x': *}); "
+        "batch['y'] float32[2], before missing",
+    ),
+    "a batch that cannot be traced": (
+        lambda run: run.train(run.state, torch.ones(2, 4)),
+        "the batch's tree PyTreeSpec(*), before PyTreeSpec({'x': *})",
+    ),
     "autocast": (with_autocast, "autocast's enabled (True, False), before (False, False)"),
     "a switch": (deterministically, "deterministic algorithms on, before off"),
     "an evaluation": (lambda run: run.other(run.state.params, run.batch()), "makes a program of <lambda> (EvalStep)"),
