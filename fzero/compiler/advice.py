@@ -60,6 +60,7 @@ def advise(
             break
         more = with_transform(step, transform)
         if more is None or (
+            # Lowering is expensive, and a stage that shards nothing more cannot lower the peak.
             isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
         ):
             continue
@@ -67,6 +68,8 @@ def advise(
             peaks[transform] = n
     best: dict[type, Any] = {}  # of each kind
     for transform in sorted(peaks, key=lambda transform: peaks[transform]):
+        # Ascending order of peaks, so the first of each kind is the best. All ZeRO stages are one kind, because only
+        # one can be added.
         best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
     ordered = list(best.values())
     limit = budget.nbytes or 0

@@ -70,6 +70,8 @@ def other_transforms(
     found, until = list[Alternative](), time.monotonic() + seconds
     short = memory is not None and _peak(plan) > memory
     for code, more in variants(on_device(step, None), mesh, plan, memory_first=short):
+        # The remaining alternatives are listed as not planned, so that the table does not suggest that there are no
+        # others.
         if time.monotonic() >= until:
             found.append(Alternative(code, None, NOT_PLANNED))
             continue
@@ -83,6 +85,7 @@ def other_transforms(
             continue
         if lowered is None:
             found.append(Alternative(code, None, "does not fit"))
+        # An equal plan means that the transform changes nothing here, so it is no alternative.
         elif (lowered.plan.step_seconds, _peak(lowered.plan)) != (plan.step_seconds, _peak(plan)):
             found.append(Alternative(code, lowered.plan))
     return sorted(found, key=lambda x: (not x.fits(memory), x.plan.step_seconds if x.plan else math.inf))
@@ -113,6 +116,7 @@ def _faster(step: Step) -> Iterator[Any]:
     stages = [t for t in step.transforms if isinstance(t, shard.Parallel) and t.stage]
     for transform in stages:
         lower_stages = (shard.shard_opt_state, shard.shard_grads)
+        # A lower ZeRO stage sends less and stores more.
         yield from (make(axis=transform.axis) for make in lower_stages[: transform.stage - 1])
 
 

@@ -67,9 +67,11 @@ def seed_of(loss: Loss, num_parts: int, scale: torch.Tensor | None, given: torch
     total, count = loss
     if count is None:
         if scale is None:
+            # A mean over equal parts: the mean of the batch is the sum of the parts' means divided by their number.
             return torch.full_like(total, 1.0 / num_parts, memory_format=torch.preserve_format)
         return (scale / num_parts if num_parts > 1 else scale).to(total.dtype)
     if given is None:
+        # A count in 16 bits would be rounded: bfloat16 represents integers exactly only up to 256.
         count = count.to(torch.promote_types(torch.promote_types(count.dtype, torch.float32), total.dtype))
         given = (1.0 if scale is None else scale) / count
     return given.to(total.dtype)
@@ -103,16 +105,20 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
     needed = ancestors([node], stop=set())
     places = [n for n in graph.inputs if n in needed]
     value = Value(SEED, (), DTYPE)
+    # Computing the count first would run these blocks twice, and gather their parameters twice. So each part
+    # differentiates its sum, and the gradients are divided by the count after the backward.
     if blocks := [n for n in graph.graph.nodes if n in needed and n.target in (call_block, call_vjp)]:
         _check_range(t, blocks)
         one = functions.add("seed", _recorded(t, [], lambda: 1.0))
         return CountAhead(seed=[Instruction("call", (), (value,), one)], of_sum=True)
+    # No argument is needed for the count, so it is a number that is known while tracing.
     if not places:
         made = extract(graph, [], [node])
         count = Known(made.graph, made.constants).compute(aten._local_scalar_dense.default, (made.outputs[0],), {})
         whole = count * t.num_parts
         first = next(n for n in graph.graph.nodes if place in n.all_input_nodes)
         _, (seed,) = inlined(graph.graph, first, _recorded(t, scale, lambda x=1.0: x / whole), scale)
+        # The placeholder of the seed has no reader any more, and the program needs no op that computes it.
         place.replace_all_uses_with(seed)
         return CountAhead()
     count = Value(names("count"), (), node.meta["val"].dtype)

@@ -75,6 +75,7 @@ def lower_train(t: Training) -> BaseProgram:
     # The seed depends on the counts of all ranks, so it is computed as late as possible: right before its first reader.
     at = next((i for i, op in enumerate(body.ops) if SEED in op.args), 0)
     ops = [*ops, *ahead.ops, *body.ops[:at], *ahead.seed, *body.ops[at:]]
+    # Ranks reduce these values in place, so no two of them may be the same value or share its memory.
     ops, sums = _distinct(ops, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
     ops, grads = _reduced_grads(
         t, ops, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
@@ -146,6 +147,7 @@ def _record_loss(
     @torch.enable_grad()  # regardless of the caller's mode
     def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
         it = iter(fakes)
+        # Detached leaves of autograd: only the trained ones get gradients, whatever the user's tensors require.
         leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
         batch = {i: next(it) for i in t.batch.distinct}
         scale = next(it) if t.precision.loss_scale is not None else None
@@ -163,6 +165,7 @@ def _record_loss(
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
         seed = seed_of(loss, t.num_parts, scale, given)
+        # A parameter that the loss does not read has None, and the optimizer gets zeros for it.
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
         sums = [
             loss.total,
@@ -181,6 +184,8 @@ def _record_loss(
             )
         )
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
+        # The seed is an output only so that its node can be found in the recorded graph. It is removed from the outputs
+        # below.
         return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed, *noted.joined]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
@@ -196,6 +201,7 @@ def _record_loss(
         del outputs[1]
         found = replace(found, num_sums=found.num_sums - 1)
     graph.graph.output_node().args = (tuple(outputs),)
+    # Removes what only the removed outputs needed, such as the count if it is computed ahead.
     graph.graph.eliminate_dead_code()
     return graph, replace(found, of_sum=ahead.of_sum), seed, ahead
 
@@ -213,6 +219,8 @@ def _reduced_grads(
         if (
             dtype != t.precision.reduce(leaf)
             or node.op == "placeholder"
+            # Two parameters may have one gradient, for example in a sum. Reductions work in place, so each needs a
+            # tensor of its own.
             or any(grads[k].name == source for k in grads if k != i)
         ):
             grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
@@ -345,6 +353,7 @@ def _owners(ops: Sequence[Instruction], leaves: set[str]) -> dict[str, int]:
     origin = {op.out[0].name: op.args[0] for op in ops if op.op == "cast"}
     owners: dict[str, int] = {}
     for number, op in enumerate(ops):
+        # A cast is not a computation: a parameter belongs to the block that reads its cast value.
         for arg in op.args if op.op == "call" else ():
             leaf = origin.get(arg, arg)
             if leaf in leaves:

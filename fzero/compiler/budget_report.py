@@ -210,6 +210,7 @@ def waiting(program: Program) -> str | None:
         return "gradients of all blocks are accumulated over the micro-batches of a loop"
     backward = [i for i, op in enumerate(program.instructions) if op.is_backward]
     updates = [i for i, op in enumerate(program.instructions) if op.by == "optimizer" and op.writes and op.fn]
+    # An update between two backwards shows that gradients are used as soon as they are made.
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
     return (

@@ -71,6 +71,7 @@ class CandidatePrograms:
         if self.slots is not None:
             check_used(programs[0], self.slots)
         return Lowered(
+            # Only here are the programs of all stages known: checks that their sends and receives match.
             meeting(programs) if self.axis else programs,
             self.params,
             self.opt_state,

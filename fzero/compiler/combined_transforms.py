@@ -60,6 +60,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
         mesh,
         lambda leaf: precision is not None and precision.casts(leaf),
         find(step.transforms, Hierarchical),
+        # An axis with one rank shards nothing. Leaving it out keeps the program free of collectives that move nothing.
         tuple(spec for spec in dim_shardings if mesh.axes[spec.axis] > 1),
         pipeline and pipeline.axis,
     )

@@ -32,6 +32,8 @@ def rewrite(program: Program) -> Program:
         return program
     start, stop = found
     ahead = [op for op in ops[start:stop] if op.of_sums]  # which wait for other ranks
+    # These ops read sums over ranks, so they cannot be inside a subgraph. They do not depend on the block's forward,
+    # and may run before it.
     ops[start:stop] = [*ahead, *(op for op in ops[start:stop] if not op.of_sums)]
     start += len(ahead)
     group, rest = ops[start:stop], [*ops[:start], *ops[stop:]]
@@ -87,6 +89,7 @@ def _between(program: Program) -> tuple[int, int] | None:
     if pair is None:
         return None
     glue = program.instructions[pair[0] + 1 : pair[1]]
+    # A collective, a write or a cast between the two cannot be part of a subgraph.
     if any(op.op != "call" or op.writes or not params.isdisjoint(op.args) for op in glue):
         return None
     return pair[0], pair[1] + 1

@@ -55,6 +55,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     check_dims(leaves, mesh)
     zero.check_once(leaves)
     coded = _coded(step, params, leaves, zero, known)
+    # The order of these steps matters: dims come first, because ZeRO shards what is left of them; pipeline stages and
+    # tiers come last, because they do not change shapes.
     leaves = [zero.stored(leaf, of_codes) for leaf, of_codes in zip(leaves, coded, strict=True)]
     if (pipeline := find(step.transforms, Pipeline)) is not None and mesh.axes[pipeline.axis] > 1:
         leaves = [leaf.with_layout(only=pipeline.only(leaf)) for leaf in leaves]
@@ -90,6 +92,8 @@ def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequen
         return [False] * len(tree.leaves(params))
     if isinstance(step, Step):
         return [not trained for trained in step.trains(params)]
+    # An evaluation does not know which tensors are trained, but the state that it is called with shows how they are
+    # stored.
     return [x.dtype == precision.frozen_dtype(x) for x in known] or [False] * len(tree.leaves(params))
 
 

@@ -103,8 +103,11 @@ def lower(
     check_params(params)
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != rates.type:
+        # An abstract mesh has no devices of its own, so it takes the type of the device that the plan is asked for.
         mesh = mesh.of_type(rates.type)
     step = on_device(step, mesh.device if isinstance(mesh, Mesh) else None)
+    # With a named device the user has decided which rates count. Otherwise rates that nobody has measured would
+    # silently choose formats.
     if device is None:
         check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)

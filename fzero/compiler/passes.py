@@ -165,6 +165,7 @@ def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
     """Returns, for each tensor of the state, the index of its tier among the tiers in use: an update is partitioned in
     the same way whichever tiers those are."""
     numbers = [TIERS.index(leaf.layout.tier) for leaf in _now(made).leaves.values()]
+    # The result is a cache key. Host and disk give the same partition, so programs that differ only in that share it.
     present = sorted({*numbers})
     return tuple(map(present.index, numbers))
 
@@ -350,6 +351,8 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
             raise TransformError("lower", "unknown passes", problems, f"name one of {', '.join(names)}")
         at, behind = names.index(guest.after), {guest.after}
         while at < len(passes) and passes[at].after in behind:  # keeps the order of the step's transforms
+            # Inserted after all rewrites that come after the same pass, so that rewrites run in the order in which the
+            # transforms were applied.
             behind.add(passes[at].name)
             at += 1
         passes.insert(at, guest)
@@ -409,6 +412,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
         what = f"the rewrite of {transform} does not return a program of instructions"
         raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, instructions=tuple(ops))")
     made = _assigning(transform, program, made, own)
+    # A transform that silently does nothing would make the user believe that it works.
     if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite leaves the program of {program.name} unchanged"
         fix = "leave it out on this mesh; or return from its idle_in(program) the reason why it may change nothing"
@@ -419,6 +423,7 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
 def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
     """Returns the program of a rewrite, extended by the assignments of the transform's slots that its ops write."""
     before, after = (Counter(w for op, _ in x.walk() for w in op.writes) for x in (program, made))
+    # Counted and not compared as sets, because a rewrite may add a second write to a slot that was written before.
     new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
     if wrong := [leaf for leaf in new if leaf.role not in own]:
         what = f"the rewrite of {transform} writes slots that it did not declare"

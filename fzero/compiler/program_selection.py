@@ -51,6 +51,7 @@ def lower_inputs(
     """
     found = candidates(step, mesh, params, batch, budget, traced, limited, skip)
     if budget is None:
+        # Without rates nothing can be compared.
         return found.lowered(found.starts[0][0], draft)
     search = Search(found.programs, found.passes, budget)
     with within("planning", "the fastest program that fits"):
@@ -61,6 +62,7 @@ def lower_inputs(
             options = _with_formats(found, search, formats or ())
     if options is not None:
         return found.lowered(options, draft)
+    # The last start needs the least memory of all, so the error names the smallest excess.
     programs = found.finished(found.starts[-1][0], draft)
     program = _largest(programs, budget)
     least = plan(program, budget.device, backend=budget.backend, stages=programs)

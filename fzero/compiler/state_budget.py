@@ -63,6 +63,7 @@ def at_rest(step: Step, mesh: AbstractMesh, params: Inputs) -> AtRest:
     """Returns the bytes of a step's state on one rank's device, from its tables of tensors."""
     slots = slots_of(step, mesh, params).inputs
     opt_state = (*opt_state_inputs(step, mesh, params).leaves, *slots.leaves)
+    # With one memory, a leaf on the host takes it from the device.
     here = ("device", "host") if mesh.unified_memory else ("device",)
 
     def held(leaves: Sequence[Leaf]) -> list[tuple[Leaf, int]]:
@@ -151,6 +152,7 @@ def off_device(mesh: AbstractMesh, found: AtRest) -> list[str]:
 
 
 def _sharded(step: Step, mesh: AbstractMesh, params: Any, axes: tuple[str, ...]) -> AtRest | None:
+    # Replaces all other stages, with which this one might conflict.
     others = tuple(t for t in step.transforms if not isinstance(t, zero.Parallel))
     try:
         more = zero.shard_params(replace(step, transforms=others), axis=axes)

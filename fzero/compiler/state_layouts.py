@@ -37,6 +37,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     """
     mode = compat.FakeTensorMode()
     whole = faked(params, mode)
+    # Fake tensors: the optimizer's `init` shows only structure, shapes and dtypes here.
     with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
@@ -95,6 +96,8 @@ def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) ->
     out = {}
     for i in params.distinct:
         master, dtype = params.leaves[i], precision.compute_dtype(params.leaves[i])
+        # A master on the device is cast when it is read. One off the device would have to be copied in full first, so
+        # the state has a copy in the compute dtype, with half the bytes.
         if master.layout.tier != "device" and dtype != master.dtype:
             path = f"{COMPUTE}{master.path.removeprefix('params')}"
             out[i] = replace(master, path=path, role="compute").with_layout(dtype=dtype, tier=tiers[i].copy)

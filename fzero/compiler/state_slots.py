@@ -157,6 +157,7 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
     axes = zero_of(step, mesh).batch_axes
     for i, leaf in enumerate(leaves):
         if leaf.path in local:  # a row for each rank
+            # Sharded along dim 0 over all axes of the batch, so that each rank has exactly one row.
             layout = Layout(leaf.dtype, axes, dims=(Shard(0),) * len(axes))
             leaves[i] = Leaf(leaf.path, leaf.role, (mesh.axis_size(axes), *leaf.shape), layout)
     return Slots(Inputs(structure, tuple(leaves), tuple(range(len(leaves)))), owners, local)

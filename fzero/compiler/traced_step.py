@@ -67,6 +67,7 @@ def trace_step(
         accumulation.check_replicated(batch.leaves, batch.ties)
     num_micro = accumulation.num_micro_batches if accumulation else 1
     shapes = accumulation.micro_shapes(batch.leaves) if accumulation else [x.shape for x in batch.leaves]
+    # The loss is traced once, for one micro-batch; the pass `accumulate` repeats it.
     micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
     trains = step.trains(abstract_params(params))
     if not any(trains):
@@ -88,6 +89,7 @@ def trace_step(
                 slots=slots,
                 mesh=mesh,
                 precision=precision or precision_of(step),
+                # Ranks along other axes compute with the same samples, so they are not separate parts of the batch.
                 num_parts=num_parts or num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )

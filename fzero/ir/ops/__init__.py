@@ -48,6 +48,7 @@ def bring(rows: Iterable[Op[Any]], owner: str) -> None:
         FzeroTypeError: if an op of that name belongs to the package, or to another transform.
     """
     rows = [*rows]
+    # A transform may bring its ops again, for example when its module is reloaded in a notebook.
     taken = [x.name for x in rows if x.name in OPS and OWNERS.get(x.name) != owner]
     if problems := [f"{name}: {f'of {OWNERS[name]}' if name in OWNERS else 'of fzero'}" for name in taken]:
         raise FzeroTypeError(owner, "ops of these names exist already", problems, "give them other names")

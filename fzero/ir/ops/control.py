@@ -119,6 +119,7 @@ class Accumulation(Op[JoinAttrs]):
         ) -> torch.Tensor | Sequence[torch.Tensor]:
             if isinstance(part, torch.Tensor):
                 assert total is None or isinstance(total, torch.Tensor)
+                # The first micro-batch is copied instead of added to zeros, which saves clearing the buffer.
                 return into[0].copy_(part) if total is None else JOINS[op]([total], [part])[0]
             assert isinstance(total, (list, tuple))
             totals = [x for x in total if x is not None]
@@ -133,6 +134,7 @@ class Accumulation(Op[JoinAttrs]):
         self, op: Instruction[JoinAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
     ) -> Sequence[torch.Tensor]:
         pairs = zip(op.out, args, strict=True)
+        # Cloned: the total is written in later iterations, and the value of the first must not change with it.
         return [_joined(op, interpreter.values[v.name], x) if iteration else x.clone() for v, x in pairs]
 
     def record_meanings(self, op: Instruction[JoinAttrs], of: Meanings, micro: int, iteration: int) -> None:
@@ -195,11 +197,14 @@ class Add(Op[AddAttrs]):
 def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
     """Checks that micro-batches combine a partial value by the same reduction as ranks do."""
     for v in args:
+        # The maximum of sums is not the sum of maxima, so the two reductions must be the same one.
         if v.placement.partial and v.placement.by != op.attrs.reduction:
             rules.bad(op, f"{v.name} is {v.placement}, joined by {op.attrs.reduction!r}")
 
 
 def _joined(op: Instruction[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    # The reference semantics never write in place, so that the interpreter can keep every value of a run for
+    # comparison.
     return JOINS[op.attrs.reduction]([total.clone()], [part])[0]
 
 

@@ -104,6 +104,7 @@ class JoinParts(Rearranged):
         numel, rows = math.prod(shape), x.view(along.size, -1)
         for row, boxes in zip(rows, parts_of(shape, (along,)), strict=True):
             boxes.put(row[: boxes.numel], out.view(-1)[:numel].view(*shape))
+        # The padding is part of what a later reduction sends, and buffers of the arena contain leftovers.
         out.view(-1)[numel:].zero_()
         return out
 
@@ -120,6 +121,7 @@ class SplitParts(Rearranged):
         whole = x.reshape(-1)[: math.prod(shape)].view(*shape)
         for row, boxes in zip(out.view(along.size, -1), parts_of(shape, (along,)), strict=True):
             row[: boxes.numel].copy_(boxes.take(whole))
+            # As above: the padding of each shard is reduced together with its elements.
             row[boxes.numel :].zero_()
         return out
 
@@ -171,6 +173,7 @@ class Reshaped(Op):
 def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns a tensor's elements in another shape: without the padding at its end, or padded with zeros."""
     flat, numel = x.reshape(-1), math.prod(shape)
+    # Negative for `unflatten`, which drops the padding; positive for `flatten`, which adds it. Only the latter copies.
     missing = numel - flat.numel()
     return (torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:numel]).view(*shape)
 
@@ -221,6 +224,8 @@ class Deal(Op[DealAttrs]):
             placement=Placement("varying", op.attrs.axes),
         )
         at = first.placement
+        # Rows of the stack are exchanged by an all-to-all, after which rank r has all shards of value r. That works
+        # only for flat shards over exactly this axis.
         flat = at.kind == "shard" and at.axes == op.attrs.axes and not at.dims and not at.partial
         if not (alike and flat and stack == wanted and len(shards) == op.attrs.count <= size):
             rules.bad(op, f"{', '.join(map(str, args))} become {', '.join(map(str, op.out))}")
@@ -262,6 +267,7 @@ class StackShards(Deal):
 
 def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     torch.stack([x.reshape(-1) for x in shards], out=out[: len(shards)])
+    # Ranks that get no value still take part in the exchange of rows.
     out[len(shards) :].zero_()
     return out
 

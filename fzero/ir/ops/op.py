@@ -206,6 +206,7 @@ class Op(Generic[A]):
                 problems.append(f"{field}={num!r}: must be a number of values, or ANY")
         if not (isinstance(cls.attrs, type) and issubclass(cls.attrs, Attrs)):
             problems.append(f"attrs={cls.attrs!r}: must be a class of attributes, as those of fzero/ir/attributes.py")
+        # Classes that only others derive from have no name yet.
         if not str(name := getattr(cls, "name", "_")).isidentifier():
             problems.append(f"name={name!r}: must be an identifier, because the text of a program calls it")
         if problems:

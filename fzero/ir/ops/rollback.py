@@ -47,6 +47,8 @@ class Rollback(Op[LoopAttrs]):
         # copies in the compute dtype are written and never read by an update
         computed = {w for w in speculated if leaves[w].role == "compute"}
         placed = all(rules.known[name].tier == leaf.layout.tier for name, leaf in leaves.items())
+        # The body reads the old values again. Once values are placed, only tensors on disk still have them; tensors in
+        # memory are restored by the body before it reads them, and no update reads compute copies.
         rules.overwritten -= on_disk | computed if placed else speculated
         rules.written -= speculated
         for handle in (h for h, start in rules.started.items() if start.speculative):
@@ -69,6 +71,7 @@ class Rollback(Op[LoopAttrs]):
         for op, _ in program.walk():
             speculated |= _written_speculatively(op, program)
             if op.op == self.name:
+                # Everything that may have been computed from wrong values must be written again by the body.
                 again = {w for inner in op.with_body() if not _restores(inner) for w in inner.writes}
         return [f"{name} was written speculatively, and is not written again" for name in sorted(speculated - again)]
 

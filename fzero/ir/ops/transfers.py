@@ -64,6 +64,8 @@ class Collective(Start[GatherAttrs]):
         """Returns whether the collective can move values of this placement. A reduction moves only values that are
         partial over its axes, by its own reduction.
         """
+        # The shards are ordered for a reduction over the last axis; over another one, ranks would add up different
+        # elements.
         if placement.kind == "permuted" and placement.axes[-1:] != op.attrs.axes:
             return False
         return {*op.attrs.axes} <= {*placement.partial} and placement.by == op.says(ReduceAttrs).reduction
@@ -82,6 +84,7 @@ class Collective(Start[GatherAttrs]):
         found, axis = 0, {*op.attrs.axes}
         for value in (values[a] for a in op.args):
             at = value.placement
+            # Other axes divide the data that the ranks along this axis have together.
             others = tuple(a for a in at.axes if at.is_flat_shard and a not in axis)
             left = tuple(x for x in at.dim_shards if x[0] not in axis)
             found += local_bytes(replace(value, placement=Placement(dim_shards=left)), mesh) // mesh.axis_size(others)
@@ -125,6 +128,7 @@ class AllGather(Collective):
     hoisted = "ahead"
 
     def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+        # Only the last axis can be gathered: it splits the shards of the axes before it, so its shards are adjacent.
         shard = placement.kind == "shard" and placement.axes[-1:] == op.attrs.axes
         rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.dim_shards)
         return (shard or rows) and not placement.partial
@@ -167,6 +171,7 @@ class ReduceScatter(Collective):
 
     def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
         finer = (*placement.axes, *op.attrs.axes)  # the axes that determine the padding of the shard
+        # A shard can be sharded further only if its padding already makes its length a multiple of the finer shards.
         padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
         return padded and super().takes(op, placement)
 
@@ -278,11 +283,14 @@ class Replicate(Start[ReplicateAttrs]):
         if len(said.leaves) != len(args):
             rules.bad(op, f"sends {len(args)} values as {len(said.leaves)} leaves")
         for v, path in zip(args, said.leaves, strict=False):
+            # The receiver stores the values under this path, so they must be exactly the tensor of the state, unchanged
+            # in this step.
             leaf = rules.program.leaves.get(path)
             if leaf is None or (leaf.shape, leaf.dtype) != (v.shape, v.dtype) or rules.root(v.name) != path:
                 rules.bad(op, f"{v.name} is sent as {path}")
             if v.placement.kind != "shard" or said.axes[0] not in v.placement.axes or v.placement.partial:
                 rules.bad(op, f"{v.name} is {v.placement}")
+            # The receiving rank keeps the values in host memory, so they are sent from there.
             if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):
                 rules.bad(op, f"{v.name} is sent from the {v.tier}")
 
@@ -296,6 +304,7 @@ class Replicate(Start[ReplicateAttrs]):
         """Returns the bytes of this rank's shards, averaged over the steps that send and those that do not. Tensors
         that are sent once count nothing.
         """
+        # Amortized over a run, a tensor that is sent twice costs nothing per step.
         if op.attrs.once:
             return 0
         return sum(local_bytes(values[a], mesh) for a in op.args) // op.attrs.every
@@ -431,6 +440,8 @@ class Copy(Start[CopyAttrs]):
             rules.bad(op, f"copies {len(args) - num} values to {num} leaves")
         rules.pairs(op, args[:num], args[len(args) - num :], "copied")
         for target, source in zip(op.writes, args[len(args) - num :], strict=False):
+            # A copy that writes the state must store the new value of the tensor that it writes, not of another one,
+            # and not the old value again.
             root = rules.aliases.get(source.name, target)
             if root != target:
                 rules.bad(op, f"{source.name}, which is {root} updated, is stored in {target}")
@@ -559,6 +570,7 @@ class Wait(Op[WaitAttrs]):
             return
         moved = STARTS[start.op].returns_values and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
+        # A receive reads no values of this program, so its attributes say what comes.
         if isinstance(start.attrs, RecvAttrs):
             said, mesh = start.attrs, rules.program.mesh
             comes = [(*x, "device") for x in said.values]
@@ -570,6 +582,7 @@ class Wait(Op[WaitAttrs]):
             return
         row = STARTS[start.op]
         if not op.attrs.host:
+            # The host has not waited, so no op of the host may read these values.
             rules.device_only |= {v.name for v in op.out}
             if not row.may_hold_device_only or start.writes:
                 rules.bad(op, f"only the device waits for {op.args[0]}, which is not a copy of values to the host")
