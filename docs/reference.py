@@ -176,12 +176,25 @@ def of_site(markdown: str, path: str) -> str:
     return re.sub(r"^\[[^\]]+\]\((\.\./)?results/(\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
 
 
+def weight(path: str) -> float:
+    """The weight of a page in the search: guides come before public names, and tables of results last."""
+    weights = {"reference/api/": 0.4, "internals/": 0.6, "results/": 0.2}
+    return next((weight for folder, weight in weights.items() if path.startswith(folder)), 1.0)
+
+
 # --- called by mkdocs ---
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Returns the text of a page as the site shows it."""
-    return of_site(markdown, page.file.src_uri)
+    """Returns the text of a page as the site shows it, and sets its weight in the search."""
+    path = page.file.src_uri
+    page.meta.setdefault("search", {}).setdefault("boost", weight(path))
+    return of_site(markdown, path)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks the flags in a text, which site.css keeps on one line."""
+    return re.sub(r"<code>(?=--?[a-z][\w-]*</code>)", '<code class="flag">', html)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
