@@ -129,6 +129,7 @@ class Check:
                 raise UsageError(
                     "check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"
                 )
+            # Only ranks with different samples draw different values; the others must have the same batch.
             part = mesh.index(zero_of(step, mesh).batch_axes)
             params, batch, num_drawn = with_values(params, batch, part)
             far = (

@@ -153,6 +153,7 @@ def cache() -> Diagnosis:
 def _unusable(folder: Path) -> str | None:
     """Returns why a run could not use or create this folder; None if it could."""
     place = folder
+    # A folder that does not exist yet can be created if its nearest existing parent allows it.
     while not place.exists():
         place = place.parent
     if not place.is_dir():
@@ -168,6 +169,7 @@ def _required() -> list[str]:
         lines = importlib.metadata.requires("fzero") or []
     except importlib.metadata.PackageNotFoundError:  # run from a folder that was not installed
         return []
+    # Everything before the first character that a name cannot contain, such as ">" or "[".
     return [re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line]
 
 

@@ -101,6 +101,7 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate | Docto
     try:
         return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]
     except SystemExit as stop:
+        # A help text exits with 0. For an error, tyro has printed its message already, and these lines follow it.
         if stop.code and args and args[0] in COMMANDS:
             print(f"fzero {args[0]} --help lists its flags", file=sys.stderr)
             for line in _meant(args[1:], _flags(COMMANDS[args[0]])):

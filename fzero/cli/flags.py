@@ -32,6 +32,7 @@ def bytes_of(size: str | None) -> int | None:
     """
     if size is None or not size.isdecimal():
         return None if size is None else parse_bytes(size)
+    # Below 1 MiB: no step fits in so few bytes, so the unit was forgotten.
     if 0 < int(size) < 1 << 20:
         raise FzeroValueError(
             "plan",
@@ -93,6 +94,7 @@ def check_files(**files: Path | None) -> None:
     problems += [
         f"--{flag} {path}: is also the file of --{other}"
         for (other, first), (flag, path) in combinations(given.items(), 2)
+        # The second file would silently overwrite the first.
         if path.resolve() == first.resolve() and not _is_stream(path)
     ]
     problems += [

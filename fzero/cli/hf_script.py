@@ -163,6 +163,8 @@ def planned(
     made = _script(of, axes, per_host, budgets)
     target, mixture = _load(of, made)
     if mixture:
+        # Whether a model has experts is only known once its class has been instantiated, so the script is written
+        # twice.
         made = _script(of, axes, per_host, budgets, mixture)
         target, _ = _load(of, made)
     return made, target
@@ -236,6 +238,8 @@ def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
     """
     found: dict[str, Any] = {"mesh": SimpleNamespace(device="cpu")}
     with users_code(of.hf or ""):
+        # The plan is made of exactly the text that is printed, so the two cannot differ. [Note: the code that is
+        # planned]
         exec(compile(f"{made.model}\n{made.batch}", "<the script of --hf>", "exec"), found)
     model = found["model"]
     return Target(found["step"], model.params, found["batch"], len(model.blocks)), is_mixture(model.module)

@@ -96,6 +96,7 @@ class PlanCommand(StepCommand):
         # otherwise it is a generic device of its kind
         known = self.device is not None or self.devices is not None or plan.device.machine
         left = plan.device.memory_bytes - plan.process_bytes
+        # With a budget, a step that does not fit has raised an error already.
         memory = left if known and self.budget_bytes is None else None
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | printing.plan_data(lowered, plan, memory), indent=1))

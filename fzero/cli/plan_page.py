@@ -86,6 +86,7 @@ def _other_transforms(found: Any, plan: Plan, memory: int | None, seconds: float
     """
     step, lowered, title = found.step, found.lowered, "With other transforms"
     if auto_of(step) is not None:
+        # The tiers are fixed as they were chosen. Choosing them anew for each alternative would take minutes.
         step = replace(step, transforms=lowered.program.transforms)
         title += ", on the tiers that offload('auto') chose"
     budget = lowered.budget or Budget(None, plan.device, lowered.backend)

@@ -69,6 +69,7 @@ class Answer:
             found[f"parameters' copies in {self.of.precision}"] = n = sum(
                 leaf.shard_bytes(program.mesh) for leaf in copies
             )
+            # The plan counts the copies among the parameters.
             found[words["params"]] -= n
         return {word: n for word, n in sorted(found.items(), key=lambda item: -item[1]) if n}
 
@@ -181,6 +182,8 @@ class Answer:
                 )
             elif n > of.accumulate:
                 out.append(f"--accumulate {n} (not tried): compute then takes about as long as the {tier}")
+        # Parameters and gradients do not grow with the batch, so a larger batch gives transfers more compute to hide
+        # behind.
         elif self.num_ranks > 1 and plan.exposed_seconds > MUCH * plan.step_seconds:
             share = plan.exposed_seconds / plan.step_seconds
             out.append(f"--batch {2 * of.batch}: {share:.0%} of a step waits for transfers, which stay the same")

@@ -67,6 +67,7 @@ def print_program(text: str) -> None:
     console = Console()
     if console.is_terminal:
         syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # the terminal's own colors
+        # Not wrapped by rich, so that ops stay on one line and can be copied or piped to a pager.
         console.print(syntax.highlight(text), soft_wrap=True, end="")
     else:
         sys.stdout.write(text)

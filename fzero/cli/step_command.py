@@ -116,6 +116,8 @@ class StepCommand:
 
         def about() -> float:
             """The estimated total in wall-clock seconds, 0 if there is none or if it turned out too low."""
+            # The estimate is in CPU seconds. On a busy machine the process gets less than one core, and the rest takes
+            # longer in proportion.
             wall, cpu = time.monotonic() - begun, time.process_time()
             left = likely - cpu
             return wall + left * max(1.0, wall / max(cpu, 1.0)) if left > 0 else 0.0
@@ -135,6 +137,8 @@ class StepCommand:
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
                 made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
                 unknown += made.unknown
+                # The budget that was filled in above becomes part of the printed script, so the plan must use it as
+                # well.
                 limits = parse_budgets(*(n and f"{n}B" for n in map(bytes_of, budgets.values())))
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")
@@ -145,6 +149,7 @@ class StepCommand:
                 if isinstance(step, Step) and not callable(params):
                     budget = Budget(limits[0], device, self.backend, *limits[1:])
                     check_at_rest(step, mesh, params, budget)
+                    # Only for the message: without a budget the plan is made anyway, and this says what would help.
                     found = shortage(step, mesh, params, replace(budget, nbytes=device.memory_bytes))
                     short = "; ".join(found[0][2:]) if found else ""
                 lowered = lower(

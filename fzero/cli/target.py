@@ -72,6 +72,7 @@ def users_code(target: str) -> Iterator[None]:
     """Runs the user's code as a script without arguments: its output goes to stderr, and its exceptions become a
     `UserError`.
     """
+    # The user's module may parse command-line arguments when it is imported, and must not see those of fzero.
     before, sys.argv = sys.argv, [target.rpartition(":")[0]]
     try:
         with contextlib.redirect_stdout(sys.stderr), compat.quiet_fake_tensors():
@@ -144,6 +145,7 @@ def _from_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # As Python's own import does: a module whose execution failed must not be found by a later import.
         del sys.modules[name]
         raise
     return module

@@ -83,6 +83,8 @@ class BatchSize(Transform):
         found = {v.name: v.shape[0] for v in program.inputs if v.name not in program.leaves and v.shape}
         axes = {a for t in program.transforms if isinstance(t, Parallel) for a in t.axes if a in program.mesh.axes}
         parts = program.mesh.axis_size(tuple(axes))
+        # One match is enough: other tensors of a batch, such as a mask that all samples share, may have another first
+        # dim. An evaluation assigns nothing, and may have any batch.
         if program.assigns and found and self.rows not in {n * parts for n in found.values()}:
             problems = [f"{name}: {n} samples of each of {parts} shards of the batch" for name, n in found.items()]
             rows = self.rows / parts
@@ -242,6 +244,7 @@ def _batch(found: ConfigSettings, world: int) -> tuple[int, int, int]:
     DeepSpeed rounds down, and fails if there is a remainder.
     """
     paths = _BATCH
+    # The values may be of a wrong type, which has been reported already.
     if any(p.startswith((*paths, "world")) for p in found.problems):
         return 1, 1, 1
     total, micro, num = (None if (x := found.get(p)) is None else int(x) for p in paths)
@@ -250,6 +253,7 @@ def _batch(found: ConfigSettings, world: int) -> tuple[int, int, int]:
         return 1, 1, 1
     if micro is None:
         num = num or 1
+        # Rounded down: if it does not divide, the check at the end reports the three numbers.
         micro = total // (world * num)  # pyright: ignore[reportOptionalOperand]  # one of the two is there
     elif num is None:
         num = 1 if total is None else max(1, total // (world * micro))
@@ -361,6 +365,8 @@ def _stage(found: ConfigSettings) -> list[Transform]:
     stage, small = found.get(f"{_ZERO}.stage", 0), f"{_ZERO}.stage3_param_persistence_threshold"
     numel = found.get(small)
     if stage == 3 and numel:
+        # DeepSpeed replicates the small parameters, but still shards their gradients and optimizer state, as ZeRO-2
+        # does.
         return [shard_params(where=Larger(int(numel))), shard_grads()]
     if stage == 3 and numel is None:
         says = "all parameters are sharded, except those with fewer elements than ranks"
@@ -395,6 +401,7 @@ def _offload(found: ConfigSettings) -> list[Transform]:
             )
         if tier == "cpu" and path is not None:
             found.note(f"{section}.nvme_path", "not used: the device is 'cpu'")
+        # Roles with the same tier, path and share become one transform, because two offloads need different roles.
         wanted.setdefault((tier, path if tier == "nvme" else None, float(share)), []).append(role)
     if len({path for tier, path, _ in wanted if tier == "nvme"}) > 1:
         paths = " and ".join(f"{section}.nvme_path" for section in _OFFLOADS)

@@ -122,6 +122,7 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
             raise FzeroValueError("deepspeed", f"{name} cannot be read", [str(error)], fix) from None
     try:
         text = base64.b64decode(name, altchars=b"-_", validate=True)  # a file name may be valid base64 too
+        # Many file names are valid base64, so what it decodes to must look like JSON.
         if not text.lstrip().startswith(b"{"):
             raise ValueError
     except (binascii.Error, ValueError):
@@ -133,6 +134,7 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
 def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the configuration as JSON would store it: lists for tuples, and texts for keys."""
     try:
+        # A round trip through JSON, so that a dict and a file with the same contents give the same configuration.
         return parsed(json.dumps(dict(config)))
     except (TypeError, ValueError, RecursionError) as error:
         raise FzeroTypeError("deepspeed", f"{name} has values that JSON does not have", [str(error)]) from None

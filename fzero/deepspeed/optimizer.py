@@ -92,9 +92,11 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
         return None
     optimizer, text = made
     if clip:
+        # Clipping comes first: it needs the gradients of all parameters, before the optimizer changes them.
         optimizer = optim.chain(optim.clip_by_global_norm(clip), optimizer)
         text = f"chain(clip_by_global_norm({clip:g}), {text})"
     if skip:
+        # Outermost, so that a norm that is not finite does not reach the state either.
         optimizer, text = optim.skip_nonfinite(optimizer), f"skip_nonfinite({text})"
     return Made(optimizer, schedule, text)
 
@@ -222,6 +224,8 @@ def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[G
         if not callable(schedule):
             return own, f"{own:g}"
         if settings.get("scheduler.type") == "WarmupCosineLR":
+            # DeepSpeed's WarmupCosineLR multiplies the initial rate of each parameter group, while its other schedules
+            # set one rate for all.
             factor = own / float(get("lr", 1e-3))
             return (lambda step: schedule(step) * factor), f"{factor:g} * {shown}"
         if f"optimizer.params.{key}" in settings.values:
@@ -323,6 +327,8 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
     except FzeroError as error:
         settings.problems.append(f"scheduler.params: {error}")
         return None, ""
+    # DeepSpeed advances a warm-up after each update and starts at -1, so its update number k uses the rate of step k -
+    # 1 (`optim.warmup_lr`).
     return (lambda step: schedule(step - 1)), kind
 
 
@@ -352,6 +358,7 @@ def _cosine(lr: float, total: int, steps: int, shape: str, low: float, end: floa
         fraction = ((x - steps + 1) / max(1, total - steps)).clamp(0.0, 1.0)
         down = end + (1 - end) * (1 + torch.cos(math.pi * fraction)) / 2
         ratio = torch.where(x < steps, low + (1 - low) * gamma(step), down.clamp(min=0.0))
+        # Before its first step, DeepSpeed's schedule has set a rate of 0.
         return (lr * torch.where(x < 0, 0.0, ratio)).to(torch.float32)
 
     return schedule

@@ -135,6 +135,8 @@ class Device:
         """
         name = dtype_name(dtype)
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
+        # A dtype that is not listed has no faster hardware path than float32. At most its bytes make it slower, never
+        # faster.
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def measured(self, link: str) -> bool:
@@ -188,6 +190,7 @@ class Device:
             links = {k: Link(**v) for k, v in data["links"].items()}
             ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}
             host = Host(**data["host"]) if data.get("host") else None
+            # The version of torch is recorded for people who read the file; rates are valid for any version.
             kept = {k: v for k, v in data.items() if k not in ("format", "torch", "links", "host", *ways)}
             device = Device(links=links, host=host, **ways, **kept)
             if problems := _no_rates(asdict(replace(device, machine={}, host=None)), "device"):

@@ -68,6 +68,7 @@ def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: fl
         for waits in (False, True):
             of = [e for e in events if e.queue == queue and e.seconds > 0 and e.name.startswith("wait ") == waits]
             look = {"facecolor": "white", "edgecolor": "C3", "hatch": "////"} if waits else {"facecolor": f"C{row}"}
+            # One call for all bars of the same look: matplotlib takes seconds for thousands of separate patches.
             for together in (False, True):
                 spans = [(e.start / scale, e.seconds / scale) for e in of if e.name.endswith(_MORE) == together]
                 drawn = {"edgecolor": "white", "linewidth": 0.4, "alpha": 0.5 if together else 1.0, **look}
@@ -101,6 +102,8 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
     """Draws the memory stacked by role, with the peak and its op."""
     unit, name = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
     points = list(memory_over_time(plan))
+    # The last sample holds until the end of the step, which may be later than the last op because transfers are still
+    # under way.
     points.append((max(plan.step_seconds, points[-1][0]), points[-1][1]))
     times = [time / scale for time, _ in points]
     rows = [[s.by_role[i] / unit for _, s in points] for i in range(len(ROLES))]

@@ -347,8 +347,10 @@ def plan(
     memory = _memory(program, found, backend)
     stages = stages or (program,)
     timelines = _timelines(stages, found, backend)
+    # By identity: two stages may have equal programs.
     stage = next(i for i, x in enumerate(stages) if x is program)
     timeline = timelines[stage]
+    # The stages of a pipeline run at the same time, and the step ends when the last one does.
     step_seconds = max(x.step_seconds for x in timelines)
     sent: dict[str, int] = {}
     for op, times in walked:
@@ -389,6 +391,7 @@ def plan(
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
+        # Model FLOPs without recomputation, so that a step which recomputes more does not look more efficient.
         mfu=flops / step_seconds / stated if stated and step_seconds else None,
         roofline_fraction=flops / step_seconds / found.rate(dtype) if step_seconds else 0.0,
         memory=tuple(memory),
@@ -412,6 +415,7 @@ def _stage(program: Program, timeline: Timeline, step_seconds: float, device: De
     sends = [op for op in program.instructions if op.op == "send_start"]
     # after its own work, the stage waits for the others
     waits = step_seconds - timeline.step_seconds
+    # Waiting for another stage is bubble; waiting for a collective or a copy of this stage is not.
     waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("send:", "recv:")))
     peak, host, _ = peak_bytes(program, device, backend)
     return StagePlan(
@@ -441,6 +445,8 @@ def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> 
     for timeline in found:
         busy, first = {COMPUTE: timeline.compute_seconds, **timeline.busy_seconds}, timeline.before_update
         then = {
+            # What a queue does after the first update cannot begin before the backward is over, so its time comes on
+            # top of that compute.
             f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
             for queue, seconds in busy.items()
             if queue != COMPUTE

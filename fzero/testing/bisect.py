@@ -75,12 +75,14 @@ def _first_transform(s: Comparison) -> tuple[Transform | None, tuple[Transform, 
     transforms = s.step.transforms
     if not _same(_with(s, ())):
         return None, ()
+    # If no shorter prefix differs, the last transform is the culprit: all of them together are known to differ.
     number = next((n for n in range(1, len(transforms)) if not _same(_with(s, transforms[:n]))), len(transforms))
     if not transforms:
         return None, ()
     culprit, needed = transforms[number - 1], transforms[: number - 1]
     for other in needed:
         fewer = tuple(t for t in needed if t != other)
+        # The step still differs without `other`, so `other` is not necessary.
         if not _same(_with(s, tuple(t for t in transforms if t in fewer or t == culprit))):
             needed = fewer
     return culprit, needed
@@ -91,6 +93,7 @@ def _with(setting: Comparison, transforms: tuple[Transform, ...]) -> Comparison:
     s = replace(setting, step=replace(setting.step, transforms=transforms), backend="eager")
     if any(isinstance(t, Parallel) for t in transforms) or s.mesh.size == 1:
         return s
+    # Without a parallel transform, ranks of a larger mesh would train on different parts and never exchange anything.
     return replace(s, mesh=mesh_of_one(s.mesh), batch=s.whole_batch)
 
 

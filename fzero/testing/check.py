@@ -108,6 +108,7 @@ def check_equivalent(
         from fzero.testing.bisect import blame
 
         report = replace(report, blame=blame(setting, report))
+    # Only if the step with its rounding is equivalent: otherwise that difference is what has to be explained first.
     elif report.equivalent and (others := _without_precision(step)):
         exact = check_equivalent(
             replace(step, transforms=others),

@@ -37,6 +37,7 @@ def compare(setting: Comparison) -> Report:
                 path, tuple(want.shape), tree.dtype_name(want.dtype), t, off / size, tolerance / size
             )
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
+            # The first step that exceeds the tolerance is kept, because later differences may follow from it.
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
                 worst[path] = ratio, difference
     mine = list(worst.items())
@@ -72,6 +73,7 @@ def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
     for _ in range(s.steps):
         before = left
         state, metrics = train(state, s.batch)
+        # The state is unchanged except for its loss scale, so repeating the step compares the same update.
         while overflowed(metrics) and left:
             state, metrics = train(state, s.batch)
             left -= 1
@@ -96,6 +98,7 @@ def most_skipped(step: Step) -> int:
     scale = record.scaling if (record := find(step.transforms, MixedPrecision)) else None
     if scale is None or scale.backoff_factor == 1:
         return 0
+    # The number of times that the scale can be multiplied by the factor before it reaches its minimum.
     return scale.hysteresis + math.ceil(math.log(scale.minimum / scale.initial) / math.log(scale.backoff_factor))
 
 

@@ -95,10 +95,12 @@ def setting_of(
     else:
         if mesh.axis_size(axes) > 1:
             run_on_all_ranks(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
+        # The plain step sees all samples at once, on every rank.
         whole_batch = gathered(batch, mesh, axes, has_rows)
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     step, _ = choose_rules(step, mesh, params, batch_inputs(batch))
     with every_call_traced():
+        # Traced twice: a loss that counts its calls, or draws from a global generator, gives two different programs.
         base, again = (base_program(step, mesh, params, batch) for _ in range(2))
     if differs := difference(_text(base), _text(again), "the first time", "the second"):
         fix = (

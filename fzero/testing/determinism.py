@@ -43,6 +43,7 @@ def check_deterministic(train: CompiledStep, state: State, batch: Any) -> None:
         raise FzeroTypeError(
             "check_deterministic", what, fix="check_deterministic(fz.compile(step, mesh), state, batch)"
         )
+    # Copied, because a step writes its state in place.
     results = [train(copy.deepcopy(state), batch) for _ in range(2)]
     first, second = (dict(tree.with_names({"loss": metrics["loss"], **after._asdict()})) for after, metrics in results)
     differing = [name for name in first if not torch.equal(_bits(first[name]), _bits(second[name]))]
@@ -58,4 +59,5 @@ def check_deterministic(train: CompiledStep, state: State, batch: Any) -> None:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
+    # Bytes and not values: NaN differs from itself, and zeros of different sign are equal.
     return x.detach().contiguous().view(-1).view(torch.uint8)

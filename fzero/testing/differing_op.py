@@ -33,6 +33,8 @@ def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine
     train = compiled(s)
     state, step, skipped = train.init(s.params, s.key), 0, 0
     while step < s.steps:
+        # Each step is compared from the state that the transformed step has reached, so that small differences do not
+        # accumulate.
         whole = train.gather(state)
         leaves = _leaves(state, s)
         run, program, names = _prepared(train, state, s)
@@ -43,10 +45,13 @@ def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine
             continue
         step += 1
         reference, axes = _reference(s, whole, leaves, culprit, program, names)
+        # Compiled kernels fuse and reorder operations, so their results differ from those of the interpreter by
+        # roundoff.
         loose = 0.0 if s.backend == "eager" else s.size.value * 4
         found = first_line(ran, program, s.mesh, leaves, reference, axes, loose)
         everyone = [line for one in all_gather_notes([found] if found else [], s.mesh, FirstLine) for line in one]
         if everyone:
+            # The first op over all ranks: a rank may only see the consequence of what went wrong on another.
             return min(everyone, key=lambda line: (line.number, line.iteration, line.rank)), step
     return None, s.steps
 

@@ -81,11 +81,14 @@ def part_values(
     made = {v.name for op in ops for v in op.out}
     for op in ops:
         of_parts = [a for a in op.args if op.of_sums and a in made]
+        # Ops that read sums of all parts, such as the seed of a weighted loss, get the sums that a collective would
+        # give them.
         totals = {a: torch.stack([run.values[a] for run in runs]).sum(0) for a in of_parts}
         for run in runs:
             own = {a: run.values[a] for a in totals}
             run.values |= totals
             run.run(op)
+            # Restored, because later ops of the part read its own value again.
             run.values |= own
     return [{v.name: run.values[v.name] for op in ops for v in op.out} for run in runs]
 
@@ -130,6 +133,7 @@ def first_line(
         op = entry.op
         # Second account of the note: it read another value than was made.
         for name, x in entry.read.items():
+            # Transfers pass flat buffers, which have other shapes than the values in them.
             if name not in empty and x.shape == interpreter.values[name].shape:
                 differs(
                     entry,
@@ -265,6 +269,7 @@ class _Meanings:
         values = [reference.parts[p].get(meaning.name) for p in sorted(meaning.parts)]
         if any(v is None for v in values):
             return None
+        # Added in at least float32, so that the expected value is not rounded more often than the program's.
         total = sum(v if len(values) == 1 else v.to(_wide(v.dtype)) for v in values)  # type: ignore[union-attr]
         here = self._here(name, total.to(values[0].dtype), meaning.casts)  # type: ignore[union-attr]
         spread = sum(norm(v) for v in values)  # type: ignore[misc, arg-type]
@@ -276,6 +281,7 @@ class _Meanings:
             value = value.to(dtype)
         placement = self._values[name].placement
         shape = self._values[name].shape
+        # An expected value that is already a shard, such as one of the state before the step, is not sharded again.
         if placement.kind == "shard" and value.numel() == max(torch.Size(shape).numel(), 1):
             value = flat_shard(value, placement, self._mesh)
         return value
@@ -285,6 +291,7 @@ class _Meanings:
         found = set(parts)
         for axis in axes:
             at, stride = self._axes.index(axis), self._num_micro
+            # Parts are numbered in row-major order of the batch axes, with micro-batches varying fastest.
             for later in self._axes[at + 1 :]:
                 stride *= self._mesh.axes[later]
             size = self._mesh.axes[axis]
@@ -312,6 +319,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     same.
     """
     a, b = (x.detach().to(torch.float64).reshape(-1) for x in (a, b))
+    # Two NaNs count as equal: what matters is that both steps have them in the same places.
     same = (a == b) | (a.isnan() & b.isnan())
     off = torch.where(same, torch.zeros_like(a), a - b).norm().item()
     return off if off == off else float("inf")

@@ -41,6 +41,8 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     index = torch.tensor(mesh.index(axes), device="cpu")
     here = {"index": index, **{str(i): x for i, x in enumerate(flat)}}
     parts = {int(part["index"]): part for part in gathered_tensors(here)}
+    # Keyed by the index along the batch axes. Ranks that differ only along other axes have the same part, which counts
+    # once.
     in_order = [[parts[i][str(n)] for n in range(len(flat))] for i in sorted(parts)]
     whole = [
         torch.cat(xs).to(mesh.device) if split else xs[0].to(mesh.device)

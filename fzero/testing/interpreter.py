@@ -118,6 +118,7 @@ class Interpreter:
         to = ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer]
         for x in values:
             kept = x.contiguous().clone()
+            # Asynchronous, because a blocking send would deadlock if two stages send to each other before they receive.
             self._sent.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
 
     def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:

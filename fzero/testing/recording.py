@@ -52,6 +52,7 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Execut
         by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
         entry.read = {
             name: x.detach().clone()
+            # Copied before the op runs: an op that writes in place would otherwise record its result as its argument.
             for name, x in by_name.items()
             if not x.is_meta and not (row.overwrites and name in op.writes)
         }

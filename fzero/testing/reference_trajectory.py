@@ -67,9 +67,13 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
         for path, x in now.items():
             if not x.is_floating_point():
                 codes = path.startswith("opt_state") and x.dtype in (torch.int8, torch.uint8)
+                # Integers must be equal, except for the 8-bit codes of quantized moments, in which roundoff may change
+                # a code by a few steps.
                 most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA if codes and t else 0.0
                 continue
             metric = path.startswith("metrics")
+            # For a tensor of the state, only what training has changed is subject to roundoff, not the value that it
+            # began with.
             come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))
             # One rounding per step, and one more if the transformed step stores a coarser dtype.
             num_stored = 0 if metric else t + (unit(size.store) > unit(x.dtype))

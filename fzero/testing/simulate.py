@@ -135,6 +135,8 @@ class _Board:
         self._values[mesh.rank] = x.clone()
         barrier.wait()
         found = [self._values[rank] for rank in ranks]
+        # The second wait keeps a fast rank from overwriting its value for the next exchange before all have read this
+        # one.
         barrier.wait()
         return found
 
@@ -233,6 +235,7 @@ class Simulation:
             try:
                 rank.run_ops(rank.program.instructions)
             except BaseException:
+                # Without this, the other ranks would wait for this one in a barrier forever.
                 board.abort()
                 raise
             return rank
@@ -241,6 +244,7 @@ class Simulation:
             done = [pool.submit(interpret, i) for i in range(len(self.ranks))]
         errors = [e for e in (f.exception() for f in done) if e is not None]
         if errors:
+            # Broken barriers are consequences of the abort; the error that caused it is raised.
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return [f.result() for f in done]
 
@@ -284,6 +288,7 @@ def whole_leaf(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[
     """Returns a tensor assembled from the shards of all ranks, and messages about ranks that hold different values
     for the same elements.
     """
+    # Sharding the element numbers in the same way as the leaf shows which elements each rank holds.
     numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
     out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)
     problems = []

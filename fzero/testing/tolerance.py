@@ -103,6 +103,7 @@ class Roundoff:
     @property
     def value(self) -> float:
         rounded = max(unit(self.compute), unit(self.store), unit(self.operands))
+        # Only a dtype that is coarser than the plain step's rounds values that the plain step keeps.
         rounded = rounded if rounded > unit(self.given) else 0.0
         return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
 
@@ -187,6 +188,7 @@ def _roundings(node: torch.fx.Node) -> int:
     inputs = [x for a in node.all_input_nodes if isinstance(x := a.meta.get("val"), torch.Tensor)]
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0].strip("_")
     if "attention" in name and len(inputs) > 1:
+        # Attention has two sums, one after the other: over the features of a head, and over the keys.
         return inputs[0].shape[-1] + inputs[1].shape[-2]
     if name == "scaled_mm":
         return inputs[0].shape[-1]
@@ -215,6 +217,7 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
 
     def nudged(x: torch.Tensor, number: int) -> torch.Tensor:
         draw = fzrandom.uniform(fzrandom.fold_in(key, number), tuple(x.shape)).to(x.device)
+        # Relative, with a random sign for each element, as roundoff is.
         return x * (1 + by * ((draw < 0.5).to(x.dtype) * 2 - 1)) if x.is_floating_point() else x
 
     def lower(x: torch.Tensor, path: str = "") -> torch.Tensor:
@@ -232,6 +235,8 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
 
     def shifted(t: int, i: int, x: torch.Tensor) -> torch.Tensor:
         present = x != 0
+        # By the root mean square of the tensor, because codes round relative to the scale of a block. Zeros stay zeros
+        # in codes.
         return x + way * of_grads * (x.square().sum() / present.sum().clamp(min=1)).sqrt() * present
 
     return with_gradients(replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn), shifted, seen)
