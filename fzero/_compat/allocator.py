@@ -12,6 +12,8 @@ def keep_freed_memory() -> None:
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        # Blocks above this threshold are mapped separately and unmapped when they are freed. glibc limits the threshold
+        # that adapts by itself to 32 MiB, less than the values of a step.
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, 2**31 - 1)
 

@@ -121,6 +121,8 @@ def distributions_unchecked() -> Iterator[None]:
     finally:
         with of.lock:
             of.traces -= 1
+            # Only the last trace restores the default: with nested or parallel traces, an earlier one would re-enable
+            # the checks of those that still run.
             if of.traces == 0:
                 distribution.set_default_validate_args(of.before)
 
@@ -419,6 +421,7 @@ def in_order() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = fills_uninitialized_memory()
     fill_uninitialized_memory(False)
+    # Through the private function, because the public one also changes settings of Inductor, and would import it.
     torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
@@ -714,6 +717,7 @@ def watched(artifact: Any, args: Sequence[torch.Tensor]) -> tuple[Any, ArtifactC
         seen.append((graph, given, results := before(graph, inputs)))
         return results
 
+    # Replaced on the class, because Python looks up `__call__` there and not on the instance.
     CompiledFxGraph.__call__ = noting  # type: ignore[method-assign]
     try:
         results = artifact(*args)
@@ -1109,6 +1113,7 @@ def abort_groups() -> None:
             found.append(group._get_backend(device))
     if not found:
         return
+    # The start and end of a NCCL group, within which the aborts are issued together.
     found[0]._group_start()
     for backend in found:
         backend.abort()
@@ -1143,6 +1148,7 @@ def all_gather_together(wholes: Sequence[torch.Tensor], shards: Sequence[torch.T
     if start is None:
         return [all_gather(whole, shard, group) for whole, shard in zip(wholes, shards, strict=True)]
     options = _asynchronous(dist.distributed_c10d.AllgatherOptions())
+    # A coalesced gather takes tensors of one dtype. A gather only moves bytes, so mixed dtypes are gathered as bytes.
     is_mixed = len({x.dtype for x in shards}) > 1
     flats, parts = ([x.view(torch.uint8) if is_mixed else _plain(x) for x in some] for some in (wholes, shards))
     return [start(flats, parts, options)]
@@ -1260,6 +1266,7 @@ class Graph(fx.Graph):
     ) -> fx.Node:
         if op != "call_function":
             return super().create_node(op, target, args, kwargs, name, type_expr)
+        # Created without arguments and given them afterwards, which skips the search.
         node = super().create_node(op, target, None, None, name, type_expr)
         node.args, node.kwargs = args or (), kwargs or {}
         return node

@@ -88,6 +88,7 @@ def check_tree(loss_fn: Any, params: Any) -> None:
     if own is None or tree.structure(own) == tree.structure(params):
         return
     mine, given = (dict(zip(tree.names(p), tree.paths(p, "params"), strict=True)) for p in (own, params))
+    # The same dotted names under other paths, as in a state dict, whose keys contain dots.
     moved = [f"{given[name]}, not {path}" for name, path in mine.items() if given.get(name, path) != path]
     if moved:
         what = "these are the tensors of a module, but not in the tree of model.params"
@@ -151,6 +152,8 @@ def no_backward(loss: torch.Tensor) -> None:
     """Makes `loss.backward()` raise an error which says that the step is already done. A copy, or a pickled loss, is
     a plain tensor.
     """
+    # Attributes of this tensor only: a subclass of torch.Tensor would change how every operation on the loss
+    # dispatches.
     vars(loss).update(backward=_backward, __getstate__=_no_attributes)
 
 
@@ -200,6 +203,7 @@ def check_bare(batch: Any, flat: list[Any]) -> None:
     """Raises an error if the leaves of a batch are more than values: if they have attributes that someone has set,
     methods of the user's own class, or an autograd graph.
     """
+    # The usual case, decided quickly because every step comes here.
     if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
         return
     check_batch(batch)

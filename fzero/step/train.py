@@ -227,6 +227,8 @@ class Step:
             flatten_means(aux)
             changed = {i: x.detach().clone() for i, x in new_values(new, params, mutable).items()}
             value = parts.total if parts.count is None else parts.total / parts.count
+            # A parameter that the loss does not read has no gradient. The optimizer gets zeros for it, and below it
+            # keeps its value.
             found = torch.autograd.grad(value, values, allow_unused=True)
         value, aux = value.detach(), tree.map(torch.Tensor.detach, aux)
         by_index = {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(trained, found, strict=True)}

@@ -82,6 +82,8 @@ def operations(node: fx.Node) -> int:
     arguments, value = fx.map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"]
     results = value if isinstance(value, (tuple, list)) else (value,)
     tensors = (x for x in (*arguments, *results) if isinstance(x, torch.Tensor))  # type: ignore[misc]
+    # The largest tensor, because a reduction computes with each element of its argument, and a broadcast makes each
+    # element of its result.
     return max((x.numel() for x in tensors), default=0)
 
 
@@ -110,6 +112,7 @@ def transcendentals(node: fx.Node) -> int:
         return 0
     if kind in (aten.gelu, aten.gelu_backward) and node.kwargs.get("approximate") == "tanh":
         each = 3
+    # Powers of whole and half numbers, which Inductor writes as multiplications and square roots.
     if kind is aten.pow and isinstance(by := node.args[1], (int, float)) and 2 * by == int(2 * by):
         return 0  # products and square roots
     return each * operations(node)

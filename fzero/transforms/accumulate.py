@@ -89,6 +89,7 @@ class Accumulate(Transform):
             [leaf for leaf in leaves if self.num_micro_batches > 1 and self.splits(leaf)],
         )
         rows = Counter(leaf.shape[0] for leaf in split)
+        # The most frequent size counts as the batch dimension, so that the error blames the exceptions.
         usual = max(rows, key=lambda n: (rows[n], n), default=0)
         if odd := [
             f"{leaf.path} {list(leaf.shape)}: the others have {usual} samples"

@@ -46,6 +46,7 @@ def _looped(
     before = [
         op
         for op in program.instructions
+        # Casts of parameters do not depend on the micro-batch, so they run once, before the loop.
         if op.op == "cast" and op.args[0] in program.leaves and op.out[0].name not in update.attrs.sums
     ]
     inside = [op for op in program.instructions if op is not update and op not in before]
@@ -83,6 +84,7 @@ def _looped(
     seeds, ahead, rest = _ahead(inside)
     loops = list[Instruction]()
     if ahead:
+        # Ops that both loops need run twice. Values have unique names, so those of the first loop are renamed.
         again = {v.name: names(f"{v.name}_ahead") for op in ahead if op in rest for v in op.out}
         loops.append(loop(ahead, [s for s in _summands(program) if any(s in op.args for op in seeds)], again))
     seeds = [op.rename(totals) for op in seeds]
@@ -100,6 +102,7 @@ def _ahead(ops: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruct
     seeds = [op for op in ops if op.of_sums]
     if not seeds:
         return [], [], [*ops]
+    # Backwards through the ops: everything that the arguments of a seed depend on has to run in the first loop.
     wanted, ahead = {a for op in seeds for a in op.args}, list[Instruction]()
     for op in reversed(ops):
         if not op.of_sums and any(v.name in wanted for v in op.out):
@@ -108,6 +111,7 @@ def _ahead(ops: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruct
     rest = list[Instruction]()
     read = {a for op in ops if not op.of_sums and op not in ahead for a in op.args}
     for op in reversed(ops):
+        # An op of the first loop runs again in the second one only if something there reads its results.
         if not op.of_sums and (op not in ahead or any(v.name in read for v in op.out)):
             rest.insert(0, op)
             read.update(op.args)
@@ -173,11 +177,13 @@ def _repeated(
             continue
         made = [v for op in unit for v in op.out]
         adds = [v for v in made if v.name in summands]
+        # Depends on no micro-batch, directly or indirectly, so it runs once for all of them.
         if not adds and not any(op.op == "part_index" or not new[0].keys().isdisjoint(op.args) for op in unit):
             out += unit
             continue
         for m in range(num):
             for v in made:
+                # The result of the first micro-batch is the first total, so nothing has to be initialized to zero.
                 new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
             for op in unit:
                 renamed = tuple(replace(v, name=new[m][v.name]) for v in op.out)
@@ -219,6 +225,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Instruction], dict[str,
     for op in ops:
         out.append(op)
         for v in (v for v in op.out if v.name in summands and v.name in read):
+            # The total is added to in place, while other ops still read the value of the first micro-batch.
             copy = replace(v, name=names(f"{v.name}_copy"))
             out.append(Instruction("cast", (v.name,), (copy,), attrs=CastAttrs(dtype=v.dtype), by="accumulate"))
             summands[copy.name] = summands.pop(v.name)

@@ -96,6 +96,7 @@ class Compress(Transform):
 
         Each is half a quantization step of the coarsest format.
         """
+        # "auto" may choose any format, so its rounding is that of the coarsest one.
         grads = "int4" if self.auto and self.grads else self.grads
         return _rounding(self.params), _rounding(grads)
 
@@ -124,6 +125,7 @@ class Compress(Transform):
 
     def __str__(self) -> str:
         said = {n: getattr(self, n) for n in ("params", "grads")}
+        # With "auto", the other two are the defaults of the call and say nothing.
         said = {n: x for n, x in said.items() if x is None} if self.auto else said
         given = [f"{n}={dict(x) if isinstance(x, tuple) else x!r}" for n, x in said.items()]
         given += [] if self.axis is None else [f"axis={self.axis!r}"]

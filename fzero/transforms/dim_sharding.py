@@ -35,6 +35,7 @@ class DimSharding(Transform):
 
     @property
     def flops_axes(self) -> tuple[str, ...]:
+        # Ranks with different samples do different work; ranks with the same samples share it.
         return () if self.shards_batch else (self.axis,)
 
     @property

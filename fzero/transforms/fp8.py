@@ -37,6 +37,8 @@ class Fp8(Transform):
     def selects(self, leaf: Leaf) -> bool:
         """Whether products with this parameter are computed in 8 bits: if they can be, and `where` accepts the
         parameter."""
+        # `where` may accept any parameter by default, so those that do not fit are left out here. `check` names them
+        # only if the user's own `where` selects them.
         return not _unfit(leaf) and accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def check(self, leaves: Sequence[Leaf]) -> None:

@@ -113,6 +113,7 @@ def in_8_bits(
     blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, ProductUses] = defaultdict(ProductUses)
     nodes = list(graph.graph.nodes)
+    # Everything that depends on the seed of the backward is a gradient and gets the format with the larger range, e5m2.
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     for weight, done in _replace(graph.graph, weights, late, fp8.rows).items():
         uses[weight].add(done)
@@ -125,6 +126,7 @@ def in_8_bits(
             if key not in blocks:
                 blocks[key] = _in_block(joint, selected, fp8.rows)
             node.args = (blocks[key].joint, call, *node.args[2:])
+            # A vjp has the same joint graph as its forward. Counting both would count each product twice.
             for i in selected if node.target is call_block else ():
                 uses[_origin(inputs[i])].add(blocks[key].uses[i])
     if not any(u.done for u in uses.values()):
@@ -193,6 +195,8 @@ def _replace(
             uses[weight].left.append(_dims(found))
             continue
         made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], rows)
+        # Roundings are merged only if no block is called between them: otherwise the rounded value would stay in memory
+        # during the call.
         runs.update(dict.fromkeys(made, run))
         if node in late:
             late.add(result)
@@ -214,6 +218,8 @@ def _scaled(
     views of one tensor share the rounding. The arguments are those of `_replace`. Returns the new nodes, and the node
     of the result.
     """
+    # With one scale per tensor, the values are rounded before they are viewed, so that products which read different
+    # views of one value share its rounding. Scales by row depend on the view.
     roots = [(f, []) if rows else _unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
     inputs: list[Any] = [*(n for n, _ in roots), *bias]
@@ -276,6 +282,7 @@ def _fits(node: fx.Node) -> bool:
 
 def _origin(node: fx.Node) -> fx.Node:
     """The node that has the same elements as this node, before they were viewed, reordered, copied or cast."""
+    # Casts count as copies, because mixed precision reads a cast of each parameter.
     while node.target in _VIEWS | _COPIES:
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -33,6 +33,8 @@ class Hierarchical(Transform):
         Returns all axes if none does, for example on a mesh with one rank along each of them: gathered over this axis,
         such a parameter would be unsharded.
         """
+        # As the first axis it would leave nothing before it to gather over. That is reported elsewhere, when the
+        # program is built.
         return axes[: axes.index(self.axis)] if self.axis in axes[1:] else axes
 
     @property

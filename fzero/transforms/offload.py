@@ -216,6 +216,7 @@ def offload(
             float(fraction),
             where,
             update_on,
+            # A script may change its working directory before the files are made.
             os.getcwd() if paths else "",
         ),
         step,
@@ -265,6 +266,8 @@ def tiers_of(
         state = by_role["opt_state"].get(t, "device")
         param = by_role["params"].get(t, "device")
         gradient = by_role["gradients"].get(t, "device")
+        # A master is read only by the update, like the optimizer state, so it is stored with that. The parameter's own
+        # tier is then the tier of its compute copy.
         out.append(LeafTiers(state if param == "device" and casts(params[t]) else param, state, param, gradient))
     return out
 

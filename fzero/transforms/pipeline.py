@@ -38,6 +38,7 @@ class Pipeline(Transform):
     schedule: str | tuple[tuple[str, ...], ...] = "1f1b"
     chunks: int = 1
     gather: str = "step"
+    # Not part of the hash, because a dict has none. Specs with different stages are still unequal.
     leaves: Mapping[str, int] | None = field(default=None, hash=False)
     order: ClassVar[int] = 60
     name: ClassVar[str] = "pipeline"
@@ -70,6 +71,7 @@ class Pipeline(Transform):
         """The index along the axis of the rank that has a parameter; None if all ranks have it."""
         if self.leaves is None or self.stages is None:
             return None
+        # Stage s is on rank s modulo the number of ranks, which is the number of stages divided by those per rank.
         return Only(self.axis, self.leaves[leaf.path] % (len(self.stages) // self.chunks))
 
     def __str__(self) -> str:

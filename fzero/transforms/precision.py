@@ -67,6 +67,7 @@ class MixedPrecision(Transform):
         tensor, for which the loss function returns a new value, is not cast."""
         if not leaf.dtype.is_floating_point or leaf.role == "mutable":
             return False
+        # The buffers of a module, such as running statistics or tables of frequencies, which lose too much in 16 bits.
         if leaf.role == "params" and self.exact is not None and self.exact(leaf.path, self.compute):
             return False
         return leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
@@ -117,6 +118,7 @@ class MixedPrecision(Transform):
     def frozen_dtype(self, leaf: Leaf) -> torch.dtype:
         """The dtype in which a parameter that is never updated is stored: the one it is computed in, if that is
         smaller."""
+        # A frozen weight needs no fp32 master, because no update would be lost in rounding.
         return min(self.resting_dtype(leaf), self.compute_dtype(leaf), key=lambda dtype: dtype.itemsize)
 
     @property

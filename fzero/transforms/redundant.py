@@ -144,6 +144,7 @@ def redundant(
 def _leaves_hosts(mesh: AbstractMesh, axis: str, shift: int, num: int) -> bool:
     """Whether a send by this distance along an axis reaches another host from every rank, with `num` ranks per host."""
     names, size = list(mesh.axes), mesh.axes[axis]
+    # The distance in ranks between neighbours along the axis: ranks are numbered in row-major order.
     stride = math.prod(mesh.axes[n] for n in names[names.index(axis) + 1 :])
     places = ((rank, rank // stride % size) for rank in range(mesh.size))
     return all(rank // num != (rank + ((at + shift) % size - at) * stride) // num for rank, at in places)

@@ -66,6 +66,7 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     """
     if isinstance(step, (str, int, float)):
         step, policy = None, step
+    # True and False are numbers in Python, but no shares.
     if isinstance(policy, (int, float)) and not isinstance(policy, bool):
         if not 0.0 <= policy <= 1.0:
             raise FzeroValueError(

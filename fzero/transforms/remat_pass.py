@@ -33,6 +33,7 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
             return [op]
         call, inputs = op.block.number, op.block.inputs
         choices = blocks[call]
+        # Layers of the same shapes share one split, and so their two subgraphs are compiled once.
         if choices not in splits:
             splits[choices] = choices.split(_kept(choices, policy), functions)
         split = splits[choices]
@@ -100,5 +101,6 @@ def _alive(program: Program) -> dict[Any, frozenset[int]]:
     for op, block in blocks:
         if block.part == "forward":
             here = frozenset(i for i, v in enumerate(op.out) if v.name in read)
+            # All calls of a block share its two subgraphs, so an output counts only if it is kept in every call.
             alive[block.joint] = alive.get(block.joint, here) & here
     return alive

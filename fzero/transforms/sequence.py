@@ -62,6 +62,7 @@ class SequenceParallel(DimSharding):
             what = "does nothing: no values [batch, positions, ...] pass between blocks"
             fix = "mark the function of a layer with fz.block; of a module, its layers are blocks"
             raise FzeroValueError(self.name, what, fix=fix)
+        # The largest value is taken for the residual stream. Smaller ones, such as a mask, may have another second dim.
         largest = max(shapes, key=math.prod)
         if (length := largest[1]) % n:
             near = " or ".join(str(x) for x in nearest(length, n))

@@ -40,7 +40,9 @@ def rewrite(program: Program) -> Program:
     ops, calls = list[Instruction](), dict[int | str, list[int]]()  # the indices of the ops that call each subgraph
     for op in program.instructions:
         made = [op]
+        # Gradients that another block, and so perhaps another stage, waits for. The rest are gradients of parameters.
         first = tuple(i for i, v in enumerate(op.out) if v.name in onward)
+        # If all of the gradients are waited for, or none, there is nothing to postpone.
         if op.block is not None and not op.is_forward and first and len(first) < len(op.out):
             key = op.fn, first
             if key not in split:

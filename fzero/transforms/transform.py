@@ -55,6 +55,8 @@ class Transform:
         super().__init_subclass__()
         if cls.__dict__.get("after") in RENAMED_PASSES:
             cls.after = current_pass_name(cls.after, stacklevel=4)
+        # Only if the class defines ops itself: a subclass that inherits them would bring them a second time, under its
+        # own name.
         if "ops" in cls.__dict__:
             bring(cls.ops, cls.name)
 
@@ -83,6 +85,7 @@ class Transform:
         if not hasattr(step, "transforms"):
             raise no_step(self.name, "transforms", step, f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
         for other in step.transforms:
+            # Applying the same spec twice is allowed, so that composed functions may each add what they need.
             if other == self:
                 return step
             reason = self.conflict(other) or other.conflict(self)
@@ -90,6 +93,8 @@ class Transform:
                 raise TransformError(
                     self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"
                 )
+        # The text breaks ties between specs of one order, so that the order of application does not matter even for two
+        # offloads.
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
 
     def on_device(self, device: torch.device | None) -> Transform:

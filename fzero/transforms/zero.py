@@ -37,6 +37,8 @@ class Parallel(Transform):
             zero = self.stage and other.stage
             if zero and len(more) == 1 and fewer != more:
                 return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
+            # A stage with fewer axes stores coarser shards, which are whole numbers of the finer ones only if its axes
+            # are the first of the others.
             if zero and more[: len(fewer)] != fewer:
                 return (
                     "ZeRO shards parameters over one axis after the other: "

@@ -72,6 +72,7 @@ def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None
     """Remembers which call raised. A failure in the backward takes precedence over the call that started the backward,
     and the user's own call over the calls that it consists of."""
     known = traced.failure
+    # The error of a backward passes through `torch.autograd.grad`, which is noted next, with the same text.
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
     operands = [described(x, traced.named(x)) for x in tree.tensors(args)]
@@ -221,6 +222,7 @@ def _raised_by_user(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None or is_library(trace.tb_frame.f_code.co_filename):
         return False
+    # The instruction decides: a line of the user's code may both call PyTorch and raise.
     found, at = instructions_from(trace.tb_frame.f_code, trace.tb_lasti)
     return at is not None and found[at].opname in ("RAISE_VARARGS", "RERAISE")
 

@@ -108,6 +108,7 @@ def saved_tensor_hooks() -> list[str]:
     """The user's own `saved_tensors_hooks` around the caller, which may change what a backward reads. PyTorch's own
     hooks (checkpoints, `save_on_cpu`) do not."""
     pack = (compat.saved_tensor_hooks() or (None, None))[0]
+    # PyTorch's own hooks return what they were given, so what a backward reads is unchanged.
     ours = pack is None or _package(getattr(pack, "__module__", "")) in _OURS
     return [] if ours else [f"saved_tensors_hooks({getattr(pack, '__name__', type(pack).__name__)}, ...)"]
 

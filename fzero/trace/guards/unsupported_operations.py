@@ -144,6 +144,7 @@ def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoRetur
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call draws from the global generator. PyTorch's tag alone does not tell: attention and RNN layers have
     it independent of their dropout, and so do ops that draw only in training."""
+    # Checked first, because this runs for every operation of a trace, and few have the tag.
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = (
@@ -151,5 +152,6 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
         | {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
         | dict(kwargs)
     )
+    # An operator without such an argument counts as training.
     in_training = given.get("train", given.get("training")) is not False
     return in_training and given.get("dropout_p", given.get("dropout")) != 0.0

@@ -21,6 +21,7 @@ LARGE = 2**22
 def exact(value: Any) -> tuple[type, Hashable]:
     """A key for a number, a string or another plain constant. 1, 1.0 and True have three different keys, 0.0 and -0.0
     have two, and all NaNs have one."""
+    # The text of a float distinguishes -0.0 from 0.0, and is the same for all NaNs, unlike the value.
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
@@ -34,6 +35,7 @@ def progress(x: Any) -> Hashable:
     """The progress of a random number generator or an iterator; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(x, random.Random):
+        # The state has 625 numbers. Its hash is enough to notice a draw.
         return hash(x.getstate())
     if numpy and isinstance(x, (numpy.random.Generator, numpy.random.RandomState)):
         return str(x.bit_generator.state if isinstance(x, numpy.random.Generator) else x.get_state())
@@ -91,6 +93,7 @@ def attributes_of(x: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (name, getattr(x, name))
             for name in ((slots,) if isinstance(slots, str) else slots)
+            # A slot without a value raises AttributeError.
             if name != "__dict__" and hasattr(x, name)
         )
 
