@@ -20,8 +20,8 @@ from cases import Table
 # --- 7 billion parameters on 24 GB ---
 
 BUDGETS = {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"}
-# micro-batches, and whether all pass through a block before the next
-HEADLINE = ((1, True), (4, True), (8, True), (4, False))
+HEADLINE = ((1, "layerwise"), (4, "layerwise"), (8, "layerwise"), (4, "sequential"))
+"""The number of micro-batches, and the schedule of `fz.accumulate`."""
 
 
 def headline(args: argparse.Namespace) -> Table:
@@ -38,19 +38,17 @@ def headline(args: argparse.Namespace) -> Table:
     from fzero.plan.device_lookup import get_device
 
     device, rows, cases = get_device(args.device), [], []
-    for micro_batches, vertical in HEADLINE:
-        step, params, batch = plan_llama.headline(
-            micro_batches, args.layers or plan_llama.LAYERS, "layerwise" if vertical else "sequential"
-        )
+    for micro_batches, schedule in HEADLINE:
+        step, params, batch = plan_llama.headline(micro_batches, args.layers or plan_llama.LAYERS, schedule)
         begin = time.process_time()
         plan = fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda"), params, batch, device=device, **BUDGETS).plan
         took, tokens = time.process_time() - begin, batch[0].numel()
         peaks = [plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes]
-        name = f"{micro_batches}{', vertical' if vertical and micro_batches > 1 else ''}"
+        name = f"{micro_batches}, {schedule}" if micro_batches > 1 else "1"
         speed = [f"{tokens:,}", f"{plan.step_seconds:.1f}", f"{86400e-6 * tokens / plan.step_seconds:.0f}"]
         shares = ["" if plan.mfu is None else f"{plan.mfu:.0%}", f"{plan.roofline_fraction:.0%}"]
         rows.append([name, *speed, *shares, *(f"{n / 1e9:.1f}" for n in peaks), plan.bound_by, f"{took:.0f}"])
-        case = {"micro_batches": micro_batches, "vertical": vertical, "tokens": tokens}
+        case = {"micro_batches": micro_batches, "schedule": schedule, "tokens": tokens}
         case |= {"step_seconds": plan.step_seconds, "peaks": peaks, "planned_in_cpu_seconds": took}
         cases.append({**case, "decisions": [d._asdict() for d in plan.decisions]})
     links = (device.host_copy, device.disk_read, device.disk_write)
@@ -62,7 +60,7 @@ def headline(args: argparse.Namespace) -> Table:
         "written",
         *(f"{row[0]}: {case['decisions'][0]['chosen']}" for row, case in zip(rows, cases, strict=True)),
     ]
-    speed = ("tokens a step", "s a step", "M tokens a day", "MFU", "of attainable")
+    speed = ("tokens per step", "s per step", "M tokens per day", "MFU", "of attainable")
     columns = ("micro-batches", *speed, "GPU GB", "host GB", "disk GB", "bound by", "planned in CPU s")
     data = {"device": device.name, "budgets": BUDGETS, "cases": cases}
     return Table("7 billion parameters on one GPU of 24 GB", columns, rows, notes, data)
@@ -78,15 +76,15 @@ SIZES = {  # vocabulary, width, hidden, layers, key and value heads
     "1 T": (50304, 25600, 68352, 128, 200),
 }
 AUTO = ("--offload", "auto")
-VERTICAL = ("--accumulate", "8", "--layerwise")
-HOME = (*AUTO, *VERTICAL, "--host-budget", "58GB", "--disk-budget", "2TB")
+LAYERWISE = ("--accumulate", "8", "--layerwise")
+HOME = (*AUTO, *LAYERWISE, "--host-budget", "58GB", "--disk-budget", "2TB")
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(SIZES)[:4]},
     **{f"{n}, 64 x 80 GB": (n, ("--devices", "64xh100")) for n in list(SIZES)[:4]},
     **{f"{n}, 1 x 24 GB": (n, ("--devices", "1xrtx4090", *HOME)) for n in list(SIZES)[:4]},
     "Llama 2 13B, 1 x 32 GB": (
         "Llama 2 13B",
-        ("--devices", "1xrtx5090", *AUTO, *VERTICAL, "--host-budget", "256GB"),
+        ("--devices", "1xrtx5090", *AUTO, *LAYERWISE, "--host-budget", "256GB"),
     ),
     "1 T, 128 x 80 GB": (
         "1 T",
@@ -96,14 +94,14 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 """The model and the flags of each plan. Budgets are those of one rank."""
 
 
-PREDICTED = "Predicted, not measured: no such machine was at hand."
+PREDICTED = "Predicted, not measured."
 FITS = (
-    "fits: the plan's peak is at most the card's name in units of 10^9 bytes (80 GB: 80 x 10^9). Cards have about as "
-    "many 2^30 (80 GB: 85.9 x 10^9); this rest holds the process, whose bytes are assumed."
+    "fits: whether the planned peak is at most the nominal memory of the card (80 GB is 80 x 10^9 bytes). Such a card "
+    "has about 85.9 x 10^9 bytes; the rest holds the process, whose memory is assumed."
 )
 PARAMS = (
-    "params: the copies in bf16 that are computed with. Those named are fetched block by block; the others stay on the "
-    "device, and their fp32 masters are stored with opt_state."
+    "params: the bf16 copies used in the computation. A copy on the host or on disk is fetched block by block. The fp32 "
+    "masters are stored with opt_state."
 )
 
 
@@ -125,9 +123,8 @@ def model_plans(args: argparse.Namespace) -> Table:
     rows, notes = [], [PREDICTED, FITS, PARAMS]
     for name, case in found.items():
         if "refused" in case:
-            lines = case["refused"].splitlines()
             rows.append([name, "no", *[""] * 8])
-            notes.append(f"{name}: {'; '.join(x.strip() for x in lines[: 6 if len(lines) > 6 else None])}")
+            notes.append(f"{name}: {'; '.join(x.strip() for x in case['refused'].splitlines()[:2])}")
             continue
         process = sum(p["nbytes"] for p in case["process"] if p["where"] == "device")
         sizes = (case["peak_bytes"], case["peak_bytes"] + process, case["host_peak_bytes"], case["disk_bytes"])
@@ -138,9 +135,12 @@ def model_plans(args: argparse.Namespace) -> Table:
     notes += [f"Left out: {name}" for name in MODELS if name not in found]
     for case in found.values():
         notes += [f"Assumed: {text}" for text in case.get("assumed", [])[:2] if f"Assumed: {text}" not in notes]
-    notes += [f"{name}: fzero plan --hf DIR {' '.join(MODELS[name][1])}" for name in found]
-    sizes = ("GB a device", "with the process", "host GB a rank", "disk GB a rank")
-    columns = ("model, devices", "fits", *sizes, "s a step", "tokens/s", "MFU", "bound by")
+    commands: dict[str, list[str]] = {}
+    for name in found:
+        commands.setdefault(f"fzero plan --hf DIR {' '.join(MODELS[name][1])}", []).append(name)
+    notes += [f"{'; '.join(names)}: `{command}`" for command, names in commands.items()]
+    sizes = ("GB per device", "with the process", "host GB per rank", "disk GB per rank")
+    columns = ("model, devices", "fits", *sizes, "s per step", "tokens/s", "MFU", "bound by")
     return Table("Models that fit, and how fast", columns, rows, notes, {"cases": found})
 
 

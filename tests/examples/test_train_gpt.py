@@ -412,7 +412,7 @@ def test_the_readmes_figures_are_those_measured():
     rows = (r"step\s+│\s+([\d.]+) ms", r"([\d,]+) tokens/s", r"in total\s+│\s+([\d.]+ GiB)")
     step, rate, whole = (re.search(row, plan)[1] for row in rows)
     assert f"{float(step):.0f} ms per step, {rate} tokens/s, {whole} per process" in readme
-    seconds, tokens, share = measured("headline.md")["4, vertical"][1:4]
+    seconds, tokens, share = measured("headline.md")["4, layerwise"][1:4]
     said = f"**{float(seconds):.0f} s per step of 65,536 tokens, {tokens} million tokens per day**, at {share[:-1]} %"
     assert said in readme
     lost = measured("elastic_peers.md")
