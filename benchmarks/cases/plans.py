@@ -100,8 +100,8 @@ FITS = (
     "has about 85.9 x 10^9 bytes; the rest holds the process, whose memory is assumed."
 )
 PARAMS = (
-    "params: the bf16 copies used in the computation. A copy on the host or on disk is fetched block by block. The fp32 "
-    "masters are stored with opt_state."
+    "params: the bf16 copies used in the computation. A copy on the host or on disk is fetched block by block. The "
+    "fp32 masters are stored with opt_state."
 )
 
 
