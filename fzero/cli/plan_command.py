@@ -53,6 +53,9 @@ class PlanCommand(StepCommand):
     def run(self) -> int:
         with usage_errors():
             check_files(trace=self.trace, picture=self.picture, html=self.html)
+            if not self.html_seconds >= 0:
+                fix = "e.g. --html-seconds 60; inf plans all of them"
+                raise UsageError("plan", f"--html-seconds must be at least 0, not {self.html_seconds:g}", fix=fix)
             if self.html is not None:
                 check_charts()
             if self.picture is not None:

@@ -390,6 +390,7 @@ FLAGS = {
     (*MESH, "--picture", "memory.jpg"): "--picture memory.jpg: a picture is a .png or .svg",
     (*MESH, "--html", "report.pdf"): "--html report.pdf: a page is a .html",
     (*MESH, "--html", "no/report.html"): "--html no/report.html: the folder no does not exist",
+    (*MESH, "--html-seconds", "nan"): "--html-seconds must be at least 0, not nan",
     (*MESH, "--html", "/proc/report.html"): "--html /proc/report.html: No such file or directory",
     (*MESH, "--trace", "/proc/step.json"): "--trace /proc/step.json: No such file or directory",
     (*MESH, "--picture", "/proc/step.svg"): "--picture /proc/step.svg: No such file or directory",
