@@ -252,6 +252,14 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
     return "\n".join(lines)
 
 
+def parted(error: BaseException) -> tuple[str, str]:
+    """Returns the text of an error without its fix, and the fix; "" if it has none. An error that contains the text of
+    another one has a fix of its own.
+    """
+    text, _, fix = str(error).partition("\nFix: ")
+    return text, fix
+
+
 _HERE = {
     "data_parallel": "ddp distributeddataparallel dataparallel zero0",
     "shard_opt_state": "zero1 zeroredundancyoptimizer shard_optimizer",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from fzero.comm.control_messages import Notes, timed_out
-from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost
+from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost, parted
 
 if TYPE_CHECKING:
     from fzero.mesh import Mesh
@@ -84,12 +84,6 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
         raise error
     fix = joined_fixes(note["fix"] for note in notes.values())
     raise FzeroValueError(owner, "the work of some ranks failed", reasons(texts), fix) from error
-
-
-def parted(error: BaseException) -> tuple[str, str]:
-    """Returns the text of an error without its fix, and the fix; "" if it has none."""
-    text, _, fix = str(error).partition("\nFix: ")
-    return text, fix
 
 
 def joined_fixes(fixes: Iterable[str]) -> str:

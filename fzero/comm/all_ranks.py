@@ -15,7 +15,7 @@ from fzero._utils.bounded_json import dumped, parsed
 from fzero.comm.agreement import reasons
 from fzero.comm.collective_sequence import latest
 from fzero.comm.control_messages import exchanged
-from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left
+from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left, parted
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ ALONE = Ranks(0, 1, lambda mine, form: [parsed(dumped(mine), form)])
 def _text(error: BaseException) -> tuple[str, str | None]:
     """Returns the text of an error and its suggested fix, if it has one."""
     if isinstance(error, CheckpointError):
-        text, _, fix = str(error).partition("\nFix: ")
+        text, fix = parted(error)
         return text, fix or None
     if isinstance(error, OSError):
         fix = (
@@ -120,4 +120,5 @@ def _text(error: BaseException) -> tuple[str, str | None]:
             "ranks share"
         )
         return f"{type(error).__name__}: {error}", fix
-    return f"{type(error).__name__}: {error}", None
+    text, fix = parted(error)
+    return f"{type(error).__name__}: {text}", fix or None

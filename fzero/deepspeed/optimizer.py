@@ -12,7 +12,7 @@ import torch
 from fzero import optim
 from fzero.deepspeed.config_values import ConfigSettings
 from fzero.deepspeed.supported_keys import SUPPORTED
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, parted
 from fzero.optim import GradientTransformation, Schedule, schedules, torch_classes
 from fzero.optim.gradient_transformation import is_transformation
 
@@ -86,7 +86,7 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
             else _own(settings, schedule or lr, says or f"{lr:g}")
         )
     except FzeroError as error:
-        settings.problems.append(f"optimizer: {error}")
+        settings.problems.append(f"optimizer: {parted(error)[0]}")
         return None
     if made is None:
         return None
@@ -325,7 +325,7 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
         else:
             schedule = optim.warmup_decay_lr(int(params["total_num_steps"]), low, high, steps, shape)
     except FzeroError as error:
-        settings.problems.append(f"scheduler.params: {error}")
+        settings.problems.append(f"scheduler.params: {parted(error)[0]}")
         return None, ""
     # DeepSpeed advances a warm-up after each update and starts at -1, so its update number k uses the rate of step k -
     # 1 (`optim.warmup_lr`).
@@ -343,7 +343,7 @@ def _one_cycle_or_range_test(settings: ConfigSettings, kind: str) -> tuple[Sched
         names = {"min_lr": 1e-3, "step_size": 2000, "step_rate": 1.0, "staircase": False}
         return optim.lr_range_test(*(get(f"lr_range_test_{name}", x) for name, x in names.items())), kind
     except FzeroError as error:
-        settings.problems.append(f"scheduler.params: {error}")
+        settings.problems.append(f"scheduler.params: {parted(error)[0]}")
         return None, ""
 
 

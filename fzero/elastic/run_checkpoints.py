@@ -15,7 +15,7 @@ from fzero.checkpoint.index import Index
 from fzero.checkpoint.storage_paths import Url
 from fzero.comm import agreement, launcher
 from fzero.data.sample_order import Steps
-from fzero.errors import CheckpointError, FzeroValueError, StorageError
+from fzero.errors import CheckpointError, FzeroValueError, StorageError, parted
 from fzero.mesh import Mesh
 from fzero.step import State
 
@@ -118,7 +118,7 @@ class RunCheckpoints:
             self.check(state, meta)
             saved = self.save(state, known, keep, meta)
         except CheckpointError as error:
-            text, _, fix = str(error).partition("\nFix: ")
+            text, fix = parted(error)
             what = f"a stop of the run is requested, and its state after {known.seen} batches is not saved"
             problems = [line.strip() for line in text.splitlines()] + [self._next_start(in_memory)]
             raise type(error)("run", what, problems, fix or None) from error
