@@ -18,6 +18,7 @@ from fzero._utils.arguments import number, plain_numbers, shown
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.sharding.layout import ties
 from fzero.trace.block import block
+from fzero.trace.recorder import line_of
 
 
 class Weighted(NamedTuple):
@@ -151,6 +152,7 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
                     f"{path}: a new value, but `mutable` does not match it: leave it out, or match it in `mutable`"
                 )
         elif not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (flat[i].shape, flat[i].dtype):
+            problems += [where] if (where := line_of(x)) is not None else []
             problems.append(f"{path}: {tree.describe(x)} for a leaf that is {tree.describe(flat[i])}")
         elif found.setdefault(tied[i], x) is not x:
             problems.append(f"{path}: differs from {paths[tied[i]]}, which is the same tensor")

@@ -18,6 +18,7 @@ from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.modules.meta_module import TensorSlot
 from fzero.trace.guards.bytecode import stores
+from fzero.trace.guards.user_frames import Place
 
 
 def overwritten(module: nn.Module, slots: Sequence[TensorSlot], mutable: Sequence[str]) -> frozenset[str]:
@@ -48,8 +49,10 @@ def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
     return name in written
 
 
-def written_names(module: nn.Module) -> set[str]:
-    """Returns the attributes that the forwards of a module's classes overwrite, including methods that they name."""
+def written_names(module: nn.Module) -> dict[str, list[Place]]:
+    """Returns the attributes that the forwards of a module's classes overwrite, including methods that they name, each
+    with the lines that do.
+    """
     classes = dict.fromkeys(type(m) for m in module.modules())
     methods: dict[str, list[Any]] = {}
     for base in dict.fromkeys(b for cls in classes for b in cls.__mro__ if b not in (object, nn.Module)):
@@ -58,13 +61,14 @@ def written_names(module: nn.Module) -> set[str]:
                 fn = inspect.unwrap(x) if callable(x) else None
                 if inspect.isfunction(fn):
                     methods.setdefault(name, []).append(fn.__code__)
-    found, todo, seen = set[str](), ["forward"], set[str]()
+    found, todo, seen = dict[str, list[Place]](), ["forward"], set[str]()
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
             for code in methods.get(name, ()):
-                found |= stores(code)
+                for attribute, numbers in stores(code).items():
+                    found.setdefault(attribute, []).extend((code.co_filename, number) for number in numbers)
                 # A method that this code names may be called by it.
                 todo += code.co_names
     return found

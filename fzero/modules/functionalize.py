@@ -122,7 +122,7 @@ class Functional(SelfChecked):
         self._extra = mutable
         self._train = Mode(training, self.blocks, mutable)
         check_plain({n: x.get() for n, x in own.items()}, self._own(), self._train.overwritten)
-        self._original = Original(module, written_names(module), [m.training for m in training.modules()])
+        self._original = Original(module, {*written_names(module)}, [m.training for m in training.modules()])
         if not module.training:
             self._eval  # noqa: B018 created here, before any trace runs
         trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}

@@ -23,11 +23,14 @@ from torch import nn
 from fzero import tree
 from fzero.errors import FzeroValueError, TraceError
 from fzero.modules import hook_capture
+from fzero.modules.buffers import written_names
 from fzero.modules.meta_module import TensorSlot, holding, named, settled
 from fzero.modules.rng_mode import Dims, Draws, Rehearsal
 from fzero.trace.block import attempt, block
 from fzero.trace.block_body import COMPUTES, RUNS
 from fzero.trace.guards.exact_types import asks_types
+from fzero.trace.guards.user_frames import line
+from fzero.trace.recorder import line_of
 
 Blocks = Sequence[str | type[nn.Module]]
 
@@ -236,7 +239,7 @@ def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[s
                 call.draws,
             ):
                 out = layer.forward(*args, **kwargs)
-                check_bound(slots, given, overwritten, name)
+                check_bound(slots, given, overwritten, layer)
                 new = {s.name: s.get() for s in slots if s.name in overwritten}
             return Returned.of(name, (out, captured), new)
 
@@ -247,14 +250,42 @@ def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[s
 
 
 def check_bound(
-    slots: Sequence[TensorSlot], given: Mapping[str, Any], overwritten: Collection[str], owner: str
+    slots: Sequence[TensorSlot], given: Mapping[str, Any], overwritten: Collection[str], module: nn.Module
 ) -> None:
-    """Raises an error if a forward has rebound a parameter, or a buffer that is not known to be overwritten."""
+    """Raises an error if a forward has rebound or deleted a parameter, or a buffer that is not known to be overwritten,
+    or if it has given a buffer another shape or dtype. The error names the user's line.
+    """
     bound = [s for s in slots if s.name not in overwritten and s.get() is not given[s.name]]
     if bound:
         fix = "overwrite buffers by name: fz.functionalize(module, mutable=['*.ema']); parameters are the optimizer's"
         found = [f"{type(s.owner).__name__}.{s.attribute} ({s.name})" for s in bound]
-        raise TraceError("functionalize", f"the forward of {owner} assigns new tensors to attributes", found, fix)
+        what = f"the forward of {type(module).__name__} assigns new tensors to attributes"
+        raise TraceError("functionalize", what, [*_written_lines(module, bound), *found], fix)
+    other = [s for s in slots if s.name in overwritten and _form(s.get()) != _form(given[s.name])]
+    if other:
+        fix = "assign a tensor of the same shape and dtype: self.mean = mean.to(self.mean.dtype)"
+        found = [f"{s.name}: {_described(s.get())}, and before {_described(given[s.name])}" for s in other]
+        what = f"the forward of {type(module).__name__} changes the shape or dtype of buffers"
+        raise TraceError("functionalize", what, [*_written_lines(module, other), *found], fix)
+
+
+def _described(value: Any) -> str:
+    return tree.describe(value) if isinstance(value, torch.Tensor) else "None, or deleted"
+
+
+def _form(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _written_lines(module: nn.Module, slots: Sequence[TensorSlot]) -> list[str]:
+    """Returns the user's lines that computed the new tensors of these attributes or, if these are not known, the lines
+    that write to the attributes, at most three.
+    """
+    if made := [where for s in slots if (where := line_of(s.get())) is not None]:
+        return list(dict.fromkeys(made))[:3]
+    places = written_names(module)
+    found = dict.fromkeys(place for s in slots for place in places.get(s.attribute, ()))
+    return [line(place) for place in [*found][:3]]
 
 
 # --- results of blocks ---

@@ -33,7 +33,8 @@ class TensorSlot(NamedTuple):
     name: str
 
     def get(self) -> Any:
-        return getattr(self.owner, self.of)[self.attribute]
+        """Returns the tensor; None if it has been deleted."""
+        return getattr(self.owner, self.of).get(self.attribute)
 
     def put(self, value: Any) -> None:
         getattr(self.owner, self.of)[self.attribute] = value

@@ -87,7 +87,7 @@ class Mode:
             stack.enter_context(compat.without_checkpoints())
             with holding(self._slots, tensors):
                 out = self._meta_module(*given.args, **given.kwargs)
-                check_bound(self._slots, tensors, changes, type(self._meta_module).__name__)
+                check_bound(self._slots, tensors, changes, self._meta_module)
                 new = {s.name: s.get() for s in self._slots if s.name in changes}
         return out, new
 

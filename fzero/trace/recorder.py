@@ -252,6 +252,14 @@ class Recorder(compat.TorchDispatchMode):
             return line(place) if place else None
         return self.backward_line(number)
 
+    def line_of(self, tensor: torch.Tensor) -> str | None:
+        """The user's line that computed a tensor, if it is known."""
+        node = self._nodes.get(id(tensor))
+        while node is not None and node.meta.get(FROM) is None and node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        place = node.meta.get(FROM) if node is not None else None
+        return line(place) if place is not None else None
+
     def backward_line(self, number: int) -> str:
         """Describes the user's line that an autograd node differentiates."""
         forward = self._lines.get(number)
@@ -421,3 +429,10 @@ class Recorder(compat.TorchDispatchMode):
         with compat.no_modes():  # a real copy, not one recorded by the tracing mode
             copy = value.clone()
         self.constant(name, copy, out)
+
+
+def line_of(tensor: Any) -> str | None:
+    """The user's line that computed a tensor in the running trace. None if there is no trace, or if the line is not
+    known, as for a result of a block."""
+    recorder = next((mode for mode in reversed(compat.dispatch_modes()) if isinstance(mode, Recorder)), None)
+    return recorder.line_of(tensor) if recorder is not None else None

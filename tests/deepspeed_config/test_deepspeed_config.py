@@ -263,6 +263,7 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("train_batch_size", True, "train_batch_size=True: must be a whole number of at least 1"),
     ("gradient_accumulation_steps", 3, "steps=3: 1 rows x 3 micro-batches x 2 ranks are 6"),
     ("gradient_clipping", -1.0, "must be at least 0"),
+    ("optimizer", {"type": "AdamW", "params": {"lr": 1e-3, "betas": [2, 0.9]}}, "b1=2: must be at least 0"),
     ("communication_data_type", "fp8", "must be one of"),
     ("data_types.param_dtype", "bf16", "fp32 is computed in"),
     ("wandb.projects", "x", "did you mean 'project'"),

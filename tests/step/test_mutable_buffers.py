@@ -16,7 +16,7 @@ from torch import nn
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroTypeError, FzeroValueError, TraceError
 from fzero.runtime import metrics_watch
 
 LR = 0.1
@@ -404,6 +404,51 @@ def test_wrong_new_values(new, kwargs, words):
 
     for act in (lambda: step()(step().init(PARAMS), X), lambda: fz.lower(step(), fz.AbstractMesh(data=1), PARAMS, X)):
         raises(FzeroTypeError, act, *words)
+
+
+class Norm(torch.nn.Module):
+    """Subtracts a running mean, which `update` computes."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.update = update
+
+    def forward(self, x):
+        self.mean = self.update(self.mean)
+        return self.linear(x) - self.mean
+
+
+class ForgetsItsBuffer(Norm):
+    def forward(self, x):
+        del self.mean  # in the forward
+        return self.linear(x)
+
+
+WRONG_BUFFERS = {
+    "dtype": (Norm(lambda mean: (mean + 1).double()), "float64[4], and before float32[4]", "(mean + 1).double()"),
+    "shape": (Norm(lambda mean: mean.mean()), "float32[], and before float32[4]", "mean.mean()"),
+    "None": (ForgetsItsBuffer(None), "None, or deleted, and before float32[4]", "del self.mean  # in the forward"),
+}
+
+
+@pytest.mark.parametrize("in_a_block", [False, True])
+@pytest.mark.parametrize("wrong", WRONG_BUFFERS)
+def test_a_buffer_of_another_form_is_rejected_with_the_line_that_makes_it(wrong, in_a_block):
+    module, words, line = WRONG_BUFFERS[wrong]
+    model = fz.functionalize(torch.nn.Sequential(module, torch.nn.Identity()), blocks=["0"] if in_a_block else [])
+    train = fz.compile(model.train_step(optim.sgd(0.1), lambda out, x: out.square().mean()), fz.make_mesh(data=1))
+    with pytest.raises(TraceError) as error:
+        train(train.init(model.init), X)
+    assert "mean: " + words in str(error.value) and line in str(error.value) and __file__ in str(error.value)
+
+
+def test_a_new_value_of_another_form_is_rejected_with_the_line_that_makes_it():
+    step = returning(lambda p: ({"bn": {"mean": p["bn"]["mean"].double(), "n": p["bn"]["n"]}},))
+    with pytest.raises(FzeroTypeError) as error:
+        fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X)
+    assert f"{__file__}:" in str(error.value) and 'p["bn"]["mean"].double()' in str(error.value)
 
 
 def test_wrong_predicates():

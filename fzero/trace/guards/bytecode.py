@@ -156,29 +156,36 @@ def _texts(constants: Collection[Any]) -> Iterator[str]:
 
 
 @functools.cache
-def stores(code: types.CodeType) -> frozenset[str]:
-    """The names of attributes that code writes to: it binds them, assigns to their items, calls a writing method on
-    them, or passes them to a function that writes to its argument. Code without source text counts as writing to none.
+def stores(code: types.CodeType) -> dict[str, list[int]]:
+    """The names of attributes that code writes to, each with the lines of the file that do: it binds or deletes
+    them, assigns to their items, calls a writing method on them, or passes them to a function that writes to its
+    argument. Code without source text counts as writing to none.
     """
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
-        return frozenset()
-    found = set[str]()
-    for node in ast.walk(body):
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update(name for t in targets for name in _targets(t))
-        elif isinstance(node, ast.Call):
-            called = node.func
-            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            if isinstance(called, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
-                found.update(_root(called.value))
-            given = node.args if name in _WRITERS else [k.value for k in node.keywords if k.arg == "out"]
-            found.update(x for arg in given for x in _root(arg))
-            if name == "setattr":
-                found.update(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
-    return frozenset(found)
+        return {}
+    found: dict[str, list[int]] = {}
+    for node in sorted(ast.walk(body), key=lambda node: getattr(node, "lineno", 0)):
+        for name in _stored(node):
+            found.setdefault(name, []).append(code.co_firstlineno + getattr(node, "lineno", 1) - 1)
+    return found
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    """The names that a statement or a call writes to, without those inside it."""
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [node.target]
+        yield from (name for t in targets for name in _targets(t))
+    elif isinstance(node, ast.Call):
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if isinstance(called, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
+            yield from _root(called.value)
+        given = node.args if name in _WRITERS else [k.value for k in node.keywords if k.arg == "out"]
+        yield from (x for arg in given for x in _root(arg))
+        if name == "setattr":
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def _targets(node: ast.expr) -> list[str]:
