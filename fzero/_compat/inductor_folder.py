@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from fzero._compat import compat
-from fzero._utils.path_permissions import exposed, not_writable
+from fzero._utils.path_permissions import exposed, make_private_directory, not_writable
 from fzero.errors import FzeroValueError
 
 logger = logging.getLogger("fzero")
@@ -33,7 +33,7 @@ def guard_inductor() -> None:
     problems = list[str]()
     for given in (Path(compat.inductor_cache_folder()), folder):
         try:
-            given.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(given)
             why = exposed(given, 0o002)
             why = not_writable(given) if why is None else f"{why}, and the files in it are executed"
         except OSError as error:
@@ -66,7 +66,7 @@ def _guard_temporary(folder: Path) -> None:
         found = tempfile.gettempdir()
     except FileNotFoundError as error:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(folder)
             why = not_writable(folder)
         except OSError as second:
             why = str(second)

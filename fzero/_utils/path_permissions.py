@@ -12,6 +12,7 @@ import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 _LINKS = 40  # links that are followed on the way, as many as Linux follows
 
@@ -60,6 +61,23 @@ def not_writable(folder: str | os.PathLike[str]) -> str | None:
     except OSError as error:
         return f"{folder} cannot be written to: {error.strerror or error}"
     return None
+
+
+def make_private_directory(directory: Path) -> list[Path]:
+    """Makes a directory that only this user can access, and likewise its parents that do not exist, for which
+    `Path.mkdir` uses the default permissions. Returns the missing ones, the innermost first.
+
+    Raises:
+        OSError: a directory cannot be made.
+    """
+    missing = [d for d in (directory, *directory.parents) if not d.is_dir()]
+    for one in reversed(missing):
+        try:
+            one.mkdir(mode=0o700)
+        except FileExistsError:  # another rank was faster, unless it is a file
+            if not one.is_dir():
+                raise
+    return missing
 
 
 def unwritable_file(path: str | os.PathLike[str]) -> str | None:

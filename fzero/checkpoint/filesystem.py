@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fzero._utils.bounded_json import open_regular
+from fzero._utils.path_permissions import make_private_directory
 from fzero.checkpoint.storage import ABANDONED, Reader, Staging, Storage
 from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
 from fzero.errors import CheckpointError
-
-_PRIVATE = 0o700  # permissions of a directory
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -107,7 +106,10 @@ class Files(Storage):
             fix = "give the directory in which checkpoints are to be made"
             raise CheckpointError("checkpoint.save", f"{root} is not a directory", fix=fix)
         if not root.is_dir():
-            root.mkdir(_PRIVATE if private else 0o777, parents=True)
+            if private:
+                make_private_directory(root)
+            else:
+                root.mkdir(parents=True)
             sync(root.parent)
         for entry in list(root.iterdir()):
             if entry.name.startswith(TEMPORARY):
@@ -122,7 +124,7 @@ class Files(Storage):
                     # A save was killed between its two renames, so the old checkpoint of this step gets its name back.
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
-        directory.mkdir(_PRIVATE if private else 0o777)
+        directory.mkdir(0o700 if private else 0o777)
         return Staging(directory, "")
 
     def publish(

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero._utils.path_permissions import exposed
+from fzero._utils.path_permissions import exposed, make_private_directory
 
 MEMORY, SUPERVISOR = "FZERO_RUN_MEMORY", "FZERO_RUN_SUPERVISOR"
 """Environment variables that the supervisor sets for its rank: the directory of the in-memory checkpoints, and the mark
@@ -83,7 +83,7 @@ def _root(roots: Sequence[Path], name: str) -> Path:
     Raises:
         OSError: there is none.
     """
-    roots[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_directory(roots[0].parent)
     for root in roots:
         if (root / name).is_dir() and exposed(root, 0o077) is None:
             return root
@@ -109,10 +109,7 @@ def make_directory(directory: Path) -> None:
     Raises:
         OSError: the directory cannot be made.
     """
-    missing = [d for d in (directory, *directory.parents) if not d.is_dir()]
-    for one in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another rank was faster
-            one.mkdir(mode=0o700)
+    missing = make_private_directory(directory)
     for root in (d for d in missing if d.name.startswith(f"fzero-{os.getuid()}")):
         if (why := exposed(root, 0o077)) is not None:
             raise PermissionError(why)

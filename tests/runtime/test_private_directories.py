@@ -248,7 +248,8 @@ def saves(root: Path, umask: int) -> dict[str, dict[str, int]]:
         fz.run(main, device="cpu")
     finally:
         os.umask(before)
-    return {name: modes(root / name / ("" if name == "kept" else "run")) for name in ("open", "mine", "behind", "kept")}
+    found = {name: modes(root / name) for name in ("mine", "behind", "kept")}  # with the directory above "run"
+    return found | {"open": modes(root / "open" / "run")}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007])

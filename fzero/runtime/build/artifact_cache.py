@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fzero._compat import compat
-from fzero._utils.path_permissions import exposed, not_writable
+from fzero._utils.path_permissions import exposed, make_private_directory, not_writable
 from fzero._utils.units import parse_bytes
 from fzero.errors import FzeroValueError
 from fzero.ir.program import Function
@@ -155,7 +155,7 @@ def open_cache() -> Cache | None:
     limit = _limit()
     folder = Path(where).expanduser() / "functions"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(folder)
         # Whoever can write to the folder can run code in this process, and the digest does not protect against that: it
         # is in the file that it covers.
         if (why := exposed(folder)) is not None:
