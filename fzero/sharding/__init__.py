@@ -9,6 +9,7 @@ of a program. This folder knows nothing about programs: it imports nothing from 
 
 | file | what it does |
 |---|---|
+| `placements.py` | what each rank along a mesh axis holds of a value |
 | `layout.py` | how a tensor is stored: the axes that shard it, its padding, memory tier and dtype |
 | `shard_regions.py` | says which elements of a tensor a rank holds, for any combination of shardings |
 | `flat_propagation.py` | propagates flat shards through an optimizer's update, its init, or an init function |

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from fzero.sharding.flat_propagation import REDUCTIONS
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import ExpertShard, Shard
 
 aten = torch.ops.aten
 
@@ -26,15 +26,6 @@ Place = Shard | Literal["partial"] | None
 PARTIAL: Literal["partial"] = "partial"
 OWN: Literal["own"] = "own"
 """The placement of a varying value: each rank has its own, computed from its samples of the batch."""
-
-
-@dataclass(frozen=True)
-class ExpertShard:
-    """The placement of a value with the rows of all ranks for a shard of the experts: `dim` is sharded by experts, and
-    `rows` is the dim with the rows of every rank."""
-
-    dim: int
-    rows: int
 
 
 Anywhere = Place | ExpertShard | Literal["own"]

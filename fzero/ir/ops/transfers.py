@@ -257,7 +257,7 @@ class AllToAll(Collective):
         return [interpreter.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
-class Replicate(Start[ReplicateAttrs]):
+class ReplicateStart(Start[ReplicateAttrs]):
     """Sends tensors of the state to the rank `shift` further along an axis, which keeps them in host memory
     (fzero/elastic/peer_replicas.py). If no rank keeps them, nothing is sent.
     """
