@@ -628,7 +628,7 @@ STARTS: Mapping[str, Start[Any]] = {
         ReduceScatter(),
         AllReduce(),
         AllToAll(),
-        Replicate(),
+        ReplicateStart(),
         Send(),
         Recv(),
         ToDevice(),
