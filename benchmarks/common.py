@@ -11,13 +11,14 @@ import os
 import platform
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 SOURCE = Path(__file__).resolve().parent.parent
 
@@ -29,6 +30,8 @@ if "FAKE_GPUS" in os.environ:  # tests/cuda_stub runs this script on its stub de
 
 PUBLIC, RESULTS = SOURCE / "docs" / "results", SOURCE / "results"
 """The tables that the documentation shows, and everything else that was measured."""
+SMALL_OUT = Path(tempfile.gettempdir()) / "fzero-small"
+"""Where results of small runs go, which mean nothing."""
 OUT_HELP = "folder to write to; by default docs/results for the tables that stand there, and results"
 
 
@@ -64,35 +67,16 @@ class Group:
             port = probe.getsockname()[1]
         self._processes = []
         for rank in range(size):
-            env = {
-                **os.environ,
-                "OMP_NUM_THREADS": str(threads),
-                "MKL_NUM_THREADS": str(threads),
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                "TORCHINDUCTOR_CACHE_DIR": cache,
-                "FZERO_CACHE": cache,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(size),
-            }
+            env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+            env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache, "FZERO_CACHE": cache}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
             if sys.platform == "linux":
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo")
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree or SOURCE), env.get("PYTHONPATH")]))
             command = [sys.executable, script, "--worker", *args]
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._logs[rank],
-                    text=True,
-                    cwd=tree,
-                )
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[rank]}
+            self._processes.append(subprocess.Popen(command, env=env, cwd=tree, text=True, **pipes))
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
         """What every process answers to a command, in rank order. Raises with the processes' own words if one fails."""
@@ -151,6 +135,14 @@ class Group:
         raise RuntimeError(f"a process failed at {do!r}, or did not answer in {self._timeout:g} s\n" + "\n".join(texts))
 
 
+def torchrun_command(
+    script: Sequence[str], flags: Sequence[str], interface: str = "lo"
+) -> tuple[list[str], dict[str, str]]:
+    """A command that runs a script as ranks of torchrun, and its environment."""
+    usual = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": interface}
+    return [sys.executable, "-m", "torch.distributed.run", *flags, *script], {**os.environ, **usual}
+
+
 def _calibration() -> Path:
     from fzero.plan.calibration import calibration_path
 
@@ -171,15 +163,29 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> None:
 # --- flags ---
 
 MODEL = ("layers", "width", "heads", "seq", "batch")
+HELP = {
+    "batch": "global",
+    "steps": "measured steps, of each round if there are rounds",
+    "warmup": "steps that are not measured",
+    "held_out": "batches of text that is not trained on",
+    "timed": "steps whose seconds are measured",
+}
+
+
+def number_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
+    """Flags whose values are integers. Without a default a flag is None until a preset fills it."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=HELP.get(name))
 
 
 def model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
-    """The sizes of the model, as `Config` in model.py has them. Without a default a flag is None until a preset fills
-    it."""
-    for name in MODEL:
-        parser.add_argument(
-            f"--{name}", type=int, default=defaults.get(name), help="global" if name == "batch" else None
-        )
+    """The sizes of the model, as `Config` in model.py has them."""
+    number_flags(parser, **dict.fromkeys(MODEL), **{k: v for k, v in defaults.items() if k not in MODEL})
+    parser.set_defaults(**defaults)
+
+
+def backend_flag(parser: argparse.ArgumentParser, default: str | None = "inductor", whose: str = "of fzero") -> None:
+    parser.add_argument("--backend", choices=["inductor", "eager"], default=default, help=whose)
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
@@ -200,6 +206,21 @@ def script_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--name", default=name, help="of the files in --out")
     parser.add_argument("--out", type=Path, help=OUT_HELP)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def script_parser(about: str | None, name: str, small: str) -> argparse.ArgumentParser:
+    """The parser of a script, with `--small`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help=f"{small}: to see that it works")
+    script_flags(parser, name)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, **small: Any) -> argparse.Namespace:
+    """The flags of a script, whose defaults are others with `--small`."""
+    if "--small" in sys.argv:
+        parser.set_defaults(out=SMALL_OUT, **small)
+    return parser.parse_args()
 
 
 def settings(args: argparse.Namespace, *hidden: str) -> dict[str, Any]:
@@ -233,7 +254,43 @@ def _status(field: str) -> float:
     raise RuntimeError(f"no {field} in /proc/self/status: memory is measured on Linux only")
 
 
+# --- comparisons ---
+
+
+def within_rounds(name: str, each: Sequence[float]) -> tuple[dict[str, Any], str]:
+    """Ratios of the rounds, as data and as a note: their median and their range."""
+    middle, least, most = statistics.median(each), min(each), max(each)
+    data = {"median": middle, "min": least, "max": most}
+    return data, f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f})"
+
+
+def largest_difference(losses: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """The largest relative difference between the losses of one step of several runs, and the number of that step."""
+    spread = [(max(at) - min(at)) / max(abs(min(at)), 1e-9) for at in zip(*losses, strict=True)]
+    return max(spread), spread.index(max(spread))
+
+
+# --- bytes sent ---
+
+
+def sent_bytes(interface: str = "lo") -> int:
+    """Bytes that have left the network namespace of this process through an interface. /sys shows another one's."""
+    lines = (line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines())
+    return next(int(rest.split()[8]) for name, _, rest in lines if name.strip() == interface)
+
+
 # --- results ---
+
+
+class Table(NamedTuple):
+    """Findings as `publish` takes them."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str]
+    data: dict[str, Any]
+    draw: Callable[[Any], None] | None = None
 
 
 def environment() -> dict[str, Any]:
@@ -249,20 +306,12 @@ def environment() -> dict[str, Any]:
         cpu = next((x.split(":", 1)[1].strip() for x in info.splitlines() if x.startswith("model name")), cpu)
         flags = next((x for x in info.splitlines() if x.startswith("flags")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    simd = [
-        name
-        for name, flag in (
-            ("AVX2", "avx2"),
-            ("AVX-512", "avx512f"),
-            ("bf16 AVX-512", "avx512_bf16"),
-            ("AMX", "amx_tile"),
-        )
-        if flag in flags.split()
-    ]
+    known = {"AVX2": "avx2", "AVX-512": "avx512f", "bf16 AVX-512": "avx512_bf16", "AMX": "amx_tile"}
+    simd = [name for name, flag in known.items() if flag in flags.split()]
     return {
         "when": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "fzero": fzero.__version__,
-        "commit": _commit(),
+        "commit": commit_of(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -274,18 +323,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit_of(tree: Path = SOURCE) -> str:
     try:
-        run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            cwd=SOURCE,
-            check=True,
-        )
+        command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return run.stdout.strip()
 
 
 def publish(

@@ -16,18 +16,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from common import MODEL, Group, passed_on
+from common import MODEL, Group, largest_difference, passed_on, sent_bytes
 from model import Config, make_batches
-
-Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
-LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 3e-4, 0.01, 1.0, 16
+from training import NUM_BATCHES, Step, shard, timed
 
 
 @dataclass(frozen=True)
@@ -79,20 +74,16 @@ def worker(axis: Axis, args: argparse.Namespace) -> dict[str, Callable[..., Any]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = Config(*(getattr(args, name) for name in MODEL))
     index, count = axis.shard(args.contestant, rank, size)
-    batches = [tuple(x.chunk(count)[index] for x in both) for both in make_batches(config, NUM_BATCHES)]
+    batches = [shard(batch, index, count) for batch in make_batches(config, NUM_BATCHES)]
     live: dict[str, Any] = {"done": 0}
 
     def build() -> None:
         live["step"] = axis.make(args.contestant, config, rank, size, args.backend, batches[0])
 
     def steps(count: int) -> dict[str, Any]:
-        losses, before = [], _sent()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(float(live["step"](batches[live["done"] % len(batches)])))
-            live["done"] += 1
-        took = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        return {**took, "losses": losses, "sent": [before, _sent()]}
+        before, done = _sent(), live["done"]
+        live["done"] += count
+        return {**timed(live["step"], batches, done, count), "sent": [before, _sent()]}
 
     def planned() -> float:
         from fzero.ir.ops import COLLECTIVES, transfer_bytes
@@ -108,18 +99,6 @@ def worker(axis: Axis, args: argparse.Namespace) -> dict[str, Callable[..., Any]
         return train.plan.stages[train.mesh.index(axis)].bubble
 
     return {"build": build, "steps": steps, "planned": planned, "bubble": bubble}
-
-
-def stepped(train: Any, state: Any) -> Step:
-    """fzero's step as a function of a batch that returns the loss."""
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    run.train = train  # type: ignore[attr-defined]
-    return run
 
 
 # --- all of them ---
@@ -169,7 +148,7 @@ def compared(axis: Axis, found: dict[str, dict[str, Any]]) -> list[str]:
         groups.setdefault(formula, []).append(x["losses"])
     notes = []
     for formula, losses in groups.items():
-        differ = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
+        differ, _ = largest_difference(losses)
         whose = f"losses of {formula}'s contestants" if formula else "losses"
         notes.append(f"{whose} agree to {differ:.1e} in {len(losses[0])} steps")
     for ours, theirs in axis.pairs:
@@ -206,8 +185,7 @@ def _sent() -> int:
     """Bytes that the loopback device has sent."""
     if not is_counted():
         return 0
-    lines = Path("/proc/self/net/dev").read_text().splitlines()  # of this process's network, as /sys is not
-    return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))
+    return sent_bytes("lo")
 
 
 def is_counted() -> bool:

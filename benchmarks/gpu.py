@@ -17,20 +17,28 @@ import argparse
 import gc
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import OUT_HELP, model_flags, peak_mib, publish, reset_peak, rss_mib
-from model import GPT, Config, make_batches, make_init, make_loss
+from common import (
+    backend_flag,
+    largest_difference,
+    model_flags,
+    number_flags,
+    parsed,
+    peak_mib,
+    publish,
+    reset_peak,
+    rss_mib,
+    script_parser,
+    settings,
+)
+from model import GPT, Config, blocks, make_batches, make_init, make_loss
+from training import FzeroStep, Step, clipped_adamw, fsdp2, shard, torch_adamw, torch_step
 
 import fzero as fz
-from fzero import optim
 
-LR, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12}
 """Dense bf16 products in FLOP/s by part of a device's name (datasheets, SXM where there are several)."""
 
@@ -38,23 +46,13 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 1
 # --- contestants ---
 
 
-def fzero(config: Config, mesh: Any, args: argparse.Namespace) -> Callable[[Any], Any]:
-    step = fz.train_step(
-        make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    )
-    step = fz.mixed_precision(step, "bf16")
-    train = fz.compile(fz.shard_params(step, axis="data") if mesh.size > 1 else step, mesh, backend=args.backend)
-    state = train.init(make_init(config), fz.random.key(0))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    return run
+def fzero(config: Config, mesh: Any, args: argparse.Namespace) -> Step:
+    step = fz.mixed_precision(fz.train_step(make_loss(config), clipped_adamw()), "bf16")
+    step = fz.shard_params(step, axis="data") if mesh.size > 1 else step
+    return FzeroStep(step, mesh, make_init(config), fz.random.key(0), backend=args.backend)
 
 
-def module(config: Config, mesh: Any, args: argparse.Namespace, autocast: bool = False) -> Callable[[Any], Any]:
+def module(config: Config, mesh: Any, args: argparse.Namespace, autocast: bool = False) -> Step:
     model = _module(config, mesh, None if autocast else torch.bfloat16)
     if args.backend == "inductor":
         model.compile(fullgraph=True)
@@ -63,47 +61,29 @@ def module(config: Config, mesh: Any, args: argparse.Namespace, autocast: bool =
         with torch.autocast(mesh.device.type, torch.bfloat16, enabled=autocast):
             return model(*batch)
 
-    return _trained(forward, model)
+    return torch_step(model, torch_adamw(model), forward)
 
 
-def module_autocast(config: Config, mesh: Any, args: argparse.Namespace) -> Callable[[Any], Any]:
+def module_autocast(config: Config, mesh: Any, args: argparse.Namespace) -> Step:
     return module(config, mesh, args, autocast=True)
 
 
-def fsdp2(config: Config, mesh: Any, args: argparse.Namespace) -> Callable[[Any], Any]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def module_sharded(config: Config, mesh: Any, args: argparse.Namespace) -> Step:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     model = _module(config, mesh, None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in (model.embed, *model.layers, model.head):
-        if args.backend == "inductor":
-            block.compile(fullgraph=True)
-        fully_shard(block, mesh=mesh.device_mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh.device_mesh, mp_policy=policy)
-    return _trained(model, model)
+    fsdp2(model, blocks(model), mesh.device_mesh, args.backend == "inductor", mp_policy=policy)
+    return torch_step(model, torch_adamw(model))
 
 
 def _module(config: Config, mesh: Any, compute: torch.dtype | None) -> Any:
     return GPT(make_init(config)(fz.random.key(0).to(mesh.device)), config.heads, compute).to(mesh.device)
 
 
-def _trained(forward: Callable[..., torch.Tensor], model: torch.nn.Module) -> Callable[[Any], Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def run(batch: Any) -> Any:
-        loss = forward(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return run
-
-
 CAST, AUTOCAST = "nn.Module, compiled whole, parameters cast", "nn.Module, compiled whole, autocast"
 ALONE = {"fzero": fzero, CAST: module, AUTOCAST: module_autocast}
-TOGETHER = {"fzero ZeRO-3": fzero, "FSDP2 + compile per block": fsdp2}
+TOGETHER = {"fzero ZeRO-3": fzero, "FSDP2 + compile per block": module_sharded}
 
 
 # --- measuring ---
@@ -113,10 +93,8 @@ class Device:
     """Time and memory of this rank's device; of the process on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.cuda, self.name = (
-            device.type == "cuda",
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        )
+        self.cuda = device.type == "cuda"
+        self.name = torch.cuda.get_device_name(device) if self.cuda else "CPU"
 
     def settle(self) -> None:
         if self.cuda:
@@ -139,10 +117,8 @@ class Device:
 
 def measure(args: argparse.Namespace, config: Config, mesh: Any) -> dict[str, dict[str, Any]]:
     device, live, found = Device(mesh.device), {}, {}
-    batches = [
-        tuple(t.chunk(mesh.size)[mesh.rank].to(mesh.device).contiguous() for t in batch)
-        for batch in make_batches(config, 4)
-    ]
+    parts = [shard(batch, mesh.rank, mesh.size) for batch in make_batches(config, 4)]
+    batches = [tuple(t.to(mesh.device) for t in part) for part in parts]
 
     def steps(name: str, count: int) -> float:
         losses = found[name]["losses"]
@@ -201,20 +177,13 @@ def report(args: argparse.Namespace, config: Config, mesh: Any, found: dict[str,
         x["tokens_per_s"] = config.batch * config.seq / statistics.median(x["step_s"])
         x["mfu"] = None if peak is None else x["tokens_per_s"] * flops_per_token(config) / peak / mesh.size
         share = "" if x["mfu"] is None else f"{x['mfu']:.1%}"
-        numbers = (
-            f"{1e3 * statistics.median(x['step_s']):.1f}",
-            f"{x['tokens_per_s']:,.0f}",
-            share,
-            f"{x['peak_mib']:.0f}",
-            f"{x['resting_mib']:.0f}",
-        )
-        rows.append((who, *numbers, f"{x['first_step_s']:.1f}", f"{x['losses'][-1]:.4f}"))
+        speed = (f"{1e3 * statistics.median(x['step_s']):.1f}", f"{x['tokens_per_s']:,.0f}", share)
+        memory = (f"{x['peak_mib']:.0f}", f"{x['resting_mib']:.0f}")
+        rows.append((who, *speed, *memory, f"{x['first_step_s']:.1f}", f"{x['losses'][-1]:.4f}"))
     ours, *peers = found.values()
     speed = ours["tokens_per_s"] / max(x["tokens_per_s"] for x in peers)
     memory = ours["peak_mib"] / min(x["peak_mib"] for x in peers)
-    spread = max(
-        (max(at) - min(at)) / max(min(at), 1e-9) for at in zip(*(x["losses"] for x in found.values()), strict=True)
-    )
+    spread, _ = largest_difference([x["losses"] for x in found.values()])
     notes = [
         f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
         f"heads, vocabulary {config.vocab}), sequence "
@@ -227,16 +196,8 @@ def report(args: argparse.Namespace, config: Config, mesh: Any, found: dict[str,
         + (f"{peak / 1e12:.0f} TFLOP/s a device." if peak else "an unknown peak: give --peak-tflops."),
     ]
     columns = ("", "step ms", "tokens/s", "MFU", "peak MiB", "at rest MiB", "first step s", "last loss")
-    settings = {k: v for k, v in vars(args).items() if k != "out"}
-    publish(
-        args.name,
-        "One step on a GPU",
-        columns,
-        rows,
-        notes,
-        {"settings": settings, "device": name, "contestants": found},
-        args.out,
-    )
+    data = {"settings": settings(args), "device": name, "contestants": found}
+    publish(args.name, "One step on a GPU", columns, rows, notes, data, args.out)
 
 
 def _say(mesh: Any, text: str) -> None:
@@ -261,29 +222,17 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=20, width=1024, heads=16, seq=1024, batch=16)
-    parser.add_argument("--vocab", type=int, default=50304)
+    parser = script_parser(__doc__, "gpu", small="a tiny model on the CPU, eager")
+    model_flags(parser, layers=20, width=1024, heads=16, seq=1024, batch=16, vocab=50304)
+    number_flags(parser, warmup=5, rounds=5, steps=10)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--peer", choices=["cast", "autocast", "both"], default="both", help="of the two modules")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="a round")
-    parser.add_argument(
-        "--peak-tflops", type=float, help="bf16 products of one device, for the MFU; known for " + ", ".join(PEAKS)
-    )
-    parser.add_argument(
-        "--backend", choices=["inductor", "eager"], default="inductor", help="of all: eager compiles nothing"
-    )
-    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, eager")
-    parser.add_argument("--name", default="gpu", help="of the files in --out")
-    parser.add_argument("--out", type=Path, help=OUT_HELP)
-    args = parser.parse_args()
-    if args.small:
-        args.layers, args.width, args.heads, args.seq, args.batch, args.vocab = 2, 64, 4, 32, 4, 256
-        args.device, args.backend, args.warmup, args.rounds, args.steps = "cpu", "eager", 1, 2, 2
-        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
-    return args
+    parser.add_argument("--peak-tflops", type=float, help=f"bf16 products of one device; known for {', '.join(PEAKS)}")
+    backend_flag(parser, whose="of all: eager compiles nothing")
+    return parsed(
+        parser, layers=2, width=64, heads=4, seq=32, batch=4, vocab=256, device="cpu", backend="eager", warmup=1,
+        rounds=2, steps=2,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

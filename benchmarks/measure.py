@@ -32,7 +32,7 @@ from cases import (
     wire,
 )
 from cases.contestants import CONTESTANTS
-from common import OUT_HELP, publish, serve, settings
+from common import OUT_HELP, SMALL_OUT, publish, serve, settings
 
 TEMPORARY = tempfile.gettempdir()
 CHOICES: dict[str, Any] = {
@@ -191,10 +191,9 @@ def parsed(name: str, given: list[str]) -> argparse.Namespace:
             contest = flag == "only" and first in CONTESTANTS
             options["choices"] = list(CONTESTANTS) if contest else CHOICES.get(flag)
         parser.add_argument(f"--{flag.replace('_', '-')}", **options)
-    out = Path(TEMPORARY) / "fzero-small" if "--small" in given else None
     parser.add_argument("--small", action="store_true", help="tiny sizes and few rounds: results say nothing")
     parser.add_argument("--name", default=name, help="of the files in --out")
-    parser.add_argument("--out", type=Path, default=out, help=OUT_HELP)
+    parser.add_argument("--out", type=Path, default=SMALL_OUT if "--small" in given else None, help=OUT_HELP)
     return argparse.Namespace(**vars(parser.parse_args(given)), case=name)
 
 

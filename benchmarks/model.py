@@ -35,18 +35,37 @@ def _embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
     return p["tok"][tokens] + p["pos"][: tokens.shape[1]]
 
 
-def _layer(p: Any, x: torch.Tensor, heads: int) -> torch.Tensor:
+def before_attention(p: Any, x: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values, each [batch, heads, positions, size of a head]."""
     b, t, d = x.shape
-    q, k, v = (
-        (F.layer_norm(x, (d,), p["ln1"]) @ p["qkv"].T).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
-    )
-    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d) @ p["o"].T
+    qkv = F.layer_norm(x, (d,), p["ln1"]) @ p["qkv"].T
+    return qkv.view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def after_attention(p: Any, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    b, t, d = x.shape
+    x = x + mixed.transpose(1, 2).reshape(b, t, d) @ p["o"].T
     return x + F.gelu(F.layer_norm(x, (d,), p["ln2"]) @ p["up"].T, approximate="tanh") @ p["down"].T
 
 
-def _head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = F.layer_norm(x, (x.shape[-1],), p["ln"]) @ p["out"].T
+def _layer(p: Any, x: torch.Tensor, heads: int) -> torch.Tensor:
+    return after_attention(p, x, attention(*before_attention(p, x, heads)))
+
+
+def logits_of(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), p["ln"]) @ p["out"].T
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits_of(p, x), targets)
 
 
 embed, layer, head = fz.block(_embed), fz.block(_layer), fz.block(_head)
@@ -79,20 +98,14 @@ def make_init(config: Config) -> Any:
         def draw(*shape: int) -> torch.Tensor:
             return fz.random.normal(next(keys), shape) * 0.02
 
+        def of_layer() -> dict[str, torch.Tensor]:
+            weights = {"qkv": draw(3 * d, d), "o": draw(d, d), "up": draw(4 * d, d), "down": draw(d, 4 * d)}
+            return {"ln1": torch.ones(d), "ln2": torch.ones(d), **weights}
+
         return {
             "embed": {"tok": draw(config.vocab, d), "pos": draw(config.seq, d)},
             "head": {"ln": torch.ones(d), "out": draw(config.vocab, d)},
-            "layers": [
-                {
-                    "ln1": torch.ones(d),
-                    "ln2": torch.ones(d),
-                    "qkv": draw(3 * d, d),
-                    "o": draw(d, d),
-                    "up": draw(4 * d, d),
-                    "down": draw(d, 4 * d),
-                }
-                for _ in range(config.layers)
-            ],
+            "layers": [of_layer() for _ in range(config.layers)],
         }
 
     return init
@@ -143,6 +156,11 @@ class Layer(Part):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _layer(self.tree(), x, self.heads)
+
+
+class Logits(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.tree(), x)
 
 
 class Head(Part):

@@ -23,20 +23,18 @@ import gc
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import model_flags, publish, script_flags, settings
-from gpu import LR, MAX_NORM, PEAKS, flops_per_token
+from common import backend_flag, model_flags, number_flags, parsed, publish, script_parser, settings
+from gpu import PEAKS, flops_per_token
 from model import Config, make_batches, make_init, make_loss
+from training import FzeroStep, clipped_adamw
 
 import fzero as fz
-from fzero import optim
 from fzero._utils.units import parse_bytes
 from fzero.plan.device_lookup import Device, get_device
 from fzero.runtime.calibrate import calibrate
@@ -53,7 +51,7 @@ LIBRARIES_SHARE = 0.92  # of the device's memory: what libraries leave
 
 
 def step_of(args: argparse.Namespace, config: Config, *transforms: Any) -> Any:
-    step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR)))
+    step = fz.train_step(make_loss(config), clipped_adamw())
     return fz.compose(fz.mixed_precision("bf16"), fz.remat(args.remat), *transforms)(step)
 
 
@@ -78,15 +76,10 @@ def ceiling_s(args: argparse.Namespace, config: Config, device: Device, host_ban
 
 
 def planned(args: argparse.Namespace, config: Config, device: Device, *transforms: Any) -> Any:
-    batch = tuple(torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta") for _ in range(2))
-    return fz.lower(
-        step_of(args, config, *transforms),
-        fz.AbstractMesh(data=1),
-        make_init(config),
-        batch,
-        device=device,
-        backend=args.backend,
-    ).plan
+    tokens = torch.empty(config.batch, config.seq, dtype=torch.int64, device="meta")
+    step = step_of(args, config, *transforms)
+    given: dict[str, Any] = {"device": device, "backend": args.backend}
+    return fz.lower(step, fz.AbstractMesh(data=1), make_init(config), (tokens, tokens), **given).plan
 
 
 def micro_batches(num_micro: int) -> list[Any]:
@@ -99,9 +92,8 @@ def deepest(args: argparse.Namespace, device: Device) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         config, num_micro = sized(args, max(args.tokens), middle)
-        fits = (
-            planned(args, config, device, *micro_batches(num_micro)).peak_bytes <= LIBRARIES_SHARE * device.memory_bytes
-        )
+        peak = planned(args, config, device, *micro_batches(num_micro)).peak_bytes
+        fits = peak <= LIBRARIES_SHARE * device.memory_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -113,21 +105,17 @@ def trained(
     args: argparse.Namespace, config: Config, mesh: Any, *transforms: Any
 ) -> tuple[Callable[[int], list[float]], Any]:
     """What trains so many steps and returns their losses, and the compiled step."""
-    train = fz.compile(step_of(args, config, *transforms), mesh, backend=args.backend)
-    state = train.init(make_init(config), fz.random.key(0))
+    step = step_of(args, config, *transforms)
+    train = FzeroStep(step, mesh, make_init(config), fz.random.key(0), backend=args.backend)
     batch = tuple(t.to(mesh.device) for t in make_batches(config, 1)[0])
 
     def run(count: int) -> list[float]:
-        nonlocal state
-        losses = []
-        for _ in range(count):
-            state, metrics = train(state, batch)
-            losses.append(metrics["loss"])
+        losses = [train(batch) for _ in range(count)]
         losses = [float(x) for x in losses]
         torch.cuda.synchronize()
         return losses
 
-    return run, train
+    return run, train.train
 
 
 def timed(
@@ -147,13 +135,8 @@ def timed(
             run(1)
         profiler.export_chrome_trace(trace)
     peak = torch.cuda.max_memory_allocated() / 1e9
-    return {
-        "step_s": statistics.median(seconds),
-        "steps_s": seconds,
-        "losses": losses,
-        "device_gb": peak,
-        "planned_s": train.plan.step_seconds,
-    }
+    found = {"step_s": statistics.median(seconds), "steps_s": seconds, "losses": losses, "device_gb": peak}
+    return found | {"planned_s": train.plan.step_seconds}
 
 
 def host_bandwidth() -> float:
@@ -210,16 +193,9 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: Devic
     for x in points:
         binding = max(x["ceiling_s"], key=x["ceiling_s"].__getitem__)
         own = "" if x["of_own"] is None else f"{x['of_own']:.1%} ({x['own_layers']} layers)"
-        numbers = (
-            f"{x['step_s']:.3f}",
-            f"{x['tokens_per_s']:,.0f}",
-            f"{x['of_peak']:.1%}",
-            own,
-            f"{x['of_ceiling']:.1%}",
-            binding,
-            f"{x['device_gb']:.1f}",
-        )
-        rows.append((f"{x['tokens']:,}", x["micro_batches"], *numbers))
+        speed = (f"{x['step_s']:.3f}", f"{x['tokens_per_s']:,.0f}", f"{x['of_peak']:.1%}", own)
+        ceiling = (f"{x['of_ceiling']:.1%}", binding, f"{x['device_gb']:.1f}")
+        rows.append((f"{x['tokens']:,}", x["micro_batches"], *speed, *ceiling))
     least = min(x["of_ceiling"] for x in points)
     large = [x["of_peak"] for x in points if x["tokens"] >= PEAK_TOKENS]
     config, dry = sized(args, args.tokens[0])[0], "planned, nothing was run" if args.dry else "measured"
@@ -237,24 +213,10 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]], device: Devic
     ]
     if large:
         notes.append(f"share of the peak from {PEAK_TOKENS} tokens on, the least: {min(large):.3f}")
-    columns = (
-        "tokens a step",
-        "micro-batches",
-        "step s",
-        "tokens/s",
-        "of peak",
-        "of own",
-        "of ceiling",
-        "it is bound by",
-        "device GB",
-    )
-    data = {
-        "settings": settings(args, "path", "trace"),
-        "device": name,
-        "rates": device.source,
-        "host_bandwidth": bandwidth,
-        "points": points,
-    }
+    shares = ("of peak", "of own", "of ceiling", "it is bound by", "device GB")
+    columns = ("tokens a step", "micro-batches", "step s", "tokens/s", *shares)
+    data = {"settings": settings(args, "path", "trace"), "device": name, "rates": device.source}
+    data |= {"host_bandwidth": bandwidth, "points": points}
     publish(args.name, "Everything offloaded", columns, rows, notes, data, args.out)
 
 
@@ -284,16 +246,8 @@ def twice(args: argparse.Namespace, capacity: int, mesh: Any, name: str) -> None
     found = timed(args, config, mesh, *where)
     state, used = ADAM * config.num_params / 1e9, found["device_gb"]
     falls = found["losses"][-1] < found["losses"][0]
-    rows = [
-        (
-            f"{config.num_params / 1e9:.2f} G",
-            layers,
-            f"{state:.1f}",
-            f"{capacity / 1e9:.1f}",
-            f"{used:.1f}",
-            f"{found['step_s']:.2f}",
-        )
-    ]
+    memory = (f"{state:.1f}", f"{capacity / 1e9:.1f}", f"{used:.1f}")
+    rows = [(f"{config.num_params / 1e9:.2f} G", layers, *memory, f"{found['step_s']:.2f}")]
     notes = [
         f"Width {args.width}, sequence {args.seq}, {config.batch * config.seq} tokens a step, bf16, {name}; "
         f"{'; '.join(map(str, where))}.",
@@ -302,15 +256,8 @@ def twice(args: argparse.Namespace, capacity: int, mesh: Any, name: str) -> None
         f"device memory in use at most {used:.1f} GB of {capacity / 1e9:.1f}",
     ]
     columns = ("parameters", "layers", "state GB", "device GB", "used GB", "step s")
-    publish(
-        f"{args.name}_twice",
-        "A state twice as large as the device",
-        columns,
-        rows,
-        notes,
-        {"settings": settings(args, "path"), **found},
-        args.out,
-    )
+    data = {"settings": settings(args, "path"), **found}
+    publish(f"{args.name}_twice", "A state twice as large as the device", columns, rows, notes, data, args.out)
 
 
 def main() -> None:
@@ -348,38 +295,26 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=32, width=4096, heads=32, seq=2048)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2**k for k in range(11, 18)], help="a step")
-    parser.add_argument("--micro", type=int, default=65536, help="tokens a micro-batch, at most")
+    parser = script_parser(__doc__, "offload_gpu", small="the plan of a tiny model")
+    model_flags(parser, layers=32, width=4096, heads=32, seq=2048, vocab=32000)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**k for k in range(11, 18)], help="per step")
+    number_flags(parser, steps=5)
+    parser.add_argument("--micro", type=int, default=65536, help="tokens per micro-batch, at most")
     parser.add_argument("--of", nargs="+", choices=ROLES, default=list(ROLES), help="what the curve offloads")
     parser.add_argument("--remat", choices=["full", "min_cut", "none"], default="full")
-    parser.add_argument("--steps", type=int, default=5, help="measured of each, after two")
     parser.add_argument("--parts", nargs="+", choices=["curve", "twice"], default=["curve", "twice"])
     parser.add_argument("--dry", action="store_true", help="the curve as planned, without a GPU")
+    parser.add_argument("--device", help="whose rates to use, as in `fzero plan`; default: measured, with --dry h100")
     parser.add_argument(
-        "--device", help="whose rates to take, as `fzero plan` does; by default measured, of --dry those of an h100"
+        "--host-gbps", type=float, help=f"GB/s of host memory; default: measured, with --dry {DRY_HOST / 1e9:g}"
     )
-    parser.add_argument(
-        "--host-gbps", type=float, help=f"of host memory, GB/s; by default measured, of --dry {DRY_HOST / 1e9:g}"
-    )
-    parser.add_argument("--peak-tflops", type=float, help="bf16 products of the device; known for " + ", ".join(PEAKS))
+    parser.add_argument("--peak-tflops", type=float, help=f"bf16 products of the device; known for {', '.join(PEAKS)}")
     parser.add_argument("--device-memory", help='as if the device had no more: "24GB"')
-    parser.add_argument(
-        "--path", nargs="+", help="directories on a disk, for a state that the host's memory does not hold"
-    )
-    parser.add_argument(
-        "--trace", help="of one step at the most tokens, a file for Perfetto: are copies under compute?"
-    )
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
-    parser.add_argument("--small", action="store_true", help="the plan of a tiny model")
-    script_flags(parser, "offload_gpu")
-    args = parser.parse_args()
-    if args.small:
-        args.layers, args.width, args.heads, args.seq, args.vocab = 2, 256, 4, 64, 512
-        args.dry, args.tokens, args.parts = True, [256], ["curve"]
-        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
+    parser.add_argument("--path", nargs="+", help="directories on a disk, for a state larger than the host's memory")
+    parser.add_argument("--trace", help="a file for Perfetto: one step with the most tokens")
+    backend_flag(parser)
+    tiny: dict[str, Any] = {"layers": 2, "width": 256, "heads": 4, "seq": 64, "vocab": 512}
+    args = parsed(parser, **tiny, dry=True, tokens=[256], parts=["curve"])
     if args.dry and args.name == parser.get_default("name"):
         args.name = "offload_gpu_planned"
     return args

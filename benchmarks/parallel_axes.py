@@ -13,12 +13,21 @@ processes then have their own loopback device. Contestants that need DeepSpeed a
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from axes import AXES
-from common import MODEL, chosen, model_flags, publish, script_flags, serve, settings
+from common import (
+    MODEL,
+    backend_flag,
+    chosen,
+    model_flags,
+    number_flags,
+    parsed,
+    publish,
+    script_parser,
+    serve,
+    settings,
+)
 from contest import Axis, compared, contest, own_network, worker
 
 COLUMNS = ("axis, processes: contestant", "CPU s", "wall s", "last loss", "planned MB", "sent MB")
@@ -66,22 +75,17 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "parallel_axes", small="tiny models and two rounds")
     parser.add_argument("axes", nargs="*", metavar="AXIS", help=", ".join(AXES))
     model_flags(parser)
     parser.add_argument("--processes", type=int, nargs="+", choices=[1, 2, 4], help="default: those of the axis")
-    parser.add_argument("--steps", type=int, help="per round; default: those of the axis")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="tiny models and two rounds")
+    number_flags(parser, steps=None, rounds=5)
     parser.add_argument("--only", nargs="+", help="contestants, e.g. fzero deepspeed")
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="of fzero")
+    backend_flag(parser)
     parser.add_argument("--axis", choices=list(AXES), help=argparse.SUPPRESS)
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    script_flags(parser, "parallel_axes")
-    args = parser.parse_args()
+    args = parsed(parser, rounds=2)
     args.axes = chosen(parser, args.axes, AXES)
-    if args.small:
-        args.rounds, args.out = 2, args.out or Path(tempfile.gettempdir()) / "fzero-small"
     if len(args.axes) < len(AXES) and args.name == parser.get_default("name"):
         args.name = "_".join([args.name, *args.axes])
     return args

@@ -12,11 +12,10 @@ joins (10 minutes); `saves`, asynchronous checkpoints compared with torch's (10 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import chosen, model_flags, publish, script_flags, settings
+from common import backend_flag, chosen, model_flags, parsed, publish, script_parser, settings
 from recovery_tables import commit, failed_host, failed_rank, saves
 
 TABLES: dict[str, Any] = {"commit": commit, "failed_rank": failed_rank, "failed_host": failed_host, "saves": saves}
@@ -34,31 +33,23 @@ def main() -> None:
         own = argparse.Namespace(**{**preset, **given})
         found = module.measure(own)
         data = {"settings": settings(own, "path", "contestant", "table", "tables", "name"), **found.data}
-        publish(found.name, found.title, found.columns, found.rows, found.notes, data, args.out)
+        publish(module.NAME, found.title, found.columns, found.rows, found.notes, data, args.out)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "recovery", small="tiny models and few rounds")
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; default: all")
-    model_flags(parser)
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--warmup", type=int, help="steps that are not measured")
+    model_flags(parser, processes=None, steps=None, rounds=None, warmup=None)
     parser.add_argument("--every", type=int, help="steps per save")
     parser.add_argument("--kill", type=int, nargs="*", help="steps before which a rank is killed")
     parser.add_argument("--only", nargs="+", help=f"of failed_rank {', '.join(failed_rank.TITLES)}; of saves "
                         f"{', '.join(saves.WAYS)}; of failed_host the first column")  # fmt: skip
     parser.add_argument("--path", type=Path, help="folder on the disk to save to; default: the one of temporary files")
-    parser.add_argument("--backend", choices=["inductor", "eager"], help="of fzero")
-    parser.add_argument("--small", action="store_true", help="tiny models and few rounds")
+    backend_flag(parser, default=None)
     parser.add_argument("--table", choices=list(TABLES), help=argparse.SUPPRESS)
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    script_flags(parser, "recovery")
-    args = parser.parse_args()
+    args = parsed(parser)
     args.tables = chosen(parser, args.tables, TABLES)
-    if args.small:
-        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
     return args
 
 

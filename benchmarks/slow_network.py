@@ -25,13 +25,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import chosen, publish, script_flags, settings
+from common import (
+    SOURCE,
+    Table,
+    chosen,
+    number_flags,
+    parsed,
+    publish,
+    script_parser,
+    sent_bytes,
+    settings,
+    torchrun_command,
+)
+from training import (
+    FzeroStep,
+    Step,
+    clipped_adamw,
+    deepspeed_engine,
+    deepspeed_module,
+    deepspeed_step,
+    fsdp2,
+    shard,
+    timed,
+    torch_adamw,
+    torch_step,
+)
 
-SOURCE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SOURCE / "examples"))
 EVEN = "int8, even steps"
 FORMATS: dict[str, dict[str, Any] | None] = {
@@ -62,12 +85,8 @@ WAYS = ("ZeRO-3 over one axis", "over two axes", "with hierarchical")
 HOSTS_LAYERS, HOSTS_WIDTH, HOSTS_ROWS, HOSTS_STEPS = 4, 128, 4, 4
 NAMES = {"losses": "compressed", "link": "compressed_link", "hosts": "across_nodes"}
 """Files of the tables."""
-
-
-def sent(interface: str = "lo") -> int:
-    """Bytes that have left this network namespace through an interface."""
-    lines = (line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines())
-    return next(int(rest.split()[8]) for name, _, rest in lines if name.strip() == interface)
+RANKS = "GPT of 2 layers, width 64, 2 ranks (gloo over a loopback device of their own)"
+TIMEOUT = 300  # seconds of a job, which takes about 10
 
 
 # --- processes ---
@@ -89,121 +108,96 @@ def losses(args: argparse.Namespace) -> dict[str, Any]:
     axes: dict[str, int] = {"node": 2, "data": 2} if nodes else {"data": 2}
     mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes)
     rate = optim.warmup_cosine(RATE, max(1, args.steps // 10), args.steps, init=RATE / 10, end=RATE / 10)
-    decayed = lambda path, leaf: leaf.ndim >= 2  # noqa: E731
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate, b2=0.95, weight_decay=0.1, mask=decayed))
+    optimizer = clipped_adamw(rate, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)
     zero = fz.shard_params(axis=("data", "node") if nodes else "data")
     transforms = [zero] if given is None else [zero, fz.compress(**given)]
     step = fz.compose(*transforms)(fz.train_step(lambda p, b: train_gpt.gpt(p, *b, heads=HEADS)[0], optimizer))
-    train = fz.compile(step, mesh, backend="eager")
-    state = train.init(lambda key: train_gpt.init_gpt(key, layers=LAYERS, width=WIDTH), fz.random.key(args.seed))
+    init = lambda key: train_gpt.init_gpt(key, layers=LAYERS, width=WIDTH)  # noqa: E731
+    run = FzeroStep(step, mesh, init, fz.random.key(args.seed), backend="eager")
     data = fz.data.TokenDataset(fz.data.python_source(), seq=SEQ, batch=BATCH, seed=args.seed)
     text, held_out = data.split(0.02)
     before = 0
     for i in range(args.steps):
         if i == WARM_UP:
             dist.barrier()
-            before = sent()
-        state, _ = train(state, text.batch_at(i, rank=mesh.rank, size=mesh.size))
+            before = sent_bytes()
+        run(text.batch_at(i, rank=mesh.rank, size=mesh.size))
     dist.barrier()
-    nbytes = (sent() - before) / (args.steps - WARM_UP)
-    params = train.gather(state).params
+    nbytes = (sent_bytes() - before) / (args.steps - WARM_UP)
+    params = run.train.gather(run.state).params
     with torch.no_grad():
         held = [float(train_gpt.gpt(params, *held_out.batch_at(i), heads=HEADS)[0]) for i in range(args.held_out)]
-    planned = mesh.size * sum(c.bytes for c in train.plan.channels.values())
+    planned = mesh.size * sum(c.bytes for c in run.train.plan.channels.values())
     num = sum(x.numel() for x in fz.tree.leaves(params))
     return {"held_out": statistics.mean(held), "bytes": nbytes, "planned": planned, "params": num}
 
 
 def link(args: argparse.Namespace) -> dict[str, Any]:
     """One rank: the median of the seconds of a step, and bytes a step of all ranks."""
-    import model
     import torch
     import torch.distributed as dist
-    from cases import contestants
+    from model import Config, make_batches
 
-    config = model.Config(LAYERS, WIDTH, HEADS, SEQ, 2 * BATCH)
+    config = Config(LAYERS, WIDTH, HEADS, SEQ, 2 * BATCH)
     torch.set_num_threads(1)
-    if args.what in OURS:
-        run, rank = _ours(*OURS[args.what], model, config)
-    else:
-        library, bf16 = next(n for n in ("ddp", "fsdp2", "deepspeed") if n in args.what.lower()), "bf16" in args.what
-        if args.what == ALL_BF16:
-            from torch.distributed import fsdp
-
-            policy = fsdp.MixedPrecisionPolicy
-            fsdp.MixedPrecisionPolicy = lambda compute, reduce: policy(compute, compute)  # type: ignore[assignment]
-        options = argparse.Namespace(optimizer="fused")
-        peer = contestants.Contestant(args.what, library, 3, bf16=bf16)
-        options.parts = 2
-        make, rank = contestants.LIBRARIES[library](options, peer, config)
-        run = make() if "hook" not in args.what else _hooked(make)
-    batches = [tuple(t.chunk(2)[rank] for t in batch) for batch in model.make_batches(config, 4)]
-    seconds, before = list[float](), 0
-    for i in range(WARM_UP + args.timed):
-        if i == WARM_UP:
-            dist.barrier()
-            before = sent()
-        began = time.perf_counter()
-        run(batches[i % len(batches)])
-        seconds.append(time.perf_counter() - began)
+    run = _ours(args.what, config) if args.what in OURS else _peer(args.what, config)
+    batches = [shard(batch, dist.get_rank(), 2) for batch in make_batches(config, 4)]
+    timed(run, batches, 0, WARM_UP)
     dist.barrier()
-    return {"seconds": statistics.median(seconds[WARM_UP:]), "bytes": (sent() - before) / args.timed}
+    before = sent_bytes()
+    seconds = [timed(run, batches, WARM_UP + i, 1)["wall_s"] for i in range(args.timed)]
+    dist.barrier()
+    return {"seconds": statistics.median(seconds), "bytes": (sent_bytes() - before) / args.timed}
 
 
-def _ours(zero: str, given: dict[str, Any] | None, model: Any, config: Any) -> tuple[Callable[[Any], Any], int]:
+def _ours(what: str, config: Any) -> Step:
+    from model import make_init, make_loss
+
     import fzero as fz
-    from fzero import optim
 
-    mesh = fz.make_mesh(device="cpu", shared_memory=False)
+    zero, given = OURS[what]
     transforms = [getattr(fz, zero)(), *([] if given is None else [fz.compress(**given)])]
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(RATE, weight_decay=0.01))
-    train = fz.compile(fz.compose(*transforms)(fz.train_step(model.make_loss(config), optimizer)), mesh)
-    state = train.init(model.make_init(config), fz.random.key(0))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    return run, mesh.rank
+    step = fz.compose(*transforms)(fz.train_step(make_loss(config), clipped_adamw()))
+    return FzeroStep(step, fz.make_mesh(device="cpu", shared_memory=False), make_init(config), fz.random.key(0))
 
 
-def _hooked(make: Callable[[], Any]) -> Any:
-    """DDP with PyTorch's hook that halves what its all_reduce sends; that for bf16 knows no gloo."""
+def _peer(what: str, config: Any) -> Step:
+    import torch
+    import torch.distributed as dist
+    from model import blocks, module
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn.parallel import DistributedDataParallel
 
-    made, init = list[Any](), DistributedDataParallel.__init__
+    if what in DEEPSPEED:
+        deepspeed_module()
+        model: Any = module(config)
+        bf16 = {"enabled": "bf16" in what}
+        return deepspeed_step(deepspeed_engine(model, BATCH, 3, torch_adamw(model), bf16=bf16))
+    dist.init_process_group("gloo")
+    model = module(config)
+    if what.startswith("DDP"):
+        model = DistributedDataParallel(model)
+        if "hook" in what:  # the hook for bf16 does not work with gloo
+            model.register_comm_hook(None, fp16_compress_hook)
+    else:
+        sums = torch.bfloat16 if what == ALL_BF16 else torch.float32
+        policy = MixedPrecisionPolicy(torch.bfloat16, sums) if "bf16" in what else MixedPrecisionPolicy()
+        fsdp2(model, blocks(model), init_device_mesh("cpu", (2,)), mp_policy=policy)
+    return torch_step(model, torch_adamw(model))
 
-    def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        made.append(self)
 
-    DistributedDataParallel.__init__ = keeping  # type: ignore[method-assign]
-    run = make()
-    made[0].register_comm_hook(None, fp16_compress_hook)
-    return run
-
-
-def inside(
-    args: argparse.Namespace,
-    job: str,
-    what: str,
-    ranks: int,
-    rate: int = 0,
-    seed: int = 0,
-    script: str = __file__,
-) -> dict[str, Any]:
-    """The result of a job of a script on ranks in a namespace whose loopback has a rate, in Mbit/s; 0: its own."""
+def inside(args: argparse.Namespace, job: str, what: str, ranks: int, rate: int = 0, seed: int = 0) -> dict[str, Any]:
+    """The result of a job on ranks in a namespace whose loopback device has a rate, in Mbit/s; 0: unlimited."""
     print(f"{job}: {what}{f', {rate} Mbit/s' if rate else f', seed {seed}'} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
         flags = ["--worker", "--job", job, "--what", what, "--seed", seed, "--folder", folder]
         flags += ["--steps", args.steps, "--timed", args.timed, "--held-out", args.held_out]
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
+        run, env = torchrun_command([__file__, *map(str, flags)], ["--standalone", f"--nproc-per-node={ranks}"])
         bucket = f"tc qdisc add dev lo root tbf rate {rate}mbit burst 512kb latency 200ms && " if rate else ""
         shell = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {bucket}exec "$@"', "sh"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run([*shell, *run, *map(str, flags)], env=env, check=True, timeout=900)
+        subprocess.run([*shell, *run], env=env, check=True, timeout=TIMEOUT)
         return json.loads((Path(folder) / "found.json").read_text())
 
 
@@ -213,7 +207,6 @@ def hosts(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     import fzero as fz
-    from fzero import optim
 
     @fz.block
     def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -234,26 +227,22 @@ def hosts(args: argparse.Namespace) -> list[dict[str, Any]]:
     transforms = dict(zip(WAYS, ([fz.shard_params()], [both], [both, fz.hierarchical()]), strict=True))
     rank, found = int(os.environ["RANK"]), []
     batches = [
-        torch.randn(4 * HOSTS_ROWS, HOSTS_WIDTH, generator=torch.Generator().manual_seed(i))
+        torch.randn(4 * HOSTS_ROWS, HOSTS_WIDTH, generator=torch.Generator().manual_seed(i)).chunk(4)[rank]
         for i in range(WARM_UP + HOSTS_STEPS)
     ]
     for way, spread in transforms.items():
         axes = {"data": 4} if way == WAYS[0] else {"node": 2, "data": 2}
         mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes)
         for num in args.micro:
-            step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
-            train = fz.compile(fz.compose(*spread, fz.accumulate(num))(step), mesh, backend="eager")
-            state, losses, before = train.init(init, fz.random.key(0)), [], 0
-            for i, batch in enumerate(batches):
-                if i == WARM_UP:
-                    dist.barrier()
-                    before = sent(args.interface)
-                state, metrics = train(state, batch[rank * HOSTS_ROWS :][:HOSTS_ROWS])
-                losses.append(metrics["loss"].item())
+            step = fz.compose(*spread, fz.accumulate(num))(fz.train_step(loss_fn, clipped_adamw(1e-3)))
+            run = FzeroStep(step, mesh, init, fz.random.key(0), backend="eager")
+            losses = timed(run, batches, 0, WARM_UP)["losses"]
             dist.barrier()
-            found.append(
-                {"way": way, "micro": num, "bytes": (sent(args.interface) - before) / HOSTS_STEPS, "losses": losses}
-            )
+            before = sent_bytes(args.interface)
+            losses += timed(run, batches, WARM_UP, HOSTS_STEPS)["losses"]
+            dist.barrier()
+            nbytes = (sent_bytes(args.interface) - before) / HOSTS_STEPS
+            found.append({"way": way, "micro": num, "bytes": nbytes, "losses": losses})
         fz.close_mesh()
     return found
 
@@ -285,12 +274,11 @@ def between_hosts(args: argparse.Namespace) -> list[dict[str, Any]]:
         flags = ["--worker", "--job", "hosts", "--folder", folder, "--micro", *map(str, args.micro)]
         running = []
         for i, pid in enumerate(pids):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-            rendezvous = [f"--node-rank={i}", "--master-addr=10.77.0.1", "--master-port=29577"]
-            command = ["nsenter", "--target", str(pid), "--net", *torchrun, *rendezvous, __file__, *flags]
-            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": f"fz{i}"}
-            running.append(subprocess.Popen([*command, "--interface", f"fz{i}"], env=env))
-        codes = [p.wait(timeout=600) for p in running]
+            nodes = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={i}"]
+            nodes += ["--master-addr=10.77.0.1", "--master-port=29577"]
+            run, env = torchrun_command([__file__, *flags, "--interface", f"fz{i}"], nodes, f"fz{i}")
+            running.append(subprocess.Popen(["nsenter", "--target", str(pid), "--net", *run], env=env))
+        codes = [p.wait(timeout=TIMEOUT) for p in running]
         assert codes == [0, 0], codes
         return json.loads((Path(folder) / "found.json").read_text())
 
@@ -298,7 +286,7 @@ def between_hosts(args: argparse.Namespace) -> list[dict[str, Any]]:
 # --- tables ---
 
 
-def loss_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], dict[str, Any]]:
+def loss_table(args: argparse.Namespace) -> Table:
     found = {
         what: [inside(args, "losses", what, 4 if "4 ranks" in what else 2, seed=s) for s in range(args.seeds)]
         for what in FORMATS
@@ -312,12 +300,19 @@ def loss_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], di
         held = ", ".join(f"{r['held_out']:.4f}" for r in runs)
         nbytes = f"{runs[0]['bytes']:,.0f}"
         rows.append([what, held, f"{100 * more:+.2f} %", nbytes, f"{share:.3f}", f"{100 * off:+.0f} %"])
-    return rows, ["1.008 bytes instead of 4 are 0.252 of fp32's at best."], {"losses": found}
+    notes = [
+        f"{args.steps} steps: {RANKS}. Loss of masters, on {args.held_out} held-out batches.",
+        "1.008 bytes instead of 4 are 0.252 of fp32's at best.",
+    ]
+    nbytes = ("bytes per step, all ranks", "share of fp32's", "compared with the plan")
+    columns = ("format", "held-out loss, by seed", "compared with fp32", *nbytes)
+    return Table("Compressed communication", columns, rows, notes, {"losses": found})
 
 
-def link_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], dict[str, Any]]:
+def link_table(args: argparse.Namespace) -> Table:
     found = {(rate, what): inside(args, "link", what, 2, rate) for rate in args.rates for what in (*PEERS, *OURS)}
-    rows, notes = list[list[str]](), list[str]()
+    about = f"135,488 parameters, medians of {args.timed} steps: {RANKS}. fzero compiled, the others eager."
+    rows, notes = list[list[str]](), [about]
     for what in (*PEERS, *OURS):
         seconds = [f"{found[rate, what]['seconds']:.3f}" for rate in args.rates]
         rows.append([what, *seconds, f"{found[args.rates[0], what]['bytes']:,.0f}"])
@@ -330,22 +325,28 @@ def link_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], di
             f"best DDP with int8, {ddp / of['data_parallel, int4']:.2f} with int4; ZeRO-3 with int8 "
             f"{fsdp / of['ZeRO-3, int8']:.2f} times fewer than the best {peers}."
         )
-    return rows, notes, {"link": [{"rate": r, "what": w, **x} for (r, w), x in found.items()]}
+    columns = ("", *(f"s per step at {rate} Mbit/s" for rate in args.rates), "bytes per step, both ranks")
+    data = {"link": [{"rate": r, "what": w, **x} for (r, w), x in found.items()]}
+    return Table("On a slow link", columns, rows, notes, data)
 
 
-def hosts_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], dict[str, Any]]:
+def hosts_table(args: argparse.Namespace) -> Table:
     found = between_hosts(args)
     of = {(x["way"], x["micro"]): x for x in found}
     rows = [[way, *(f"{of[way, n]['bytes'] / 1e6:.2f} MB" for n in args.micro)] for way in WAYS]
     once = [of[WAYS[2], n]["bytes"] for n in args.micro]
     pairs = [(x["losses"], of[WAYS[0], x["micro"]]["losses"]) for x in found]
     off = max(abs(a - b) / abs(b) for some, one_axis in pairs for a, b in zip(some, one_axis, strict=True))
+    hidden = 2 * HOSTS_LAYERS * 4 * HOSTS_WIDTH * HOSTS_WIDTH
     notes = [
+        f"{hidden:,} parameters in fp32, two hosts of two ranks, gloo: bytes that leave a host per step, as its kernel "
+        "counts them.",
         f"{WAYS[2]}: the bytes of different numbers of micro-batches differ by {max(once) / min(once) - 1:.2%}.",
         f"Losses of {WARM_UP + HOSTS_STEPS} steps differ by {off:.1e} from those with one axis.",
         "gloo's reduce_scatter sends about twice the bytes of a ring.",
     ]
-    return rows, notes, {"hosts": found}
+    columns = ("", *(f"{n} micro-batch{'es' * (n > 1)}" for n in args.micro))
+    return Table("Bytes between hosts", columns, rows, notes, {"hosts": found})
 
 
 TABLES = {"losses": loss_table, "link": link_table, "hosts": hosts_table}
@@ -360,46 +361,22 @@ def main() -> None:
             (Path(args.folder) / "found.json").write_text(json.dumps(result))
         os._exit(0)  # a thread of gloo's that comes back from C++ when the interpreter has ended would abort it
     given = settings(args, "folder", "job", "what", "seed", "interface")
-    ranks = "GPT of 2 layers, width 64, 2 ranks (gloo over a loopback device of their own)"
-    hidden = 2 * HOSTS_LAYERS * 4 * HOSTS_WIDTH * HOSTS_WIDTH
-    about = {
-        "losses": f"{args.steps} steps: {ranks}. Loss of masters, on {args.held_out} held-out batches.",
-        "link": f"135,488 parameters, medians of {args.timed} steps: {ranks}. fzero compiled, the others eager.",
-        "hosts": f"{hidden:,} parameters in fp32, two hosts of two ranks, gloo: bytes that leave a host per step, as "
-        "its kernel counts them.",
-    }
-    columns = {
-        "losses": ["format", "held-out loss, by seed", "compared with fp32", "bytes per step, all ranks",
-                   "share of fp32's", "compared with the plan"],
-        "link": ["", *(f"s per step at {rate} Mbit/s" for rate in args.rates), "bytes per step, both ranks"],
-        "hosts": ["", *(f"{n} micro-batch{'es' * (n > 1)}" for n in args.micro)],
-    }  # fmt: skip
-    for table in args.tables:
-        rows, notes, found = TABLES[table](args)
-        title = {"losses": "Compressed communication", "link": "On a slow link", "hosts": "Bytes between hosts"}[table]
-        name = NAMES[table]
-        publish(name, title, columns[table], rows, [about[table], *notes], {"settings": given, **found}, args.out)
+    for name in args.tables:
+        found = TABLES[name](args)
+        publish(NAMES[name], *found[:4], {"settings": given, **found.data}, args.out)
 
 
 def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script_parser(__doc__, "slow_network", small="few steps and one seed")
     p.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
-    p.add_argument("--steps", type=int, default=200)
-    p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--held-out", type=int, default=16, help="batches")
-    p.add_argument("--timed", type=int, default=12, help="steps on a slow link")
+    number_flags(p, steps=200, seeds=3, held_out=16, timed=12)
     p.add_argument("--rates", type=int, nargs="*", default=[20, 200], help="of the slow link, Mbit/s")
     p.add_argument("--micro", type=int, nargs="+", default=[1, 2, 4], help="micro-batches between two hosts")
-    p.add_argument("--small", action="store_true", help="few steps and one seed")
     p.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     for name in ("--what", "--seed", "--folder", "--interface"):
         p.add_argument(name, type=int if name == "--seed" else str, default=0, help=argparse.SUPPRESS)
-    script_flags(p, "slow_network")
-    args = p.parse_args()
+    args = parsed(p, steps=6, seeds=1, timed=2, held_out=2, rates=[200], micro=[1])
     args.tables = chosen(p, args.tables, TABLES)
-    if args.small:
-        args.steps, args.seeds, args.timed, args.held_out, args.rates, args.micro = 6, 1, 2, 2, [200], [1]
-        args.out = args.out or Path(tempfile.gettempdir()) / "fzero-small"
     return args
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
+from contest import Axis
 from model import Config
+from training import LR, WEIGHT_DECAY, FzeroStep, Step, clipped_adamw, own_norm_step, reduced
 
 from fzero.ops.experts import combine, dispatch
 
@@ -60,7 +61,6 @@ def loss_of(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 def _fzero(config: Config, size: int, backend: str) -> Step:
     import fzero as fz
-    from fzero import optim
 
     @fz.block
     def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -73,11 +73,9 @@ def _fzero(config: Config, size: int, backend: str) -> Step:
             x = layer(p, x)
         return loss_of(params, x, batch[1])
 
-    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    step = fz.expert_parallel(fz.train_step(loss_fn, optimizer), where=lambda path, leaf: leaf.ndim == 3)
+    step = fz.expert_parallel(fz.train_step(loss_fn, clipped_adamw()), where=lambda path, leaf: leaf.ndim == 3)
     mesh = fz.make_mesh(device="cpu", shared_memory=False, expert=size)
-    train = fz.compile(step, mesh, backend=backend)
-    return stepped(train, train.init(init(config)))
+    return FzeroStep(step, mesh, init(config), backend=backend)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -129,21 +127,12 @@ def _by_hand(config: Config, rank: int, size: int, compiled: bool) -> Step:
             x = layer(p, x)
         loss = loss_of(params, x, batch[1])
         (loss / size).backward()
-        total = loss.detach().clone() / size
-        if size > 1:
-            flat = torch.cat([x.grad.flatten() for x in of_all])  # type: ignore[union-attr]
-            dist.all_reduce(flat)
-            for x, grad in zip(of_all, flat.split([x.numel() for x in of_all]), strict=True):
-                x.grad = grad.view_as(x)
-            dist.all_reduce(total)
+        total = reduced(of_all, loss / size) if size > 1 else loss.detach()
         squares: Any = sum(x.grad.square().sum() for x in of_here)  # type: ignore[union-attr]
         if size > 1:
             dist.all_reduce(squares)
         norm = (squares + sum(x.grad.square().sum() for x in of_all)).sqrt()  # type: ignore[union-attr]
-        scale = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([x.grad for x in (*of_all, *of_here)], scale)
-        optimizer.step()
-        optimizer.zero_grad()
+        own_norm_step([*of_all, *of_here], optimizer, norm)
         return total
 
     return run

@@ -6,12 +6,12 @@ does. DeepSpeed's Muon has another formula, so its sharded runs are compared wit
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-from contest import WEIGHT_DECAY, Axis, Step, stepped
+from contest import Axis
 from model import Config, make_init, make_loss, module
+from training import WEIGHT_DECAY, FzeroStep, Step, averaged, deepspeed_engine, deepspeed_module, deepspeed_step
 
 LR, OTHER_LR = 2e-3, 3e-4
 
@@ -28,8 +28,8 @@ def _fzero(config: Config, size: int, backend: str, offloaded: bool) -> Step:
     step = fz.train_step(make_loss(config), optim.muon(LR, weight_decay=WEIGHT_DECAY, where=of_muon, other=other))
     step = fz.shard_params(step) if size > 1 else step
     step = fz.offload(step, "cpu", "opt_state") if offloaded else step
-    train = fz.compile(step, fz.make_mesh(device="cpu", data=size), backend=backend)
-    return stepped(train, train.init(make_init(config)(fz.random.key(0))))
+    mesh = fz.make_mesh(device="cpu", data=size)
+    return FzeroStep(step, mesh, make_init(config)(fz.random.key(0)), backend=backend)
 
 
 def _torch(config: Config) -> Step:
@@ -51,36 +51,15 @@ def _torch(config: Config) -> Step:
 
 
 def _deepspeed(config: Config, size: int, offloaded: bool) -> Step:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # pyright: ignore[reportMissingImports]
-    import torch.distributed as dist
-
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed_module()
     model = module(config)
     for name, x in model.named_parameters():
         x.use_muon = of_muon(name, x)  # type: ignore[attr-defined]
     rates = {"muon_lr": LR, "adam_lr": OTHER_LR, "lr": LR, "weight_decay": WEIGHT_DECAY}
-    given = {
-        "train_micro_batch_size_per_gpu": config.batch // size,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Muon", "params": rates},
-        "zero_optimization": {
-            "stage": 2 if offloaded else 1, **({"offload_optimizer": {"device": "cpu"}} if offloaded else {})
-        },
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 30,
-    }  # fmt: skip
-    engine: Any = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given)[0]
-
-    def run(batch: Any) -> Any:
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total / size
-
-    return run
+    changes: dict[str, Any] = {"optimizer": {"type": "Muon", "params": rates}, "gradient_clipping": 0.0}
+    if offloaded:
+        changes["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    return averaged(deepspeed_step(deepspeed_engine(model, config.batch // size, 1, **changes)), size)
 
 
 def make(name: str, config: Config, rank: int, size: int, backend: str, batch: Any) -> Step:

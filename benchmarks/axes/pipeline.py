@@ -9,14 +9,23 @@ backward; its bubble is shorter, which CPU seconds do not show.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
-from model import Config, Embed, Layer, make_init, make_loss
+from contest import Axis
+from model import Config, Embed, Layer, Logits, cross_entropy, make_init, make_loss
 from torch import nn
+from training import (
+    LR,
+    WEIGHT_DECAY,
+    FzeroStep,
+    Step,
+    clipped_adamw,
+    deepspeed_engine,
+    deepspeed_module,
+    own_norm_step,
+    torch_adamw,
+)
 
 PIPE, MICRO = 2, 4
 OPTIONS = {"fzero_interleaved": {"schedule": "interleaved", "chunks": 2}, "fzero_zb": {"schedule": "zb"}}
@@ -24,30 +33,17 @@ OPTIONS = {"fzero_interleaved": {"schedule": "interleaved", "chunks": 2}, "fzero
 
 def _fzero(name: str, config: Config, data: int, backend: str, batch: Any) -> Step:
     import fzero as fz
-    from fzero import optim
 
     axes: dict[str, Any] = {"data": data} if data > 1 else {}
     mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, pipe=PIPE)
-    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
     how: Any = OPTIONS.get(name, {})
     more = [fz.shard_opt_state()] if data > 1 else []
-    step = fz.compose(*more, fz.accumulate(MICRO, schedule="layerwise"), fz.pipeline(**how))(
-        fz.train_step(make_loss(config), optimizer)
-    )
-    train = fz.compile(step, mesh, batch=batch, backend=backend)
-    return stepped(train, train.init(make_init(config)(fz.random.key(0))))
+    transform = fz.compose(*more, fz.accumulate(MICRO, schedule="layerwise"), fz.pipeline(**how))
+    step = transform(fz.train_step(make_loss(config), clipped_adamw()))
+    return FzeroStep(step, mesh, make_init(config)(fz.random.key(0)), batch=batch, backend=backend)
 
 
 # --- PyTorch ---
-
-
-class Logits(nn.Module):
-    def __init__(self, p: Any):
-        super().__init__()
-        self.p = nn.ParameterDict(p)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.layer_norm(x, x.shape[-1:], self.p["ln"]), self.p["out"])
 
 
 class Chunk(nn.Module):
@@ -70,10 +66,6 @@ class Chunk(nn.Module):
         if self.head is not None:
             x = self.head(x)
         return x
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _torch(config: Config, rank: int, data: int, chunks: int) -> Step:
@@ -103,9 +95,9 @@ def _torch(config: Config, rank: int, data: int, chunks: int) -> Step:
     leaves: list[Any] = [x for part in parts for x in part.parameters()]
     optimizer = torch.optim.AdamW(leaves, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     schedule: Any = (
-        ScheduleInterleaved1F1B(stages, MICRO, loss_fn=_loss)  # type: ignore[arg-type]
+        ScheduleInterleaved1F1B(stages, MICRO, loss_fn=cross_entropy)  # type: ignore[arg-type]
         if chunks > 1
-        else Schedule1F1B(stages[0], MICRO, loss_fn=_loss)
+        else Schedule1F1B(stages[0], MICRO, loss_fn=cross_entropy)
     )
 
     def run(batch: Any) -> Any:
@@ -118,9 +110,7 @@ def _torch(config: Config, rank: int, data: int, chunks: int) -> Step:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         summed = torch.stack([norm.square(), torch.stack(losses).mean().detach() if losses else torch.zeros(())])
         dist.all_reduce(summed, group=group)
-        nn.utils.clip_grads_with_norm_(leaves, MAX_NORM, summed[0].sqrt(), foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        own_norm_step(leaves, optimizer, summed[0].sqrt())
         return summed[1]
 
     return run
@@ -130,44 +120,23 @@ def _torch(config: Config, rank: int, data: int, chunks: int) -> Step:
 
 
 def _deepspeed(config: Config, data: int) -> Step:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # pyright: ignore[reportMissingImports]
+    deepspeed_module()
     from deepspeed.pipe import PipelineModule  # pyright: ignore[reportMissingImports]
 
     import fzero as fz
 
-    deepspeed.init_distributed(dist_backend="gloo")
     params: Any = make_init(config)(fz.random.key(0))
     layers = [Layer(p, config.heads) for p in params["layers"]]
     for layer in layers:
         layer.compile()
     half = config.layers // PIPE
-    net: Any = PipelineModule(
-        layers=[
-            nn.Sequential(Embed(params["embed"]), *layers[:half]),
-            nn.Sequential(*layers[half:], Logits(params["head"])),
-        ],
-        num_stages=PIPE,
-        loss_fn=_loss,
-        partition_method="uniform",
-    )
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    first = nn.Sequential(Embed(params["embed"]), *layers[:half])
+    last = nn.Sequential(*layers[half:], Logits(params["head"]))
+    net: Any = PipelineModule([first, last], PIPE, loss_fn=cross_entropy, partition_method="uniform")
     rows = config.batch // data // MICRO
-    config_of: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": MICRO,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": 1},  # without it, each stage clips by its own norm
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1 << 30,
-    }
-    engine: Any = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of)[0]
-
-    def run(batch: Any) -> Any:
-        return engine.train_batch(data_iter=iter([*zip(*(x.split(rows) for x in batch), strict=True)]))
-
-    return run
+    # ZeRO-1, because without it each stage clips by its own norm
+    engine = deepspeed_engine(net, rows, 1, torch_adamw(net), gradient_accumulation_steps=MICRO)
+    return lambda batch: engine.train_batch(iter([*zip(*(x.split(rows) for x in batch), strict=True)]))
 
 
 def make(name: str, config: Config, rank: int, size: int, backend: str, batch: Any) -> Step:

@@ -6,40 +6,34 @@ batch and the parameters too.
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contest import LR, MAX_NORM, WEIGHT_DECAY, Axis, Step, stepped
-from model import Config
+from contest import Axis
+from model import Config, cross_entropy
 from torch import nn
+from training import (
+    MAX_NORM,
+    FzeroStep,
+    Step,
+    averaged,
+    clipped_adamw,
+    deepspeed_engine,
+    deepspeed_module,
+    deepspeed_step,
+    fsdp2,
+    torch_adamw,
+)
 
-RULES: dict[str, int] = {
-    "q": 0, "k": 0, "v": 0, "o": 1, "up": 0, "down": 1, "embed.tok": 0, "head.out": 0,
-}  # fmt: skip
-"""Of matrices as nn.Linear has them, [outputs, inputs]."""
+COLUMNS, ROWS = ("q", "k", "v", "up"), ("o", "down")
+"""The nn.Linear of a layer by the dimension that is sharded: outputs, inputs."""
+RULES = {f"{name}.weight": dim for dim, names in enumerate((COLUMNS, ROWS)) for name in names}
+RULES |= {"embed.tok.weight": 0, "head.out.weight": 0}
 
 
 # --- the model ---
-
-
-def init(config: Config) -> dict[str, Any]:
-    g, d = torch.Generator().manual_seed(0), config.width
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g) * 0.02
-
-    def layer() -> dict[str, torch.Tensor]:
-        square = {name: draw(d, d) for name in "qkvo"}
-        return {"ln1": torch.ones(d), "ln2": torch.ones(d), **square, "up": draw(4 * d, d), "down": draw(d, 4 * d)}
-
-    return {
-        "embed": {"tok": draw(config.vocab, d), "pos": draw(config.seq, d)},
-        "layers": [layer() for _ in range(config.layers)],
-        "head": {"ln": torch.ones(d), "out": draw(config.vocab, d)},
-    }
 
 
 def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> torch.Tensor:
@@ -84,17 +78,17 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits; with the values of `init`."""
+    """Logits. The parameters have the same values on every rank."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.embed = Embed(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.head = Head(config)
-        params = init(config)
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for name, value in self.named_parameters():
-                value.copy_(_at(params, name.removesuffix(".weight")))
+            for value in self.parameters():
+                value.fill_(1.0) if value.ndim == 1 else value.normal_(std=0.02, generator=generator)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -103,56 +97,23 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-def _at(params: Any, name: str) -> torch.Tensor:
-    for key in name.split("."):
-        params = params[int(key)] if key.isdigit() else params[key]
-    return params
-
-
 # --- the contestants ---
 
 
 def _fzero(config: Config, data: int, backend: str, sequence: bool) -> Step:
     import fzero as fz
-    from fzero import optim
 
     axes: dict[str, Any] = {"data": data} if data > 1 else {}
     mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, model=2)
-    size = config.width // config.heads
-
-    @fz.block
-    def embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, p["tok"]) + p["pos"]
-
-    @fz.block
-    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.layer_norm(x, x.shape[-1:], p["ln1"])
-        q, k, v = (F.linear(h, p[name]) for name in "qkv")
-        x = x + F.linear(mixed(q, k, v, size), p["o"])
-        up = F.linear(F.layer_norm(x, x.shape[-1:], p["ln2"]), p["up"])
-        return x + F.linear(F.gelu(up, approximate="tanh"), p["down"])
-
-    @fz.block
-    def head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(F.layer_norm(x, x.shape[-1:], p["ln"]), p["out"])
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
-        x = embed(params["embed"], batch[0])
-        for p in params["layers"]:
-            x = layer(p, x)
-        return head(params["head"], x, batch[1])
-
-    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    step = fz.tensor_parallel(fz.train_step(loss_fn, optimizer), rules=RULES, sequence=sequence)
-    train = fz.compile(fz.shard_params(step) if data > 1 else step, mesh, backend=backend)
-    return stepped(train, train.init(init(config)))
+    model = fz.functionalize(GPT(config), blocks=["embed", "layers.*", "head"])
+    step = model.train_step(clipped_adamw(), lambda logits, batch: cross_entropy(logits, batch[1]))
+    step = fz.tensor_parallel(step, rules=RULES, sequence=sequence)
+    return FzeroStep(fz.shard_params(step) if data > 1 else step, mesh, model.params, backend=backend)
 
 
 def _dtensor(config: Config, data: int, sequence: bool, compiled: bool) -> Step:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -173,8 +134,8 @@ def _dtensor(config: Config, data: int, sequence: bool, compiled: bool) -> Step:
 
     norm = SequenceParallel if sequence else _replicated_norm
     for layer in model.layers:
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
-        plan |= {"ln1": norm(), "ln2": norm(), "o": back(), "down": back()}
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS}
+        plan |= {"ln1": norm(), "ln2": norm(), **{name: back() for name in ROWS}}
         parallelize_module(layer, across, plan)
     embedding = back()
     embedding.input_layouts = (Replicate(),)
@@ -187,16 +148,15 @@ def _dtensor(config: Config, data: int, sequence: bool, compiled: bool) -> Step:
     for layer in model.layers if compiled else ():
         layer.compile()
     if data > 1:
-        for part in (model.embed, *model.layers, model.head, model):
-            fully_shard(part, mesh=mesh["data"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        fsdp2(model, (model.embed, *model.layers, model.head), mesh["data"])
+    optimizer = torch_adamw(model)
 
     def run(batch: Any) -> Any:
         tokens, targets = batch
         with loss_parallel():
             loss: Any = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach().to_local()
@@ -205,41 +165,20 @@ def _dtensor(config: Config, data: int, sequence: bool, compiled: bool) -> Step:
 
 
 def _autotp(config: Config, data: int) -> Step:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed_module()
     model: Any = GPT(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     specs = [
-        {"patterns": [r".*layers\.\d+\.(o|down)\.weight$"], "partition_type": "row"},
-        {"patterns": [r".*layers\.\d+\.(q|k|v|up)\.weight$"], "partition_type": "column"},
+        {"patterns": [rf".*layers\.\d+\.({'|'.join(names)})\.weight$"], "partition_type": kind}
+        for names, kind in ((ROWS, "row"), (COLUMNS, "column"))
     ]
-    settings = {
-        "train_micro_batch_size_per_gpu": config.batch // data,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": 1},
-        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1 << 30,
-    }
-    engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    parallel = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+    engine = deepspeed_engine(model, config.batch // data, 1, torch_adamw(model), tensor_parallel=parallel)
     assert model.layers[0].q.weight.shape[0] == config.width // 2, "AutoTP has sharded nothing"
-
-    def run(batch: Any) -> Any:
-        tokens, targets = batch
-        loss = F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten())
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
-    return run
+    step = deepspeed_step(engine, lambda tokens, targets: cross_entropy(engine(tokens), targets))
+    return averaged(step, dist.get_world_size())
 
 
 def _replicated_norm() -> Any:

@@ -6,30 +6,20 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from common import MODEL, Group
+from common import MODEL, Group, Table
+from training import FzeroStep, clipped_adamw, shard
+
+__all__ = ["Table"]
 
 MEASURE = str(Path(__file__).resolve().parent.parent / "measure.py")
 ZERO = ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")
 """The transform of each ZeRO stage."""
-LR = 3e-4
-
-
-class Table(NamedTuple):
-    """Findings of a case as `common.publish` takes them."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    notes: Sequence[str]
-    data: dict[str, Any]
-    draw: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +66,6 @@ def sizes(args: argparse.Namespace, batch: bool = True) -> str:
     return f"{text}, global batch {args.batch}" if batch else text
 
 
-def within_rounds(name: str, each: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Ratios of the rounds, as data and as a note: their median and their range."""
-    middle, least, most = statistics.median(each), min(each), max(each)
-    return {"median": middle, "min": least, "max": most}, f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f})"
-
-
 def number(count: int, noun: str = "process", plural: str = "es") -> str:
     return f"{count} {noun}{plural * (count > 1)}"
 
@@ -106,17 +90,15 @@ class Live:
 
     def part(self, batch: Any) -> Any:
         """This rank's part of a global batch."""
-        return tuple(t.chunk(self.mesh.size)[self.mesh.rank].contiguous() for t in batch)
+        return shard(batch, self.mesh.rank, self.mesh.size)
 
     def step(self, *transforms: Any, optimizer: Any = None) -> Any:
         """A training step under transforms, by default with AdamW after clipping."""
         from model import make_loss
 
         import fzero as fz
-        from fzero import optim
 
-        optimizer = optimizer or optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(LR))
-        return fz.compose(*transforms)(fz.train_step(make_loss(self.config), optimizer))
+        return fz.compose(*transforms)(fz.train_step(make_loss(self.config), optimizer or clipped_adamw()))
 
     def meta(self) -> Any:
         """The parameters on the meta device."""
@@ -130,38 +112,28 @@ class Live:
         return Running(self, self.step(*transforms, optimizer=optimizer), options)
 
 
-class Running:
-    """A compiled step and its state."""
+class Running(FzeroStep):
+    """A compiled step and its state. Without a batch it uses the first one."""
 
     def __init__(self, live: Live, step: Any, options: dict[str, Any]):
         import fzero as fz
 
-        self.live, self.train = live, fz.compile(step, live.mesh, backend=live.args.backend, **options)
-        begin = time.perf_counter()
-        self.state = self.train.init(live.init, fz.random.key(0))
-        self.init_s = time.perf_counter() - begin
+        super().__init__(step, live.mesh, live.init, fz.random.key(0), backend=live.args.backend, **options)
+        self.live = live
 
     def one(self, batch: Any = None) -> float:
         """Takes a step and returns its loss."""
-        self.state, metrics = self.train(self.state, batch or self.live.batches[0])
-        return float(metrics["loss"])
+        return float(self(batch or self.live.batches[0]))
 
-    def timed(self, count: int = 1, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    def timed(self, count: int = 1) -> list[float]:
         """Seconds of each of some steps, without the reading of the loss."""
         seconds = []
         for _ in range(count):
-            begin = clock()
-            self.state, metrics = self.train(self.state, self.live.batches[0])
-            seconds.append(clock() - begin)
-            float(metrics["loss"])
+            begin = time.perf_counter()
+            loss = self(self.live.batches[0])
+            seconds.append(time.perf_counter() - begin)
+            float(loss)
         return seconds
-
-    def replace_calls(self, by: Callable[[str, Any], Any]) -> list[Any]:
-        """Replaces each function that the program names by `by(name, function)`. Returns the lines that call them."""
-        run = next(iter(self.train._runs.values())).run
-        ops = [op for op, times in self.train.program.walk() for _ in range(times) if op.op != "loop"]
-        run.namespace.update({name: by(name, run.namespace[name]) for name in {op.fn or op.op for op in ops}})
-        return ops
 
 
 def cpu_seconds() -> float:

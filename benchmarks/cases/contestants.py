@@ -12,17 +12,29 @@ import importlib.util
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from common import Group, peak_mib, reset_peak, rss_mib
+from training import (
+    LR,
+    NUM_BATCHES,
+    WEIGHT_DECAY,
+    FzeroStep,
+    Step,
+    clipped_adamw,
+    deepspeed_engine,
+    deepspeed_module,
+    deepspeed_step,
+    fsdp2,
+    shard,
+    timed,
+    torch_adamw,
+    torch_step,
+)
 
-from cases import LR, processes
-
-WEIGHT_DECAY, MAX_NORM = 0.01, 1.0
-NUM_BATCHES = 16
+from cases import ZERO, processes
 
 
 @dataclass(frozen=True)
@@ -121,9 +133,9 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
             importlib.import_module(name)
         live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
         parts = 1 if contestant.alone == "whole" else args.parts
-        live["batches"] = [
-            tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in model.make_batches(config, NUM_BATCHES)
-        ]
+        live["batches"] = [shard(batch, rank, parts) for batch in model.make_batches(config, NUM_BATCHES)]
+        if contestant.functionalized:  # as transformers' models are called
+            live["batches"] = [{"input_ids": tokens, "labels": tokens} for tokens, _ in live["batches"]]
 
     def build() -> dict[str, float]:
         live["rss"] = rss_mib()
@@ -133,13 +145,9 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         return {"setup_s": time.perf_counter() - begin}
 
     def steps(count: int) -> dict[str, Any]:
-        losses = []
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(live["step"](live["batches"][live["done"] % NUM_BATCHES]))
-            live["done"] += 1
-        losses = [float(x) for x in losses]
-        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
+        done = live["done"]
+        live["done"] += count
+        return timed(live["step"], live["batches"], done, count)
 
     def settle() -> dict[str, float]:
         """Memory since before the model was built: the peak, from here on a new one, and what rests between steps."""
@@ -166,49 +174,33 @@ def least_bytes(program: Any) -> int:
     return resting_bytes(program) + max(a + b for a, b in itertools.pairwise(gathers)) + sum(kept) + kept[-1]
 
 
-Step = Callable[[Any], Any]
-"""From a batch to its loss, with everything between."""
-
-
 def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
     import fzero as fz
-    from fzero import optim
 
     models = importlib.import_module(contestant.model)
     mesh = fz.make_mesh(device="cpu", shared_memory=not contestant.gloo)
-    zero = (fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params)
-    transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
+    transforms = [] if contestant.stage is None else [getattr(fz, ZERO[contestant.stage])(axis="data")]
     transforms += [fz.mixed_precision("bf16")] if contestant.bf16 else []
     transforms += [fz.offload("cpu", "opt_state")] if contestant.offload else []
 
     def make() -> Step:
-        optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
         if contestant.functionalized:
             model, init = models.functionalized(config)
-            step = model.train_step(optimizer)
+            step = model.train_step(clipped_adamw())
         else:
             loss = models.make_loss(config, contestant.chunks) if contestant.chunks else models.make_loss(config)
-            step, init = fz.train_step(loss, optimizer), models.make_init(config)
-        train = fz.compile(fz.compose(*transforms)(step), mesh, backend=args.backend)
-        state = train.init(init, fz.random.key(0))
-
-        def run(batch: Any) -> Any:
-            nonlocal state
-            given = {"input_ids": batch[0], "labels": batch[0]} if contestant.functionalized else batch
-            state, metrics = train(state, given)
-            return metrics["loss"]
-
-        run.train = train  # type: ignore[attr-defined]
-        return run
+            step, init = fz.train_step(loss, clipped_adamw()), models.make_init(config)
+        return FzeroStep(fz.compose(*transforms)(step), mesh, init, fz.random.key(0), backend=args.backend)
 
     return make, mesh.rank
 
 
 def _torch(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
     """A plain module, or one wrapped by DDP or FSDP2."""
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.nn.parallel import DistributedDataParallel
 
     models = importlib.import_module(contestant.model)
@@ -222,80 +214,33 @@ def _torch(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
         if contestant.library == "ddp":
             model = DistributedDataParallel(model)
         if contestant.library == "fsdp2":
-            import torch
-
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if contestant.bf16 else MixedPrecisionPolicy()
-            for block in models.blocks(model):
-                if contestant.compiled:
-                    block.compile(fullgraph=True)
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-        optimizer = _optimizer(args, model)
-
-        def run(batch: Any) -> Any:
-            from torch.nn.utils import clip_grad_norm_
-
-            loss = model(*batch)
-            loss.backward()
-            clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return run
+            fsdp2(model, models.blocks(model), mesh, contestant.compiled, mp_policy=policy)
+        return torch_step(model, torch_adamw(model, **OPTIMIZERS[args.optimizer]))
 
     return make, 0 if contestant.alone else dist.get_rank()
 
 
 def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import logging
-
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.WARNING)
-    # builds an operator on the first run on a machine: a minute
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    elsewhere = {"offload_optimizer": {"device": "cpu"}} if contestant.offload else {}
-    settings = {
-        "train_micro_batch_size_per_gpu": config.batch // args.parts,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": contestant.stage, **elsewhere},
-        "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as the other peers have
-        "bf16": {"enabled": contestant.bf16},
-    }
+    deepspeed = deepspeed_module()
+    changes: dict[str, Any] = {"bf16": {"enabled": contestant.bf16}}
+    if contestant.offload:
+        changes["zero_optimization"] = {"stage": contestant.stage, "offload_optimizer": {"device": "cpu"}}
 
     def make() -> Step:
-        warnings.simplefilter("ignore", FutureWarning)  # of torch's, about names that DeepSpeed uses: several a step
         model = importlib.import_module(contestant.model).module(config)
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=_optimizer(args, model, deepspeed=contestant.offload), config=settings
-        )
+        if contestant.offload:  # an operator that its first run on a machine builds, which takes a minute
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        def run(batch: Any) -> Any:
-            loss = engine(*batch)
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return run
+            adam: Any = DeepSpeedCPUAdam
+            optimizer = adam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
+        else:
+            optimizer = torch_adamw(model, **OPTIMIZERS[args.optimizer])
+        rows = config.batch // args.parts
+        return deepspeed_step(deepspeed_engine(model, rows, contestant.stage or 0, optimizer, **changes))
 
     return make, deepspeed.comm.get_rank()
 
 
+OPTIMIZERS: dict[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 LIBRARIES = {"fzero": _fzero, "torch": _torch, "ddp": _torch, "fsdp2": _torch, "deepspeed": _deepspeed}
-
-
-def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) -> Any:
-    """torch's AdamW, or the one that DeepSpeed wants where it keeps its state on the host, an operator that its first
-    run on a machine builds: a minute."""
-    import torch
-
-    if deepspeed:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        make: Any = DeepSpeedCPUAdam
-        return make(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
-    options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)

@@ -8,7 +8,9 @@ import statistics
 import sys
 from typing import Any
 
-from cases import Table, cpu_seconds, within_rounds
+from common import largest_difference, within_rounds
+
+from cases import Table, cpu_seconds
 from cases.contestants import CONTESTANTS, start
 from cases.peers import measure, present
 
@@ -33,7 +35,7 @@ def speed(args: argparse.Namespace) -> Table:
             ratios[name], note = within_rounds(name, each)
             notes.append(note)
     losses = [x["losses"] for x in found.values()]
-    spread = max((max(step) - min(step)) / abs(min(step)) for step in zip(*losses, strict=True))
+    spread, _ = largest_difference(losses)
     ratios["losses differ by"] = spread
     notes.append(f"losses of {len(losses[0])} steps differ by {spread:.1e} at most (relative)")
     forms = {"cpu_s": ".3f", "wall_s": ".3f", "growth_mib": ".0f", "resting_mib": ".0f", "first_step_s": ".1f"}

@@ -10,7 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cases import Table, within_rounds
+from common import largest_difference, within_rounds
+
+from cases import Table
 from cases.contestants import CONTESTANTS, installed, start
 
 COMPARED = (  # CPU seconds per step of the first over those of the second, within a round
@@ -85,13 +87,8 @@ class Contest:
         seconds = max(a["setup_s"] + b["wall_s"] for a, b in zip(setup, first, strict=True))
         if not again:
             losses = _mean_losses(first) + (_mean_losses(warm) if warm else [])
-            self.found[name] = {
-                "first_step_s": seconds,
-                "warm_first_step_s": [],
-                "losses": losses,
-                "rounds": [],
-                **{k: [] for k in FIELDS},
-            }
+            self.found[name] = {"first_step_s": seconds, "warm_first_step_s": [], "losses": losses, "rounds": []}
+            self.found[name] |= {k: [] for k in FIELDS}
         else:
             self.found[name]["warm_first_step_s"].append(seconds)
         self.found[name]["build_growth_mib"].append(growth)
@@ -162,8 +159,7 @@ def compare(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]
             )
     fp32 = [x["losses"] for n, x in found.items() if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
     if len(fp32) > 1:
-        spread = [(max(at) - min(at)) / min(at) for at in zip(*fp32, strict=True)]
-        worst, step = max(spread), spread.index(max(spread))
+        worst, step = largest_difference(fp32)
         data["fp32 losses agree"] = {"value": worst, "step": step}
         notes.append(f"fp32 losses agree, largest relative difference: {worst:.1e} at step {step}")
     return data, notes
@@ -244,25 +240,15 @@ def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor:
     left, right = figure.subplots(1, 2, sharey=True)
     left.barh(titles, [found[n]["cpu_s"] for n in shown], color=colors)
     for bf16, seconds in floor.items():
-        left.axvline(
-            seconds,
-            color="black",
-            linewidth=0.8,
-            linestyle=":" if bf16 else "--",
-            label=f"floor, {'bf16' if bf16 else 'fp32'}",
-        )
+        style, label = (":", "floor, bf16") if bf16 else ("--", "floor, fp32")
+        left.axvline(seconds, color="black", linewidth=0.8, linestyle=style, label=label)
     if floor:
         left.legend(frameon=False, loc="lower right")
     left.set_xlabel("CPU seconds a step and rank")
     if (slow := max(found[n]["cpu_s"] for n in shown)) > 20 * min(found[n]["cpu_s"] for n in shown):
         left.set_xscale("log")
         left.set_xlim(right=1.5 * slow)
-    right.barh(
-        titles,
-        [max(found[n]["growth_mib"], found[n]["build_growth_mib"]) for n in shown],
-        color=colors,
-        alpha=0.35,
-        label="building too",
-    )
+    building = [max(found[n]["growth_mib"], found[n]["build_growth_mib"]) for n in shown]
+    right.barh(titles, building, color=colors, alpha=0.35, label="building too")
     right.barh(titles, [found[n]["growth_mib"] for n in shown], color=colors, label="steps")
     right.set_xlabel("growth of the peak, MiB a rank (pale: while building)")

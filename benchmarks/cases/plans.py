@@ -77,19 +77,14 @@ SIZES = {  # vocabulary, width, hidden, layers, key and value heads
 }
 AUTO = ("--offload", "auto")
 LAYERWISE = ("--accumulate", "8", "--layerwise")
+T_BUDGETS = ("--host-budget", "100GB", "--disk-budget", "1TB")
 HOME = (*AUTO, *LAYERWISE, "--host-budget", "58GB", "--disk-budget", "2TB")
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(SIZES)[:4]},
     **{f"{n}, 64 x 80 GB": (n, ("--devices", "64xh100")) for n in list(SIZES)[:4]},
     **{f"{n}, 1 x 24 GB": (n, ("--devices", "1xrtx4090", *HOME)) for n in list(SIZES)[:4]},
-    "Llama 2 13B, 1 x 32 GB": (
-        "Llama 2 13B",
-        ("--devices", "1xrtx5090", *AUTO, *LAYERWISE, "--host-budget", "256GB"),
-    ),
-    "1 T, 128 x 80 GB": (
-        "1 T",
-        ("--devices", "128xa100", "--seq", "2048", *AUTO, "--host-budget", "100GB", "--disk-budget", "1TB"),
-    ),
+    "Llama 2 13B, 1 x 32 GB": ("Llama 2 13B", ("--devices", "1xrtx5090", *AUTO, *LAYERWISE, "--host-budget", "256GB")),
+    "1 T, 128 x 80 GB": ("1 T", ("--devices", "128xa100", "--seq", "2048", *AUTO, *T_BUDGETS)),
 }
 """The model and the flags of each plan. Budgets are those of one rank."""
 
@@ -144,21 +139,26 @@ def model_plans(args: argparse.Namespace) -> Table:
     return Table("Models that fit, and how fast", columns, rows, notes, {"cases": found})
 
 
-def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dict[str, Any]:
-    """What a plan says, or why there is none."""
+def llama_config(model: str, layers: int | None = None) -> Any:
+    """The configuration of a known model for transformers."""
     from transformers import LlamaConfig  # pyright: ignore[reportMissingImports]
 
-    vocab, width, hidden, layers, shared = SIZES[model]
-    LlamaConfig(
+    vocab, width, hidden, known, shared = SIZES[model]
+    return LlamaConfig(
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=hidden,
-        num_hidden_layers=layers,
+        num_hidden_layers=layers or known,
         num_attention_heads=width // 128,
         num_key_value_heads=shared,
         max_position_embeddings=4096,
         architectures=["LlamaForCausalLM"],
-    ).save_pretrained(config)
+    )
+
+
+def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dict[str, Any]:
+    """What a plan says, or why there is none."""
+    llama_config(model).save_pretrained(config)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "fzero", "plan", "--hf", str(config), *flags, "--json"]
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}"}
@@ -219,27 +219,14 @@ def sequence_plans(args: argparse.Namespace) -> Table:
 
 def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) -> dict[str, Any]:
     """The plan of a step, in numbers of a rank."""
-    import torch
-    from model import Config, make_init, make_loss
-    from torch._subclasses import FakeTensorMode
-
     import fzero as fz
-    from fzero import optim
     from fzero.ir.ops import STARTS, transfer_bytes
-    from fzero.plan.device_lookup import get_device
 
-    config = Config(layers=layers, seq=length, batch=rows, **WIDE)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
-    transforms = [fz.mixed_precision("bf16"), fz.remat(kept)]
+    transforms = [fz.remat(kept)]
     transforms += [fz.shard_params(axis=tuple(mesh))] if "data" in mesh and mesh["data"] > 1 else []
     transforms += [fz.sequence_parallel(max_replicated_bytes="100GB")] if "seq" in mesh else []
-    step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
-    with FakeTensorMode():
-        params = make_init(config)(fz.random.key(0))
-    params = fz.tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
-    tokens = torch.empty(rows // mesh.get("data", 1), length, dtype=torch.int64, device="meta")
-    where = fz.AbstractMesh(device_type="cuda", **mesh)
-    lowered = fz.lower(step, where, params, (tokens, tokens), device=get_device("h100"))
+    model = {**WIDE, "layers": layers, "seq": length}
+    lowered = _lowered(model, mesh, rows // mesh.get("data", 1), *transforms)
     plan, program = lowered.plan, lowered.program
     values, sends = program.values_by_name, [(x, times) for x, times in program.walk() if x.op in STARTS]
     return {
@@ -250,6 +237,22 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
         "seconds": plan.step_seconds,
         "tokens": rows * length,
     }
+
+
+def _lowered(model: dict[str, int], mesh: dict[str, int], rows: int, *transforms: Any) -> Any:
+    """A step of the GPT in bf16 with `rows` per rank, for a mesh of H100."""
+    import torch
+    from model import Config, make_init, make_loss
+    from training import clipped_adamw
+
+    import fzero as fz
+
+    config = Config(batch=rows, **model)
+    step = fz.train_step(make_loss(config), clipped_adamw(1e-4))
+    step = fz.compose(fz.mixed_precision("bf16"), *transforms)(step)
+    tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
+    devices = fz.AbstractMesh(device_type="cuda", **mesh)
+    return fz.lower(step, devices, make_init(config), (tokens, tokens), device="h100")
 
 
 # --- stages ---
@@ -282,20 +285,8 @@ def pipeline_plans(args: argparse.Namespace) -> Table:
         "lower, plan: CPU seconds of `fz.lower`, which has the programs of all stages, and of their plan.",
         _uneven(args),
     ]
-    columns = (
-        "model",
-        "mesh",
-        "micro",
-        "schedule",
-        "s",
-        "bubble",
-        "peak GB",
-        "functions",
-        "lines",
-        "text",
-        "lower",
-        "plan",
-    )
+    size = ("functions", "lines", "text", "lower", "plan")
+    columns = ("model", "mesh", "micro", "schedule", "s", "bubble", "peak GB", *size)
     return Table("Stages", columns, rows, notes, {"cases": found})
 
 
@@ -313,8 +304,7 @@ def _uneven(args: argparse.Namespace) -> str:
     best, of_all = min(slowest([j - i for i, j in itertools.pairwise(cut)]) for cut in cuts)
     took, counts = slowest(None)
     what = f"{layers} layers of {model['width']} with a vocabulary of {model['vocab']:,} on {stages} stages"
-    text = f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the best of all, {of_all}"
-    return f"{text}"
+    return f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the best of all, {of_all}"
 
 
 def _staged_row(model: str, case: dict[str, Any]) -> list[Any]:
@@ -328,31 +318,13 @@ def _staged(
     model: dict[str, int], mesh: dict[str, int], micro: int, how: dict[str, Any], kept: str = "none"
 ) -> dict[str, Any]:
     """A step in stages: its plan in numbers, and what it took."""
-    import torch
-    from model import Config, make_init, make_loss
-    from torch._subclasses import FakeTensorMode
-
     import fzero as fz
-    from fzero import optim
-    from fzero.plan.device_lookup import get_device
 
-    config = Config(batch=micro, **model)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
-    transforms = [
-        fz.mixed_precision("bf16"),
-        fz.remat(kept),
-        fz.accumulate(micro, schedule="layerwise"),
-        fz.pipeline(**how),
-    ]
+    transforms = [fz.remat(kept), fz.accumulate(micro, schedule="layerwise"), fz.pipeline(**how)]
     transforms += [fz.shard_opt_state()] if "data" in mesh else []
     transforms += [fz.tensor_parallel()] if "model" in mesh else []
-    step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
-    with FakeTensorMode():
-        params = make_init(config)(fz.random.key(0))
-    params = fz.tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
-    tokens = torch.empty(micro, config.seq, dtype=torch.int64, device="meta")
-    where, begin = fz.AbstractMesh(device_type="cuda", **mesh), time.process_time()
-    lowered = fz.lower(step, where, params, (tokens, tokens), device=get_device("h100"))
+    begin = time.process_time()
+    lowered = _lowered(model, mesh, micro, *transforms)
     between = time.process_time()
     plan = lowered.plan
     return {

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common import peak_mib, rss_mib
+from training import shard, torch_adamw
 
-from cases import LR, ZERO, Live, Table, processes, sizes
+from cases import ZERO, Live, Table, model, processes, sizes
 
 # --- building, over depth ---
 
@@ -23,7 +24,6 @@ BUILDERS = {"fzero": "fzero ZeRO-3", "compile": "DDP of torch.compile, whole mod
 
 
 def build_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    import torch
     from model import GPT
 
     import fzero as fz
@@ -32,7 +32,7 @@ def build_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     zero3 = fz.shard_params(axis="data")
 
     def trace() -> dict[str, float]:
-        params, part = live.meta(), tuple(t.chunk(args.processes)[0] for t in live.batches[0])
+        params, part = live.meta(), shard(live.batches[0], 0, args.processes)
         start = time.perf_counter()
         program = fz.lower(live.step(zero3), fz.AbstractMesh(data=args.processes), params, part).program
         seconds = time.perf_counter() - start
@@ -54,7 +54,7 @@ def build_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         net.compile(fullgraph=True)
         if live.mesh.size > 1:
             net = DistributedDataParallel(net)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=LR, fused=True)
+        optimizer = torch_adamw(net)
         before, start = rss_mib(), time.perf_counter()
         loss = net(*live.batches[0])
         loss.backward()
@@ -91,14 +91,8 @@ def build_time(args: argparse.Namespace) -> Table:
                 worst |= found if start == "cold" else {f"warm_{k}": v for k, v in found.items()}
         points.append({"who": who, "layers": layers, **worst})
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in points[-1].items()}, flush=True)
-    forms = {
-        "trace_s": ".2f",
-        "build_s": ".1f",
-        "warm_start_s": ".1f",
-        "growth_mib": ".0f",
-        "lines": "",
-        "functions": "",
-    }
+    forms = {"trace_s": ".2f", "build_s": ".1f", "warm_start_s": ".1f", "growth_mib": ".0f"}
+    forms |= {"lines": "", "functions": ""}
     rows = [
         (BUILDERS[p["who"]], p["layers"], *(format(p[k], form) if k in p else "" for k, form in forms.items()))
         for p in points
@@ -118,10 +112,7 @@ def build_time(args: argparse.Namespace) -> Table:
 
 # --- the plan's forecast ---
 
-PLAN_SIZES = {
-    "small": {"layers": 4, "width": 512, "heads": 8, "seq": 128, "batch": 8},
-    "large": {"layers": 8, "width": 768, "heads": 12, "seq": 256, "batch": 8},
-}
+PLAN_SIZES = {"small": model(4, 512, 8, 128, 8), "large": model(8, 768, 12, 256, 8)}
 PLANNED: list[dict[str, Any]] = [
     {"stage": 3, "size": "small"},
     {"stage": 0, "size": "small"},
@@ -152,7 +143,7 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         """Adds a configuration and returns its plan's seconds."""
         live = Live(argparse.Namespace(**{**vars(args), **size}), mesh=mesh)
         transforms = getattr(fz, ZERO[stage])(axis="data"), fz.mixed_precision(precision), fz.remat(remat)
-        program = fz.lower(live.step(*transforms), live.mesh, live.meta(), live.batches[0]).program
+        program = fz.lower(live.step(*transforms), live.mesh, live.init, live.batches[0]).program
         found = plan(program, rates[0], backend=args.backend)
         started.append((live.start(*transforms), found))
         steps(len(started) - 1, args.warmup)

@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from cases import Table
-from cases.plans import PREDICTED
+from cases.plans import PREDICTED, llama_config
 
-# layers, width, heads, heads of keys, width of the MLP, vocabulary
-LLAMAS = {"Llama 3 8B": (32, 4096, 32, 8, 14336, 128256), "Llama 3 70B": (80, 8192, 64, 8, 28672, 128256)}
 # bits/s that a device has of its host's network, and seconds before the first byte
 NETWORKS = {
     "InfiniBand, 400 Gbit/s a device": (400e9, 8e-6),
@@ -120,64 +118,19 @@ def _cell(plan: Any) -> str:
     return " / ".join([*seconds, f"{1e-9 * numbers['between_hosts']:.3g}"])
 
 
-def llama(model: str, layers: int | None, seq: int, transforms: Any) -> tuple[Any, Any, Any]:
+def llama(name: str, layers: int | None, seq: int, transforms: Any) -> tuple[Any, Any, Any]:
     """A step with its transforms, its parameters and a rank's batch."""
     import torch
-    import torch.nn.functional as F
+    from training import clipped_adamw
+    from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
     import fzero as fz
-    from fzero import optim
     from fzero.transforms.accumulate import Accumulate
 
-    known, width, heads, groups, hidden, vocab = LLAMAS[model]
-    size = width // heads
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        t, d = x.shape[-2:]
-        angle = torch.outer(torch.arange(t, device=x.device), 5e5 ** (-torch.arange(0, d, 2, device=x.device) / d))
-        cos, sin, (a, b) = angle.cos().to(x.dtype), angle.sin().to(x.dtype), x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-    @fz.block
-    def embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return p["token"][tokens]
-
-    @fz.block
-    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
-        h = F.rms_norm(x, (width,), p["norm_1"])
-        q, k, v = ((h @ p[name]).unflatten(-1, (-1, size)).transpose(1, 2) for name in ("q", "k", "v"))
-        k, v = (y.repeat_interleave(heads // groups, 1) for y in (turned(k), v))
-        y = F.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
-        x = x + y.transpose(1, 2).flatten(2) @ p["out"]
-        h = F.rms_norm(x, (width,), p["norm_2"])
-        return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-
-    @fz.block
-    def head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = F.rms_norm(x, (width,), p["norm"]) @ p["vocab"]
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = embed(params["embed"], batch[0])
-        for p in params["layers"]:
-            x = layer(p, x)
-        return head(params["head"], x, batch[1])
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, device="meta", dtype=dtype)
-
-    def weights() -> dict[str, torch.Tensor]:
-        found = {"norm_1": empty(width), "norm_2": empty(width), "q": empty(width, width), "out": empty(width, width)}
-        found |= {name: empty(width, groups * size) for name in ("k", "v")}
-        return found | {"gate": empty(width, hidden), "up": empty(width, hidden), "down": empty(hidden, width)}
-
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
-    step = fz.compose(fz.mixed_precision("bf16"), fz.remat("full"), transforms)(fz.train_step(loss_fn, optimizer))
-    params = {
-        "embed": {"token": empty(vocab, width)},
-        "layers": [weights() for _ in range(layers or known)],
-        "head": {"norm": empty(width), "vocab": empty(width, vocab)},
-    }
+    with torch.device("meta"):
+        model = fz.functionalize(LlamaForCausalLM(llama_config(name, layers)).train())
+    step = model.train_step(clipped_adamw(1e-4))
+    step = fz.compose(fz.mixed_precision("bf16"), fz.remat("full"), transforms)(step)
     micro = next((t.num_micro_batches for t in step.transforms if isinstance(t, Accumulate)), 1)
-    tokens = empty(micro, seq, dtype=torch.int64)
-    return step, params, (tokens, tokens)
+    tokens = torch.empty(micro, seq, dtype=torch.int64, device="meta")
+    return step, model.params, {"input_ids": tokens, "labels": tokens}

@@ -9,82 +9,34 @@ one. An earlier run has filled the compiler's cache.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from common import MODEL
+from common import Table
 
-from recovery_tables import Table, torchrun
+from recovery_tables import failed_rank
 
-_SMALL = {"layers": 4, "width": 256, "heads": 4, "seq": 128, "batch": 8}
-
-
-def worker(args: argparse.Namespace) -> None:
-    """A rank, which writes down what its steps took."""
-    import torch
-    from model import Config, make_batches, make_init, make_loss
-
-    import fzero as fz
-    from fzero import optim
-
-    torch.set_num_threads(1)
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    out = Path(args.out)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
-    step = fz.shard_params(fz.train_step(make_loss(config), optimizer))
-    batches = make_batches(config, 16)
-
-    def main(run: Any) -> None:
-        train = fz.compile(step, run.mesh, backend=args.backend)
-        state = run.state(train, make_init(config), fz.random.key(0))
-        for index in run.steps(state, args.steps):
-            rank = run.mesh.rank
-            if args.kill and rank == 1 and run.source == "init" and index == args.kill[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            batch = tuple(t.chunk(run.mesh.size)[run.mesh.rank].contiguous() for t in batches[index % 16])
-            begin = time.thread_time()
-            state, metrics = train(state, batch)
-            loss, stepped = float(metrics["loss"]), time.thread_time()
-            run.commit(state)
-            note = {
-                "rank": rank, "source": run.source, "step": index, "step_s": stepped - begin, "loss": loss,
-                "keep_s": time.thread_time() - stepped, "cpu_s": time.process_time(), "at": time.monotonic(),
-                "bytes": sum(x.nbytes for x in fz.tree.leaves(state)),
-            }  # fmt: skip
-            with (out / f"notes-{rank}").open("a") as f:
-                f.write(json.dumps(note) + "\n")
-
-    fz.run(main)
+NAME = "elastic"
+_SMALL = {"layers": 4, "width": 256, "heads": 4, "seq": 128, "batch": 8, "steps": 8}
 
 
-def ran(args: argparse.Namespace, folder: Path, name: str, model: dict[str, int], *flags: str) -> list[dict[str, Any]]:
-    """The notes of a run's ranks, each rank's in order."""
-    out = folder / name
-    out.mkdir()
-    sizes = {key: getattr(args, key) for key in MODEL} | model
-    given = [f"--out={out}", f"--backend={args.backend}", *flags, *(f"--{key}={value}" for key, value in sizes.items())]
-    torchrun("commit", args.processes, folder, given, module="fzero.run")
-    return [json.loads(line) for path in sorted(out.glob("notes-*")) for line in path.read_text().splitlines()]
+def ran(args: argparse.Namespace, folder: Path, name: str, kill: list[int], **changes: int) -> list[Any]:
+    """The notes of each rank of a run that saves no checkpoint."""
+    given = argparse.Namespace(**{**vars(args), "every": 1000, **changes})
+    return failed_rank.ran(given, folder, name, "fzero", kill)["notes"]
 
 
-def after_a_loss(notes: list[dict[str, Any]]) -> dict[str, float]:
-    """CPU seconds to the next step of who took the place and of who stayed; wall seconds between two steps."""
-    stayed = [x for x in notes if x["rank"] == 0]
-    last = max(i for i, x in enumerate(stayed) if x["source"] == "init")
-    replaced = next(x for x in notes if x["rank"] == 1 and x["source"] == "memory")
-    assert stayed[last + 1]["step"] == stayed[last]["step"] + 1, "no step is done again"
-    survivor = stayed[last + 1]["cpu_s"] - stayed[last]["cpu_s"]
-    return {
-        "replaced_s": replaced["cpu_s"],
-        "survivor_s": survivor,
-        "wall_s": stayed[last + 1]["at"] - stayed[last]["at"],
-    }
+def after_a_loss(notes: list[Any]) -> dict[str, float]:
+    """CPU seconds of the new and of the other rank until the next step; wall seconds between two steps."""
+    stayed, struck = notes
+    replaced = next(x for x in struck if x["pid"] != struck[0]["pid"])
+    index = next(i for i, x in enumerate(stayed) if x["step"] == replaced["step"])
+    before, after = stayed[index - 1], stayed[index]
+    assert after["step"] == before["step"] + 1, "no step is repeated"
+    survivor = after["cpu_s"] - before["cpu_s"]
+    return {"replaced_s": replaced["cpu_s"], "survivor_s": survivor, "wall_s": after["at"] - before["at"]}
 
 
 DEFAULTS = {"layers": 8, "width": 768, "heads": 12, "seq": 256, "batch": 8, "processes": 2, "steps": 12, "rounds": 3,
@@ -95,11 +47,11 @@ TINY = {"layers": 2, "width": 64, "heads": 2, "seq": 32, "steps": 6, "rounds": 1
 def measure(args: argparse.Namespace) -> Table:
     with tempfile.TemporaryDirectory(prefix="fzero-elastic-") as temporary:
         folder = Path(temporary)
-        kept = [x for x in ran(args, folder, "kept", {}, f"--steps={args.steps}") if x["step"] > 1]
-        calm = ran(args, folder, "calm", _SMALL, "--steps=8")
-        struck = [ran(args, folder, f"struck-{i}", _SMALL, "--steps=8", "--kill", "4") for i in range(args.rounds)]
-    for notes in struck:
-        assert {x["step"]: x["loss"] for x in notes} == {x["step"]: x["loss"] for x in calm}
+        kept = [x for mine in ran(args, folder, "kept", []) for x in mine if x["step"] > 1]
+        calm = ran(args, folder, "calm", [], **_SMALL)
+        struck = [ran(args, folder, f"struck-{i}", [4], **_SMALL) for i in range(args.rounds)]
+    expected = {x["step"]: x["loss"] for x in calm[0]}
+    assert all({x["step"]: x["loss"] for x in mine} == expected for notes in struck for mine in notes)
     shares = [x["keep_s"] / x["step_s"] for x in kept]
     losses = [after_a_loss(notes) for notes in struck]
     middle = {key: statistics.median(x[key] for x in losses) for key in losses[0]}
@@ -119,6 +71,4 @@ def measure(args: argparse.Namespace) -> Table:
     ]
     for key, who in (("replaced_s", "replaced"), ("survivor_s", "stayed")):
         notes.append(f"{who}: {min(x[key] for x in losses):.2f} to {max(x[key] for x in losses):.2f} CPU s.")
-    return Table(
-        "elastic", "Keeping states, and a failed rank", ["", "median"], rows, notes, {"kept": kept, "losses": losses}
-    )
+    return Table("Keeping states, and a failed rank", ["", "median"], rows, notes, {"kept": kept, "losses": losses})

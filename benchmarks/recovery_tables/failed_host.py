@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import SOURCE
-
-from recovery_tables import Table
+from common import SOURCE, Table
 
 sys.path.insert(0, str(SOURCE / "tests"))
 from launchers import Launchers, launchers  # pyright: ignore[reportMissingImports]
 
+NAME = "lost_host"
 LIMIT = 400.0  # seconds
 FAST = ("--heartbeat-timeout=10",), "last_call_timeout=3"
 USUAL = (), ""
@@ -103,4 +102,4 @@ def measure(args: argparse.Namespace) -> Table:
         "Other programs ran on the machine at the same time, so these seconds are an upper bound.",
     ]
     columns = ["a host is", "s to the next step", "repeated steps", "s until a new host takes part"]
-    return Table("lost_host", "The failure of a host", columns, rows, notes, {"found": found})
+    return Table("The failure of a host", columns, rows, notes, {"found": found})

@@ -20,13 +20,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import MODEL, passed_on
+from common import MODEL, Table, passed_on
 
-from recovery_tables import Table, torchrun
+from recovery_tables import torchrun
 
 TITLES = {
     "fzero": "fz.run: memory, and a checkpoint",
@@ -34,10 +34,37 @@ TITLES = {
     "dcp_async": "torchrun, FSDP2, DCP async_save",
     "deepspeed": "torchrun, DeepSpeed ZeRO-3",
 }
-LR, MAX_NORM, NUM_BATCHES = 3e-4, 1.0, 16
+NAME = "elastic_peers"
+NUM_BATCHES = 16
 
-Done = Callable[[int, Any], None]
-"""Writes down that a step has ended, and with which loss."""
+
+@dataclass
+class Rank:
+    """A rank of a run: the batch of each step, and the notes of the steps that have ended."""
+
+    args: argparse.Namespace
+    batches: list[Any]
+    rank: int
+    cpu_before: float  # CPU seconds that are not counted
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step, unless this rank is killed before it."""
+        for number, at in enumerate(self.args.kill):
+            if step == at and self.rank == (number + 1) % self.args.processes:
+                try:
+                    with open(Path(self.args.out) / f"killed-{at}", "x") as f:
+                        f.write(str(time.monotonic()))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.batches[step % NUM_BATCHES]
+
+    def ended(self, step: int, loss: Any, **more: float) -> None:
+        """Write down that a step has ended, and with which loss."""
+        note = {"step": step, "loss": float(loss), "at": time.monotonic(), "pid": os.getpid(), **more}
+        note["cpu_s"] = time.process_time() - self.cpu_before
+        with (Path(self.args.out) / f"notes-{self.rank}").open("a") as f:
+            f.write(json.dumps(note) + "\n")
 
 
 # --- one rank ---
@@ -45,80 +72,59 @@ Done = Callable[[int, Any], None]
 
 def worker(args: argparse.Namespace) -> None:
     import torch
-    import torch.distributed as dist  # noqa: F401 - before the clock of what is ours
+    import torch.distributed  # before the clock of the imports that are not counted
 
     torch.set_num_threads(1)
     rank, begin = int(os.environ["RANK"]), time.process_time()
     from model import Config, make_batches
+    from training import shard
 
-    ours = 0.0 if args.contestant == "fzero" else time.process_time() - begin  # model.py imports fzero: not the peers'
+    # these modules import fzero, which other contestants do not need
+    ours = 0.0 if args.contestant == "fzero" else time.process_time() - begin
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    batches = [
-        tuple(t.chunk(args.processes)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)
-    ]
-
-    def before(step: int) -> Any:
-        """The batch of a step, if this rank lives to see it."""
-        for number, at in enumerate(args.kill):
-            if step == at and rank == (number + 1) % args.processes:
-                try:
-                    with open(Path(args.out) / f"killed-{at}", "x") as f:
-                        f.write(str(time.monotonic()))
-                except FileExistsError:
-                    continue
-                os.kill(os.getpid(), signal.SIGKILL)
-        return batches[step % NUM_BATCHES]
-
-    def done(step: int, loss: Any) -> None:
-        note = {"step": step, "loss": float(loss), "at": time.monotonic(), "pid": os.getpid()}
-        note["cpu_s"] = time.process_time() - ours
-        with (Path(args.out) / f"notes-{rank}").open("a") as f:
-            f.write(json.dumps(note) + "\n")
-
-    {"fzero": _fzero, "dcp": _dcp, "dcp_async": _dcp, "deepspeed": _deepspeed}[args.contestant](
-        args, config, before, done
-    )
+    batches = [shard(batch, rank, args.processes) for batch in make_batches(config, NUM_BATCHES)]
+    run = {"fzero": _fzero, "dcp": _dcp, "dcp_async": _dcp, "deepspeed": _deepspeed}[args.contestant]
+    run(args, config, Rank(args, batches, rank, ours))
 
 
-def _fzero(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
+def _fzero(args: argparse.Namespace, config: Any, here: Rank) -> None:
     from model import make_init, make_loss
+    from training import clipped_adamw
 
     import fzero as fz
-    from fzero import optim
 
-    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR))
-    step = fz.shard_params(fz.train_step(make_loss(config), optimizer))
+    step = fz.shard_params(fz.train_step(make_loss(config), clipped_adamw()))
 
     def main(run: Any) -> None:
         train = fz.compile(step, run.mesh, backend=args.backend)
         state = run.state(train, make_init(config), fz.random.key(0), path=Path(args.out) / "saved")
         for index in run.steps(state, args.steps):
-            state, metrics = train(state, before(index))
+            batch, begin = here.batch(index), time.thread_time()
+            state, metrics = train(state, batch)
+            loss, stepped = float(metrics["loss"]), time.thread_time()
             run.commit(state)
+            seconds = {"step_s": stepped - begin, "keep_s": time.thread_time() - stepped}
             if (index + 1) % args.every == 0:
                 run.save(state, keep=1)
-            done(index, metrics["loss"])
+            here.ended(index, loss, bytes=sum(x.nbytes for x in fz.tree.leaves(state)), **seconds)
 
     fz.run(main)
 
 
-def _dcp(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
+def _dcp(args: argparse.Namespace, config: Any, here: Rank) -> None:
     import model as models
-    import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from training import averaged, fsdp2, torch_adamw, torch_step
 
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: Any = models.module(config)
-    for block in models.blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+    made = models.module(config)
+    model = fsdp2(made, models.blocks(made), init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch_adamw(model)
+    step = averaged(torch_step(model, optimizer), dist.get_world_size())
     root, group, saving = Path(args.out) / "saved", dist.new_group(backend="gloo"), None
 
     def state() -> dict[str, Any]:
@@ -133,11 +139,7 @@ def _dcp(args: argparse.Namespace, config: Any, before: Callable[[int], Any], do
         set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"])
         start = int(complete[-1].name.removeprefix("step-"))
     for index in range(start, args.steps):
-        loss = model(*before(index))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step(here.batch(index))
         if (index + 1) % args.every == 0:
             to = root / f"step-{index + 1:08d}"
             if args.contestant == "dcp_async":
@@ -146,53 +148,32 @@ def _dcp(args: argparse.Namespace, config: Any, before: Callable[[int], Any], do
                 saving = dcp.async_save(state(), checkpoint_id=to, process_group=group)
             else:
                 dcp.save(state(), checkpoint_id=to)
-        done(index, _mean(loss.detach()))
+        here.ended(index, loss)
     if saving is not None:
         saving.result()
     dist.destroy_process_group()
 
 
-def _deepspeed(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import logging
-
-    import deepspeed
+def _deepspeed(args: argparse.Namespace, config: Any, here: Rank) -> None:
     import model as models
     import torch
-    from deepspeed.utils import logger
+    from training import averaged, deepspeed_engine, deepspeed_module, deepspeed_step, torch_adamw
 
     warnings.simplefilter("ignore")
-    logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    config_ = {
-        "train_micro_batch_size_per_gpu": config.batch // args.processes,
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-    }
-    model: Any = models.module(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_)
+    deepspeed_module()
+    model = models.module(config)
+    engine = deepspeed_engine(model, config.batch // args.processes, 3, torch_adamw(model))
+    step = averaged(deepspeed_step(engine), args.processes)
     root, start = Path(args.out) / "saved", 0
     if (root / "latest").exists():
         engine.load_checkpoint(str(root))
         start = int((root / "latest").read_text().strip().removeprefix("step-"))
     for index in range(start, args.steps):
-        loss = engine(*before(index))
-        engine.backward(loss)
-        engine.step()
+        loss = step(here.batch(index))
         if (index + 1) % args.every == 0:
             engine.save_checkpoint(str(root), tag=f"step-{index + 1}")
-        done(index, _mean(loss.detach()))
+        here.ended(index, loss)
     torch.distributed.destroy_process_group()
-
-
-def _mean(loss: Any) -> Any:
-    """Over the ranks, as fzero's loss is."""
-    import torch.distributed as dist
-
-    dist.all_reduce(loss)
-    return loss / dist.get_world_size()
 
 
 # --- all of them ---
@@ -299,4 +280,4 @@ def measure(args: argparse.Namespace) -> Table:
 
         versions.append(f"DeepSpeed {version('deepspeed')}.")
     columns = ["", "repeated steps", "CPU s", "s", "largest difference", "CPU s per step"]
-    return Table("elastic_peers", "The failure of a rank", columns, rows, [*notes, *versions], {"found": found})
+    return Table("The failure of a rank", columns, rows, [*notes, *versions], {"found": found})

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import MODEL, Group, passed_on, rss_mib, serve
+from common import MODEL, Group, Table, passed_on, rss_mib, serve, within_rounds
 
-from recovery_tables import SCRIPT, Table
+from recovery_tables import SCRIPT
 
+NAME = "behind"
 WAYS = {
     "none": "no save",
     "behind": "save(wait=False)",
@@ -40,36 +41,32 @@ def worker(args: argparse.Namespace) -> None:
     import torch.distributed.checkpoint as dcp
     from model import Config, make_batches, make_init, make_loss
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from training import FzeroStep, clipped_adamw, shard, timed
 
     import fzero as fz
-    from fzero import optim
 
     torch.set_num_threads(1)
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
     mesh = fz.make_mesh(device="cpu", shared_memory=False)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
-    train = fz.compile(fz.shard_params(fz.train_step(make_loss(config), optimizer)), mesh, backend=args.backend)
-    state = train.init(make_init(config), fz.random.key(0))
-    batches = [tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(config, 16)]
+    step = fz.shard_params(fz.train_step(make_loss(config), clipped_adamw()))
+    train = FzeroStep(step, mesh, make_init(config), fz.random.key(0), backend=args.backend)
+    batches = [shard(batch, mesh.rank, mesh.size) for batch in make_batches(config, 16)]
     group: Any = dist.new_group(backend="gloo")  # torch's save talks in a thread, beside the steps
     stager = DefaultStager(StagingOptions(False, False, False, False))
 
     def steps(count: int) -> None:
-        nonlocal state
-        for _ in range(count):
-            state, metrics = train(state, batches[int(state.step) % len(batches)])
-            float(metrics["loss"])
+        timed(train, batches, int(train.state.step), count)
 
     def save(way: str, path: Path) -> Callable[[], Any]:
         """Returns what waits for it."""
         if way == "behind":
-            return fz.checkpoint.save(path, state, keep=1, wait=False).wait
+            return fz.checkpoint.save(path, train.state, keep=1, wait=False).wait
         if way == "blocking":
-            fz.checkpoint.save(path, state, keep=1)
+            fz.checkpoint.save(path, train.state, keep=1)
         if way.startswith("torch"):
-            named = zip(fz.tree.names(state), fz.tree.leaves(state), strict=True)
+            named = zip(fz.tree.names(train.state), fz.tree.leaves(train.state), strict=True)
             given: Any = {f"{mesh.rank}.{name}": x for name, x in named}
-            to = dcp.FileSystemWriter(path / f"step-{int(state.step)}")
+            to = dcp.FileSystemWriter(path / f"step-{int(train.state.step)}")
             if way == "torch_async":
                 saving: Any = dcp.async_save(given, storage_writer=to, process_group=group, async_stager=stager)
                 return saving.result
@@ -109,7 +106,7 @@ def worker(args: argparse.Namespace) -> None:
         return rss_mib() - before
 
     def nbytes() -> int:
-        return sum(x.nbytes for x in fz.tree.leaves(state))
+        return sum(x.nbytes for x in fz.tree.leaves(train.state))
 
     def verify(path: str) -> int:
         return fz.checkpoint.verify(path).step
@@ -170,9 +167,8 @@ def report(
     ]
 
     def compare(name: str, each: list[float]) -> None:
-        value = statistics.median(each)
-        ratios[name] = {"median": value, "min": min(each), "max": max(each)}
-        notes.append(f"{name}: {value:.3f} (rounds {min(each):.3f} to {max(each):.3f})")
+        ratios[name], note = within_rounds(name, each)
+        notes.append(note)
 
     for way in args.only:
         if way == "none" or "none" not in args.only:
@@ -180,18 +176,9 @@ def report(
         for key, text in (("thread_cpu_s", "CPU seconds of the thread that steps"), ("wall_s", "wall seconds")):
             compare(f"{WAYS[way]} / {WAYS['none']}, {text}", [r[way][key] / r["none"][key] for r in rounds])
         parts = [1 + r[way]["held_cpu_s"] / (args.every * r["none"]["thread_cpu_s"]) for r in rounds]
-        compare(
-            f"{WAYS[way]}: CPU seconds of the thread, those of {args.every} steps and of the call / of the steps", parts
-        )
+        name = f"{WAYS[way]}: CPU seconds of the thread, those of {args.every} steps and of the call / of the steps"
+        compare(name, parts)
     data = {"bytes": nbytes, "grown_mib": grown, "rounds": rounds, "ratios": ratios}
-    columns = (
-        "",
-        "blocking s",
-        "blocking CPU s",
-        "per step: thread's CPU s",
-        "process's CPU s",
-        "wall s",
-        "complete s",
-        "MiB",
-    )
-    return Table("behind", "Asynchronous checkpoints", columns, rows, notes, data)
+    per_step = ("per step: thread's CPU s", "process's CPU s", "wall s")
+    columns = ("", "blocking s", "blocking CPU s", *per_step, "complete s", "MiB")
+    return Table("Asynchronous checkpoints", columns, rows, notes, data)

@@ -27,11 +27,10 @@ import torch
 
 from benchmark_modules import BENCHMARKS  # isort: skip - before the modules of benchmarks/
 from common import SOURCE, environment
-from gpu import LR, MAX_NORM, WEIGHT_DECAY
 from model import Config, make_batches, make_init, make_loss
+from training import clipped_adamw
 
 import fzero as fz
-from fzero import optim
 from fzero._compat import compat
 
 CALLS = {
@@ -140,8 +139,7 @@ class Trained:
         **options: Any,
     ):
         self.mesh = mesh or fz.make_mesh(device=args.device)
-        optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-        step = fz.train_step(make_loss(config), optimizer)
+        step = fz.train_step(make_loss(config), clipped_adamw())
         step = fz.compose(*transforms)(step) if transforms else step
         backend = backend or ("inductor" if args.device == "cuda" else "eager")
         self.train = fz.compile(step, self.mesh, backend=backend, **options)
