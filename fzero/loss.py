@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero import tree
+from fzero._compat import compat
 from fzero._utils.arguments import count as whole_number
 from fzero._utils.arguments import number, plain_numbers, shown
 from fzero.errors import FzeroTypeError, TraceError
@@ -334,6 +335,9 @@ def chunked_cross_entropy(
         FzeroTypeError: arguments that are not such tensors and numbers, all of them listed. From the backward, if the
             gradient of the gradient is asked for (`create_graph=True`).
 
+    Under the transforms of `torch.func` and in forward mode, all logits are held: `torch.func.grad` and the others
+    differentiate the computation above.
+
     In float16 the gradients of a chunk are computed for a loss scale of 1 per target, and scaled in float32. They are
     finite, however many rows a chunk has, if the elements of `hidden` are below 4096.
 
@@ -355,7 +359,11 @@ def chunked_cross_entropy(
     head = (weight,) if bias is None else (weight, bias)
     if not torch.is_grad_enabled():  # otherwise gradients would be computed that are not needed
         hidden, *head = (x.detach() for x in (hidden, *head))
-    total: Any = _ChunkedSum.apply(hidden, targets, (max(1, min(chunks, rows)), options), *head)
+    if compat.functorch_active() or compat.forward_ad_active():
+        # The gradients that the forward computes ahead would be invisible to these transforms.
+        total: Any = _sum_of_losses(F.linear(hidden, *head), targets, options)
+    else:
+        total = _ChunkedSum.apply(hidden, targets, (max(1, min(chunks, rows)), options), *head)
     if reduction == "sum":
         return total
     count = (targets != ignore_index).sum()
@@ -396,7 +404,10 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, seed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            what, fix = "has no gradient of its gradient", "F.cross_entropy of all logits, which has"
+            what, fix = (
+                "has no gradient of its gradient",
+                "compute all logits, and use F.cross_entropy, whose gradient has one",
+            )
             raise FzeroTypeError("chunked_cross_entropy", what, fix=fix)
         grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for x, (i, dtype) in zip(ctx.saved_tensors, ctx.given, strict=True):
@@ -420,17 +431,9 @@ def _chunk(
     needed), and `sums` including its gradients with respect to `head`. It is a block so that a compiled step frees
     the logits of a chunk before it computes the next.
     """
-    softcap, ignore_index, label_smoothing = options
     logits = F.linear(hidden, *head).detach().requires_grad_(any(needs))
     with torch.enable_grad():
-        capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        loss = F.cross_entropy(
-            capped.to(_summed(logits.dtype)).flatten(0, -2),
-            targets.flatten(),
-            reduction="sum",
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
+        loss = _sum_of_losses(logits, targets, options)
     total = total + loss.detach()
     if not any(needs):
         return total, [], []
@@ -448,6 +451,19 @@ def _chunk(
     if of_bias and of_bias[0]:
         made.append(flat.sum(0, dtype=_summed(flat.dtype)))
     return total, [grad @ head[0]] if of_hidden else [], [x + g for x, g in zip(sums, made, strict=True)]
+
+
+def _sum_of_losses(logits: torch.Tensor, targets: torch.Tensor, options: tuple[Any, ...]) -> torch.Tensor:
+    """Returns the sum of the losses of these rows. `logits`: [..., vocabulary], before the softcap."""
+    softcap, ignore_index, label_smoothing = options
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(
+        capped.to(_summed(logits.dtype)).flatten(0, -2),
+        targets.flatten(),
+        reduction="sum",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

@@ -193,15 +193,20 @@ class _RowsAt(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, index, back, share, _ = inputs
+        x, index, back, ctx.share, ctx.fill = inputs
         ctx.save_for_backward(index, back)
-        ctx.shape = x.shape[0], share
+        ctx.save_for_forward(index, back)
+        ctx.shape = x.shape[0], ctx.share
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         index, back = ctx.saved_tensors
         read = _RowsAt.apply(grad.flatten(0, -2), back.reshape(ctx.shape), index, 1, False)
         return read.squeeze(1) if ctx.shape[1] == 1 else read.sum(1), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, d_x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _RowsAt.apply(d_x, *ctx.saved_tensors, ctx.share, ctx.fill)
 
 
 class _ExpertMm(torch.autograd.Function):
@@ -216,6 +221,14 @@ class _ExpertMm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, d_rows: torch.Tensor | None, d_w: torch.Tensor | None) -> torch.Tensor:
+        expert, rows, w = ctx.saved_tensors
+        parts = [] if d_rows is None else [_ExpertMm.apply(expert, d_rows, w)]
+        parts += [] if d_w is None else [_ExpertMm.apply(expert, rows, d_w)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -237,7 +250,16 @@ class _ExpertOuter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:3])
+        expert, rows, grad, ctx.each = inputs
+        ctx.save_for_backward(expert, rows, grad)
+        ctx.save_for_forward(expert, rows, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, d_rows: torch.Tensor | None, d_grad: torch.Tensor | None, *__: Any) -> torch.Tensor:
+        expert, rows, grad = ctx.saved_tensors
+        parts = [] if d_rows is None else [_ExpertOuter.apply(expert, d_rows, grad, ctx.each)]
+        parts += [] if d_grad is None else [_ExpertOuter.apply(expert, rows, d_grad, ctx.each)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     @staticmethod
     def backward(ctx: Any, d_w: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

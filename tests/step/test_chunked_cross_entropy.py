@@ -295,6 +295,43 @@ def test_the_gradient_of_the_gradient_is_an_error() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+FUNCTIONAL: dict[str, Any] = {
+    "grad": lambda fn, h, w: torch.func.grad(fn, (0, 1))(h, w),
+    "vmap": lambda fn, h, w: torch.func.vmap(fn, (0, None))(torch.stack([h, 2 * h]), w),
+    "grad of rows": lambda fn, h, w: torch.func.vmap(torch.func.grad(fn), (0, None))(torch.stack([h, 2 * h]), w),
+    "jvp": lambda fn, h, w: torch.func.jvp(fn, (h, w), (w[: len(h)], w)),
+    "hessian": lambda fn, h, w: torch.func.hessian(fn)(h, w),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch.func.jvp itself
+@pytest.mark.parametrize("transform", FUNCTIONAL)
+def test_under_the_transforms_of_torch_func(transform: str) -> None:
+    hidden, weight, targets = drawn(6, WIDTH), drawn(WORDS, WIDTH, seed=1), torch.arange(6) * 7
+    options: Any = {"softcap": 2.0, "label_smoothing": 0.1, "ignore_index": 7}
+    found, expected = (
+        FUNCTIONAL[transform](lambda h, w, loss=loss: loss(h, w, targets, **options), hidden, weight)
+        for loss in (fz.chunked_cross_entropy, of_all_logits)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_gradients_of_samples_in_a_step() -> None:
+    """torch.func in a loss, traced and not."""
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        one = lambda h, t: fz.chunked_cross_entropy(h[None], params["w"], t[None])  # noqa: E731
+        return torch.func.vmap(torch.func.grad(one))(batch["h"], batch["t"]).square().sum(-1).mean()
+
+    step = fz.train_step(loss_fn, optim.sgd(0.1))
+    params, batch = {"w": drawn(WORDS, WIDTH, seed=1)}, {"h": drawn(6, WIDTH), "t": torch.arange(6)}
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    state, metrics = train(train.init(params), batch)
+    plain, wanted = step(step.init(params), batch)
+    torch.testing.assert_close(metrics["loss"], wanted["loss"])
+    torch.testing.assert_close(state.params["w"], plain.params["w"])
+
+
 def test_a_mean_over_nothing_changes_nothing() -> None:
     """Its gradients are zeros and not NaN, as those of F.cross_entropy are."""
     hidden, weight = drawn(6, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()

@@ -228,6 +228,29 @@ def test_rows_of_a_rank_are_of_all_its_experts(way):
     fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch.func.jvp itself
+@pytest.mark.parametrize("of_rank", [False, True])
+def test_derivatives_of_torch_func_are_those_of_every_token_by_itself(of_rank):
+    x, w = torch.linspace(-1, 1, 8).view(4, 2).double(), torch.linspace(-2, 2, 8).view(2, 2, 2).double()
+    chosen, weights = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]]), torch.full((4, 2), 0.5).double()
+    capacity = {"capacity": ("rank", 2.0), "ranks": 1, "overflow": "error"} if of_rank else {"capacity": 2.0}
+
+    def by_experts(x, w):
+        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, **capacity)
+        return fz.experts.combine(torch.tanh(fz.experts.matmul(rows, w, back)), back).square().sum()
+
+    def by_tokens(x, w):
+        products = torch.tanh(torch.einsum("ti,tkio->tko", x, w[chosen]))
+        return (products * weights[..., None]).sum(1).square().sum()
+
+    for differentiated in (
+        lambda fn: torch.func.jvp(fn, (x, w), (2 * x + 1, w - 1)),
+        lambda fn: torch.func.grad(fn, (0, 1))(x, w),
+        lambda fn: torch.func.hessian(fn, (0, 1))(x, w),
+    ):
+        torch.testing.assert_close(differentiated(by_experts), differentiated(by_tokens))
+
+
 def test_groups_that_do_not_divide_are_named():
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed unsharded.*fzero.expert_mm.*multiple"):
         lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), max_replicated_bytes="1KiB")
