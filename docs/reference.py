@@ -148,14 +148,15 @@ def flags(columns: int = 100) -> str:
 
 def page(name: Name) -> str:
     """The source of a name's page; mkdocstrings fills it in."""
-    return f"# {name.text}\n\n::: {name.home}\n"
+    return f"# {name.text}\n\n[API reference](../api.md)\n\n::: {name.home}\n"
 
 
 def of_site(markdown: str, path: str) -> str:
     """Returns the text of a page as the site shows it.
 
-    Tables of results replace the paragraphs that are only links to them. The page `API` ends with the index of public
-    names, the page `DESIGN` with the index of files, and the page `CLI` with the flags of each command.
+    Tables of results replace the paragraphs that are only links to them; their own pages link to the benchmarks. The
+    page `API` ends with the index of public names, the page `DESIGN` with the index of files, and the page `CLI` with
+    the flags of each command.
 
     Args:
         markdown: The text in the repository.
@@ -167,6 +168,8 @@ def of_site(markdown: str, path: str) -> str:
         folder = f"{found[1] or ''}results"
         return re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", lambda x: posixpath.normpath(f"{folder}/{x[0]}"), text)
 
+    if path.startswith("results/"):  # is not in the navigation
+        return re.sub(r"\A(# .*\n\n)?", r"\g<0>[Benchmarks](../benchmarks.md)\n\n", markdown, count=1)
     if path == API:
         return f"{markdown}\n{index()}"
     if path == DESIGN:
@@ -177,9 +180,10 @@ def of_site(markdown: str, path: str) -> str:
 
 
 def weight(path: str) -> float:
-    """The weight of a page in the search: guides come before public names, and tables of results last."""
-    weights = {"reference/api/": 0.4, "internals/": 0.6, "results/": 0.2}
-    return next((weight for folder, weight in weights.items() if path.startswith(folder)), 1.0)
+    """The weight of a page in the search: guides come before tutorials and public names, and tables of
+    results last."""
+    weights = {"tutorial": 0.7, "notebook": 0.7, "reference/api/": 0.4, "internals/": 0.6, "results/": 0.2}
+    return next((weight for start, weight in weights.items() if path.startswith(start)), 1.0)
 
 
 # --- called by mkdocs ---
