@@ -151,17 +151,23 @@ def compared(axis: Axis, found: dict[str, dict[str, Any]]) -> list[str]:
         differ, _ = largest_difference(losses)
         whose = f"losses of {formula}'s contestants" if formula else "losses"
         notes.append(f"{whose} agree to {differ:.1e} in {len(losses[0])} steps")
+    ratios, sent, bubbles = [], [], []
     for ours, theirs in axis.pairs:
         if {ours, theirs} <= found.keys():
             rounds = zip(found[ours]["rounds"], found[theirs]["rounds"], strict=True)
             ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in rounds)
-            notes.append(f"CPU seconds of {ours} / {theirs}: {ratio:.2f}")
+            ratios.append(f"{ours} / {theirs} {ratio:.2f}")
     for who, x in found.items():
         if is_counted() and "planned_bytes" in x:
-            off = x["sent_bytes"] / x["planned_bytes"] - 1
-            notes.append(f"{who} sends {off:+.1%} compared with the plan")
+            sent.append(f"{who} {x['sent_bytes'] / x['planned_bytes'] - 1:+.1%}")
         if "bubble" in x:
-            notes.append(f"{who}: a stage waits for other stages {x['bubble']:.1%} of a step, by plan")
+            bubbles.append(f"{who} {x['bubble']:.1%}")
+    for title, values in (
+        ("ratios of CPU seconds", ratios),
+        ("bytes sent, compared with the plan", sent),
+        ("time that a stage waits for other stages, by plan", bubbles),
+    ):
+        notes += [f"{title}: {', '.join(values)}"] if values else []
     return notes
 
 

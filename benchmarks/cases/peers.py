@@ -133,11 +133,12 @@ def compare(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]
         notes.append(f"{name}: {value:{form}}")
 
     for top, bottom in COMPARED:
-        for kind in ("cpu_s", "wall_s") if {top, bottom} <= found.keys() else ():
+        kinds = []
+        for kind, text in (("cpu_s", "CPU"), ("wall_s", "wall")) if {top, bottom} <= found.keys() else ():
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
-            name = f"{top} / {bottom}, {kind}"
-            data[name], note = within_rounds(name, each)
-            notes.append(note)
+            data[f"{top} / {bottom}, {kind}"], note = within_rounds(text, each)
+            kinds.append(note.replace(": ", " ", 1))
+        notes += [f"{top} / {bottom}: {', '.join(kinds)}"] if kinds else []
     if {"fzero_zero3", "ddp"} <= found.keys():
         ours, ddp = found["fzero_zero3"], found["ddp"]
         whole = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
@@ -154,14 +155,14 @@ def compare(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]
             name = f"{who}, growth of the peak / closed form"
             data[name] = {"value": x["growth_mib"] / least, "least_mib": least}
             notes.append(
-                f"{name} of {least:.0f} MiB: {x['growth_mib'] / least:.3f}; planned peak, {planned:.0f} MiB, / closed "
-                f"form: {planned / least:.3f}"
+                f"{who}, compared with the closed form of {least:.0f} MiB: growth of the peak "
+                f"{x['growth_mib'] / least:.3f}, planned peak {planned / least:.3f}"
             )
     fp32 = [x["losses"] for n, x in found.items() if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
     if len(fp32) > 1:
         worst, step = largest_difference(fp32)
         data["fp32 losses agree"] = {"value": worst, "step": step}
-        notes.append(f"fp32 losses agree, largest relative difference: {worst:.1e} at step {step}")
+        notes.append(f"Largest relative difference of fp32 losses: {worst:.1e}, at step {step}")
     return data, notes
 
 
@@ -200,25 +201,26 @@ def peers(args: argparse.Namespace) -> Table:
         rows.append((CONTESTANTS[name].title, *seconds, *memory, loss))
     notes = [
         f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
-        f"heads), sequence {config.seq}, global batch {config.batch}, AdamW ({args.optimizer} for the peers), "
-        f"clipping; {args.processes} processes with one thread each: peers over gloo, fzero through shared memory "
-        "unless it says gloo.",
-        f"Seconds a step: medians of {args.rounds} interleaved rounds of {args.steps} steps, "
-        + ("every contestant started anew in each." if args.turns else "all contestants alive throughout."),
-        f"CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} "
-        "threads and the whole batch, its seconds are divided.",
-        "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an "
-        "eager module's.",
-        "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above "
-        "what it had before the model was built, with torch's compiler imported by all, while building and warming "
-        "up, and in the steps measured.",
+        f"heads), sequence {config.seq}, global batch {config.batch}, AdamW ({args.optimizer} in other "
+        f"libraries), clipping; {args.processes} processes with one thread each, over gloo or, for fzero, shared "
+        "memory.",
+        f"Seconds per step: medians of {args.rounds} interleaved rounds of {args.steps} steps"
+        + (", each in new processes." if args.turns else "."),
+        f"CPU seconds: all threads, for 1/{args.processes} of the batch. The single process has {args.processes} "
+        f"threads and the complete batch; its seconds are divided by {args.processes}.",
+        f"Floor: one process with one thread and 1/{args.processes} of the batch; the lower of fzero and an eager "
+        "module.",
+        "First step: including the construction of the model and compilation with empty caches.",
+        "MiB: growth of the peak resident memory of a rank since before the model was built, while it is built and "
+        "warmed up (build) and in the measured steps.",
+        "Ratios are medians over the rounds, with the lowest and the highest round.",
         *comparisons,
     ]
     columns = ("", "wall s", "CPU s", "above the floor", "first step s", "build MiB", "steps MiB", "last loss")
     low = {"bf16" if k else "fp32": v for k, v in floor.items()}
     data = {"contestants": found, "floors": low, "ratios": ratios}
     picture = lambda figure: draw(figure, names, found, floor)  # noqa: E731
-    return Table("One step, beside its peers", columns, rows, notes, data, picture)
+    return Table("One step, compared with other libraries", columns, rows, notes, data, picture)
 
 
 def default() -> list[str]:
