@@ -1,4 +1,4 @@
-"""Runs functions that `fzero.sharding.dim_propagation` propagated on the parts of n ranks at once, in one process."""
+"""Runs functions that `fzero.sharding.propagation` propagated on the parts of n ranks at once, in one process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ import torch.fx as fx
 
 from fzero._compat.compat import FakeTensorMode
 from fzero.ir.from_graph import Functions
-from fzero.sharding.dim_propagation import (
-    MARKERS,
-    PARTIAL,
-    OutputPlacement,
-    Place,
-    ShardedGraph,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    propagate,
-    reduce_scatter,
-)
-from fzero.sharding.placements import Shard
+from fzero.sharding.graph_writer import MARKERS, all_gather, all_reduce, all_to_all, reduce_scatter
+from fzero.sharding.placements import REPLICATE, Partial, Placement, Shard
+from fzero.sharding.propagation import propagate
 from fzero.sharding.shard_regions import DimShard, parts_of
+from fzero.sharding.sharded_graph import OutputPlacement, ShardedGraph
 from fzero.trace.block_body import resolved
 from fzero.trace.functionalization import AGAIN
 from fzero.trace.graph_capture import record
@@ -83,21 +74,21 @@ def cuts_of(shape: Sequence[int], n: int, groups: Sequence[int] = (1, 2, 3)) -> 
     return [Shard(d, g) for d, s in enumerate(shape) for g in groups if s and s % (n * g) == 0]
 
 
-def parts(x: torch.Tensor, place: Place, n: int) -> list[torch.Tensor]:
+def parts(x: torch.Tensor, place: Placement, n: int) -> list[torch.Tensor]:
     """The parts of the ranks."""
     if not isinstance(place, Shard):
-        assert place is None
+        assert place == REPLICATE
         return [x] * n
     boxes = parts_of(x.shape, (DimShard(place.dim, place.groups, n),))
     size = [s // n if d == place.dim else s for d, s in enumerate(x.shape)]
     return [b.take(x.contiguous()).view(size).clone() for b in boxes]
 
 
-def whole(xs: Tensors, place: Place) -> torch.Tensor:
+def whole(xs: Tensors, place: Placement) -> torch.Tensor:
     """The value of which these are the parts, or the summands; what is whole is the same on every rank."""
-    if place == PARTIAL:
-        return torch.stack(list(xs)).sum(0)
-    if place is None:
+    if isinstance(place, Partial):
+        return _reduced(torch.stack(list(xs)), place.op)
+    if place == REPLICATE:
         assert all(torch.equal(x, xs[0]) or (x.isnan().equal(xs[0].isnan())) for x in xs)
         return xs[0]
     assert isinstance(place, Shard)
@@ -106,11 +97,14 @@ def whole(xs: Tensors, place: Place) -> torch.Tensor:
     return torch.cat([pieces[r][g] for g in range(place.groups) for r in range(n)], place.dim)
 
 
+def _reduced(all_of: torch.Tensor, op: str) -> torch.Tensor:
+    return {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[op](all_of, 0)
+
+
 def _together(node: fx.Node, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     n, all_of = len(xs), torch.stack(xs)
     if node.target is all_reduce:
-        of = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}[str(node.args[1])]
-        return [of(all_of).to(xs[0].dtype)] * n
+        return [_reduced(all_of, str(node.args[1])).to(xs[0].dtype)] * n
     if node.target is all_gather:
         return [all_of.squeeze(1)] * n
     if node.target is reduce_scatter:
@@ -141,7 +135,7 @@ def run(graph: Recorded, inputs: Sequence[Tensors]) -> list[list[torch.Tensor]]:
     return [[v[x] for x in graph.outputs] for v in values]
 
 
-def run_cut(cut: ShardedGraph, inputs: Tensors, places: Sequence[Place], n: int) -> list[torch.Tensor]:
+def run_cut(cut: ShardedGraph, inputs: Tensors, places: Sequence[Placement], n: int) -> list[torch.Tensor]:
     """The whole results of a function on parts of these inputs."""
     given = list(zip(*(parts(x, p, n) for x, p in zip(inputs, places, strict=True)), strict=True))
     ranks = [[*xs, *([torch.tensor([r])] if cut.has_index else [])] for r, xs in enumerate(given)]
@@ -152,7 +146,7 @@ def run_cut(cut: ShardedGraph, inputs: Tensors, places: Sequence[Place], n: int)
 
 def _check_varies(cut: ShardedGraph, ranks: Sequence[Tensors]) -> None:
     for x, place in zip(cut.graph.outputs, cut.places, strict=True):
-        assert place is not None or x not in cut.varies, f"{x} is whole, but the rank's own"
+        assert place != REPLICATE or x not in cut.varies, f"{x} is whole, but the rank's own"
 
 
 def collectives(cut: ShardedGraph) -> list[str]:
@@ -160,11 +154,16 @@ def collectives(cut: ShardedGraph) -> list[str]:
     return [x.target.__name__ for x in cut.graph.graph.nodes if x.target in MARKERS]
 
 
-def choices(inputs: Tensors, n: int, most: int) -> Iterator[tuple[Place, ...]]:
+def choices(inputs: Tensors, n: int, most: int) -> Iterator[tuple[Placement, ...]]:
     """Places of inputs: each alone at each of its places, and combinations, at most so many."""
-    each = [[None, *cuts_of(x.shape, n)] for x in inputs]
-    alone = [tuple(p if i == k else None for i in range(len(inputs))) for k, ps in enumerate(each) for p in ps if p]
-    others = (c for c in itertools.product(*each) if sum(p is not None for p in c) > 1)
+    each: list[list[Placement]] = [[REPLICATE, *cuts_of(x.shape, n)] for x in inputs]
+    alone = [
+        tuple(p if i == k else REPLICATE for i in range(len(inputs)))
+        for k, ps in enumerate(each)
+        for p in ps
+        if p != REPLICATE
+    ]
+    others = (c for c in itertools.product(*each) if sum(p != REPLICATE for p in c) > 1)
     yield from itertools.islice(itertools.chain(alone, others), most)
 
 
@@ -192,19 +191,24 @@ def halves(fn: Callable[..., Any], inputs: Tensors, keep: str = "min_cut") -> tu
 
 
 def run_halves(
-    parts_of: Halves, inputs: Tensors, tangents: Tensors, places: Sequence[Place], n: int, stream: Shard | None = None
+    parts_of: Halves,
+    inputs: Tensors,
+    tangents: Tensors,
+    places: Sequence[Placement],
+    n: int,
+    stream: Shard | None = None,
 ) -> tuple[ShardedGraph, ShardedGraph, list[torch.Tensor], list[torch.Tensor]]:
     """Forward and vjp cut apart, as a step has them: saved values keep the places that the forward gave them. The first
     inputs with a place are parameters; the gradients of these come at their place, others as summands."""
     split, outputs, place_of = parts_of.split, parts_of.num_outputs, dict(enumerate(places))
     used = split.forward_inputs
     free = len(parts_of.forward.outputs) - outputs
-    leaves = frozenset(k for k, i in enumerate(used) if place_of[i] is not None and place_of[i] != stream)
+    leaves = frozenset(k for k, i in enumerate(used) if place_of[i] not in (REPLICATE, stream))
     forward = propagate(
         parts_of.forward,
         n,
         [place_of[i] for i in used],
-        [*[stream] * outputs, *[OutputPlacement.FREE] * free],
+        [*[stream or REPLICATE] * outputs, *[OutputPlacement.FREE] * free],
         leaves=leaves,
         stream=stream,
     )
@@ -214,17 +218,17 @@ def run_halves(
     results = [whole(xs, p) for xs, p in zip(zip(*out, strict=True), forward.places, strict=True)][:outputs]
     kept = {name: outputs + i for i, name in enumerate(split.saved)} | split.reused
     at = [kept[name] for name in split.kept]
-    back_places = [place_of[i] if i < parts_of.num_inputs else stream for i in split.backward_inputs]
+    back_places = [place_of[i] if i < parts_of.num_inputs else stream or REPLICATE for i in split.backward_inputs]
     values = [parts(([*inputs, *tangents])[i], p, n) for i, p in zip(split.backward_inputs, back_places, strict=True)]
-    params = {i for i in used if place_of[i] is not None and place_of[i] != stream}
+    params = {i for i in used if place_of[i] not in (REPLICATE, stream)}
     leaves = frozenset(k for k, i in enumerate(split.backward_inputs) if i in params)
     trained = [i for i, x in enumerate(inputs) if x.is_floating_point()]
-    wanted = [place_of[i] if place_of[i] is not None else OutputPlacement.SUMMAND for i in trained]
+    wanted = [place_of[i] if place_of[i] != REPLICATE else OutputPlacement.SUMMAND for i in trained]
     backward = propagate(
         parts_of.backward,
         n,
         [*back_places, *(forward.places[i] for i in at)],
-        [w if i else (stream if stream else None) for i, w in enumerate(wanted)],
+        [w if i else stream or REPLICATE for i, w in enumerate(wanted)],
         leaves=leaves,
         stream=stream,
     )

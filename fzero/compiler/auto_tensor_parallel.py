@@ -39,12 +39,11 @@ from fzero.ir.from_graph import Inputs
 from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh
 from fzero.plan.plan import PlanDecision
-from fzero.sharding.dim_propagation import ShardedGraph
 from fzero.sharding.graph_writer import MARKERS, all_reduce
 from fzero.sharding.layout import Leaf
 from fzero.sharding.matmul_chains import Chain, chains, pieces
-from fzero.sharding.op_strategies import divides
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import Shard, divides
+from fzero.sharding.sharded_graph import ShardedGraph
 from fzero.step import Step
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded

@@ -3,7 +3,7 @@
 Each token chooses k experts. `SLOTS` returns for each choice the row that it fills, and `CHOICES` for each row its
 choice; each contains indices of the other's flattened elements. `ROWS_AT` reads rows by such indices, and its
 gradient reads by those of the other, so nothing is added at indices. They are operators so that ranks with shards of
-the tokens can number rows separately (fzero/sharding/token_index_strategies.py).
+the tokens can number rows separately (fzero/sharding/expert_rules.py).
 """
 
 from __future__ import annotations

@@ -1,26 +1,31 @@
 """Propagates shardings through recorded graphs: what each rank computes, and with which collectives.
 
-There are two kinds of shards. *Flat* shards (ZeRO, the sharded optimizer) are contiguous pieces of
-a flattened tensor; `flat_propagation.py` handles them. Shards *along a dim* (tensor and sequence
-parallelism) are handled by `dim_propagation.py`, which chooses for each op, among its strategies,
-the one whose conversions send the fewest bytes. `expert_propagation.py` handles the experts of
-expert parallelism. The result is a graph with markers for collectives, which a pass turns into ops
-of a program. This folder knows nothing about programs: it imports nothing from `ir/`.
+One propagation (`propagation.py`) visits the ops of a graph for one mesh axis and chooses, for each op, the strategy
+whose conversions send the fewest bytes. The strategies come from one table of rules, which label the dims of an op's
+operands and results, as in einops. Tensor and sequence parallelism are placements of a graph's inputs. Expert
+parallelism uses the same rules for two dims at once. *Flat* shards (ZeRO, the sharded optimizer), contiguous pieces of
+a flattened tensor, are handled by `flat_propagation.py`. The result is a graph with markers for collectives, which a
+pass turns into ops of a program. This folder knows nothing about programs: it imports nothing from `ir/`.
 
 | file | what it does |
 |---|---|
 | `placements.py` | what each rank along a mesh axis holds of a value |
 | `layout.py` | how a tensor is stored: the axes that shard it, its padding, memory tier and dtype |
 | `shard_regions.py` | says which elements of a tensor a rank holds, for any combination of shardings |
+| `operations.py` | an op as the rules see it, and the strategies by which a rank computes it |
+| `factors.py` | describes how an op may be sharded, by labels of its dims |
+| `rules.py` | the rules of products, reductions, norms, losses and ops along a dim |
+| `view_rules.py` | the rules of views, and of ops that split, slice, join and reorder values |
+| `lookup_rules.py` | the rules of embeddings, indexing, gather and scatter |
+| `attention_rules.py` | the rules of attention: by samples, by heads, or by position |
+| `layer_rules.py` | the rules of convolutions and random draws |
+| `expert_rules.py` | the rules of assigning tokens to experts, and of multiplying their rows |
+| `bodies.py` | computes ops that read all of a sharded dim, such as softmax, by ops that reduce it |
+| `propagation.py` | propagates placements through a graph, for one mesh axis |
+| `expert_propagation.py` | the same for an axis that also shards the batch, whose ranks exchange tokens |
 | `flat_propagation.py` | propagates flat shards through an optimizer's update, its init, or an init function |
 | `update_scalars.py` | distinguishes parameter arithmetic from scalars in a recorded update |
-| `dim_propagation.py` | propagates shards along a dim through a graph, for one mesh axis |
-| `op_strategies.py` | how to compute pointwise ops, reductions and matrix products on shards |
-| `view_strategies.py` | how to view, split, join and rearrange shards |
-| `layer_strategies.py` | how to compute attention, norms, lookups, convolutions and random draws on shards |
-| `token_index_strategies.py` | how to assign shards of the tokens to experts, and multiply shards of their rows |
-| `decompositions.py` | replaces ops that read all of a sharded dim, such as softmax, by ops that reduce it |
-| `expert_propagation.py` | makes ranks exchange tokens, so that each multiplies only by its own experts |
+| `sharded_graph.py` | the function of one rank, with the placements of its outputs |
 | `graph_writer.py` | writes ops on shards, layout conversions and collective markers into a graph |
 | `collective_partitions.py` | partitions a graph at its collectives into subgraphs |
 | `matmul_chains.py` | finds chains of matrix products, which tensor parallelism shards together |

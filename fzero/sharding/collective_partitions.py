@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.sharding.dim_propagation import MARKERS, PARTIAL, ShardedGraph, all_gather, all_reduce, reduce_scatter
-from fzero.sharding.op_strategies import OWN, Anywhere
+from fzero.sharding.graph_writer import MARKERS, all_gather, all_reduce, reduce_scatter
+from fzero.sharding.placements import Partial, Placement, Replicate, Varying
+from fzero.sharding.sharded_graph import ShardedGraph
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, strides_guessed
@@ -66,7 +67,7 @@ class Result(NamedTuple):
     """An output of the function, and its placement."""
 
     node: fx.Node
-    place: Anywhere
+    place: Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,11 +185,11 @@ def _lay_out(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> None:
     last, new = graph.output_node(), []
     for node, place, before in zip(sharded.graph.outputs, sharded.places, like, strict=True):
         value = node.meta["val"]
-        strides = before.stride() if place in (None, OWN) else _packed(value).stride()
+        strides = before.stride() if isinstance(place, (Replicate, Varying)) else _packed(value).stride()
         with graph.inserting_before(last):
             if value.stride() != strides or (node.op == "call_function" and strides_guessed(node, MARKERS)):
                 node = _strided(graph, node, strides)
-            elif node in seen or node.op != "call_function" or (place == PARTIAL and len(node.users) > 1):
+            elif node in seen or node.op != "call_function" or (isinstance(place, Partial) and len(node.users) > 1):
                 node = _clone(graph, node)
         seen.add(node)
         new.append(node)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
-from fzero.sharding.op_strategies import Attention
+from fzero.sharding.operations import Attention
 from fzero.sharding.placements import Shard
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform
@@ -44,7 +44,7 @@ class DimSharding(Transform):
         return None
 
     @property
-    def by_position(self) -> Attention | None:
+    def attention(self) -> Attention | None:
         """How attention computes if queries, keys and values are sharded by position; None if they are not."""
         return None
 

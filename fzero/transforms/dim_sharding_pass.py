@@ -1,6 +1,6 @@
 """Makes subgraphs compute on parameters that a mesh axis shards along a dim, instead of on unsharded parameters.
 
-A subgraph is rewritten once for each way in which its arguments are sharded (sharding/dim_propagation.py), and
+A subgraph is rewritten once for each way in which its arguments are sharded (sharding/propagation.py), and
 partitioned into segments at its collectives (sharding/collective_partitions.py). Each collective becomes an op between
 two segments. Gradients of parameters that are not sharded, and sums, are left as partial values: they are reduced
 together with those over the batch axes (transforms/zero_pass.py).
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -23,19 +23,31 @@ from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
-from fzero.sharding import dim_propagation, expert_propagation
+from fzero.sharding import expert_propagation, propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
-from fzero.sharding.dim_propagation import EndPlacements, Exchanged, OutputPlacement, ShardedGraph
-from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, ExpertShard, Place, part
-from fzero.sharding.placements import Shard
+from fzero.sharding.graph_writer import all_gather, all_reduce, all_to_all, reduce_scatter
+from fzero.sharding.placements import (
+    REPLICATE,
+    SUM,
+    VARYING,
+    ExpertShard,
+    Partial,
+    Replicate,
+    Shard,
+    Varying,
+    local_shape,
+)
+from fzero.sharding.placements import Placement as AxisPlacement
+from fzero.sharding.propagation import EndPlacements
+from fzero.sharding.sharded_graph import Exchanged, OutputPlacement, ShardedGraph, Wanted
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.zero_placement import Zero
 
 _STARTS = {
-    dim_propagation.all_reduce: "all_reduce_start",
-    dim_propagation.all_gather: "all_gather_start",
-    dim_propagation.reduce_scatter: "reduce_scatter_start",
-    dim_propagation.all_to_all: "all_to_all_start",
+    all_reduce: "all_reduce_start",
+    all_gather: "all_gather_start",
+    reduce_scatter: "reduce_scatter_start",
+    all_to_all: "all_to_all_start",
 }
 
 
@@ -74,7 +86,7 @@ def calls_on_parts(
             parts._rewrite_op(op)
             continue
         made = parts._made(op)
-        parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(op.out))
+        parts.places.update((v.name, made.places[i] if made else REPLICATE) for i, v in enumerate(op.out))
         yield op, made
 
 
@@ -101,7 +113,7 @@ def end_placements_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[En
                     tuple(parts.wanted.get(v.name, OutputPlacement.FREE) for v in op.out),
                     frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
                     spec.stream,
-                    spec.by_position,
+                    spec.attention,
                 )
                 found[block.number] = (*found.get(block.number, ()), ends)
     return found
@@ -136,11 +148,11 @@ class _Before:
 @dataclass(frozen=True)
 class _Request:
     """The key of a sharded subgraph: its name, the places of its inputs and the places wanted of its outputs. The other
-    fields are arguments of `dim_propagation.propagate`."""
+    fields are arguments of `propagation.propagate`."""
 
     fn: str
-    places: tuple[Place, ...]
-    wanted: tuple[OutputPlacement | Shard | None, ...]
+    places: tuple[AxisPlacement, ...]
+    wanted: tuple[Wanted, ...]
     leaves: frozenset[int]
     given: tuple[tuple[Exchanged, ...], ...]
     handed_on: tuple[tuple[Exchanged, ...], ...]
@@ -149,22 +161,21 @@ class _Request:
 class _ToParts:
     """The rewrite of one program for one axis: visits its ops in order, and replaces calls by segments and collectives.
 
-    `places` holds, for each value so far, its place along the axis: sharded along a dim, partial, varying, or None if
-    it is the same on all ranks.
+    `places` holds, for each value so far, its placement along the axis.
     """
 
     def __init__(self, program: Program, spec: DimSharding, zero: Zero):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
-        self.places: dict[str, Anywhere] = {}
+        self.places: dict[str, AxisPlacement] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
         largest = (x for x in program.instructions if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
-        self.wanted: dict[str, OutputPlacement | Shard | None] = {}
+        self.wanted: dict[str, Wanted] = {}
         self.known: dict[Any, ShardedGraph] = {}
         self.segments: dict[ShardedGraph, Segments] = {}
         self.index: Value | None = None
@@ -180,7 +191,7 @@ class _ToParts:
     def run(self) -> Program:
         inputs = [self._input(v) for v in self.program.inputs]
         self._want()
-        if self.spec.by_position is not None:
+        if self.spec.attention is not None:
             self._hand_on()
         ops, parts = list[Instruction](), dict[int | str, list[int]]()
         for op in self.program.instructions:
@@ -206,8 +217,8 @@ class _ToParts:
         notes = (*self.program.notes, *notes)
         return replace(self.program, inputs=tuple(inputs), instructions=tuple(ops), functions=functions, notes=notes)
 
-    def expected(self) -> dict[str, Place]:
-        """Returns the place of each value that is a parameter or is wanted sharded; None for every other value."""
+    def expected(self) -> dict[str, AxisPlacement]:
+        """Returns the placement of each value that is a parameter or is wanted sharded; all others are replicated."""
         for value in self.program.inputs:
             self._input(value)
         self._want()
@@ -217,8 +228,8 @@ class _ToParts:
                 continue
             for v in op.out:
                 wanted = self.wanted.get(v.name)
-                self.places[v.name] = wanted if isinstance(wanted, Shard) else None
-        return {name: place if isinstance(place, Shard) else None for name, place in self.places.items()}
+                self.places[v.name] = wanted if isinstance(wanted, Shard) else REPLICATE
+        return {name: place if isinstance(place, Shard) else REPLICATE for name, place in self.places.items()}
 
     def _input(self, value: Value) -> Value:
         leaf = self.program.leaves.get(value.name)
@@ -226,24 +237,28 @@ class _ToParts:
         if computed:
             self.leaves.add(value.name)
         own = leaf is None and self.spec.shards_batch
-        return self._put(value, self._dim(value.name) if computed else OWN if own else None)
+        return self._put(value, self._shard(value.name) if computed else VARYING if own else REPLICATE)
 
-    def _dim(self, name: str) -> Shard | None:
-        """The dim along which the axis shards a parameter; None if it does not."""
+    def _shard(self, name: str) -> Shard | Replicate:
+        """The placement of a parameter along the axis."""
         layout = self.program.leaves[name].layout
-        return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis)
+        return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis, REPLICATE)
 
     def _want(self) -> None:
         """Determines the place at which each value that the step reduces or returns is wanted."""
         program, update = self.program, self.program.update
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
-        self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, OutputPlacement.SUMMAND)
+        self.wanted |= dict.fromkeys(whole, REPLICATE)
+        self.wanted |= dict.fromkeys(summands, OutputPlacement.SUMMAND)
         if self.spec.shards_batch:
             added = {a for x in program.instructions if x.op == "add" for a in x.args}
             self.wanted |= dict.fromkeys(added | self.maxima, OutputPlacement.SUMMAND)
-        self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
-        self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
+        for leaf, g in program.grads.items():
+            shard = self._shard(leaf)
+            self.wanted[g] = shard if isinstance(shard, Shard) else self._summand(leaf)
+        if self.stream is not None:
+            self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
         out: dict[str, tuple[Value, ...]] = {}
         for op in reversed(program.instructions):
             if op.op == "wait":
@@ -289,7 +304,7 @@ class _ToParts:
                 self._rewrite_op(op)
                 continue
             made = self._made(op)
-            self.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(op.out))
+            self.places.update((v.name, made.places[i] if made else REPLICATE) for i, v in enumerate(op.out))
             if made is not None:
                 self.exchanged.update((v.name, x) for v, x in zip(op.out, made.exchanged, strict=True) if x)
                 for a, read in zip(op.args, made.read, strict=True):
@@ -300,19 +315,20 @@ class _ToParts:
             if (found := tuple(x for x in offered if x in self.read[a]))
         }
 
-    def _put(self, value: Value, place: Anywhere) -> Value:
-        """Records the place of a value along the axis, and returns the value with the corresponding placement."""
+    def _put(self, value: Value, place: AxisPlacement) -> Value:
+        """Records the placement of a value along the axis, and returns the value with it."""
+        if isinstance(place, Partial) and value.name in self.maxima:
+            place = Partial("max")
         self.places[value.name] = place
         at = value.placement
         if isinstance(place, Shard):
             at = replace(at, dim_shards=(*at.dim_shards, (self.axis, place)))
-        elif place == PARTIAL:
-            by = "max" if value.name in self.maxima else at.by
-            at = replace(at, partial=(*at.partial, self.axis), by=by)
-        elif place is not None:
+        elif isinstance(place, Partial):
+            at = replace(at, partial=(*at.partial, self.axis), by=at.by if place == SUM else place.op)
+        elif not isinstance(place, Replicate):
             at = replace(at, kind="varying", axes=(*at.axes, self.axis))
         if isinstance(place, ExpertShard):
-            value = replace(value, shape=tuple(part(value.shape, place, self.n)))
+            value = replace(value, shape=tuple(local_shape(value.shape, place, self.n)))
         return replace(value, placement=at)
 
     def _whole(self, op: Instruction, value: Value) -> Value:
@@ -320,15 +336,15 @@ class _ToParts:
         vary between ranks."""
         if not self.spec.shards_batch or isinstance(op.attrs, UpdateAttrs):
             # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
-            summands = op.of_sums and any(self.places[a] == PARTIAL for a in op.args)
-            return self._put(value, OWN if summands else None)
+            summands = op.of_sums and any(isinstance(self.places[a], Partial) for a in op.args)
+            return self._put(value, VARYING if summands else REPLICATE)
         if self.wanted.get(value.name) is OutputPlacement.SUMMAND:
-            return self._put(value, PARTIAL)
+            return self._put(value, SUM)
         read = [self.places[a] for a in op.args]
-        own = any(place is not None and not isinstance(place, Shard) for place in read)
-        placed = self._put(value, OWN if own else None)
+        own = any(not isinstance(place, (Replicate, Shard)) for place in read)
+        placed = self._put(value, VARYING if own else REPLICATE)
         if op.op == "part_index":  # the op itself names the axes whose index it returns
-            self.places[value.name] = OWN
+            self.places[value.name] = VARYING
         return placed
 
     def _rewrite_op(self, op: Instruction) -> list[Instruction]:
@@ -356,11 +372,10 @@ class _ToParts:
         *others, own = brought.placement.dim_shards
         return replace(brought, placement=replace(brought.placement, dim_shards=(*others[:num], own, *others[num:])))
 
-    def _cast_place(self, source: str, value: Value) -> Anywhere:
-        """The place of a cast: that of its source. But a copy of a value that varies between ranks, made for a sum, is
-        partial."""
+    def _cast_place(self, source: str, value: Value) -> AxisPlacement:
+        """The placement of a cast: that of its source. But a copy of a varying value, made for a sum, is partial."""
         place = self.places[source]
-        return PARTIAL if place == OWN and self.wanted.get(value.name) is OutputPlacement.SUMMAND else place
+        return SUM if isinstance(place, Varying) and self.wanted.get(value.name) is OutputPlacement.SUMMAND else place
 
     def _call(self, op: Instruction) -> list[Instruction]:
         """Returns the ops for a call: the unchanged call, or the segments of its sharded subgraph with the collectives
@@ -383,7 +398,7 @@ class _ToParts:
 
     def _made(self, op: Instruction) -> ShardedGraph | None:
         """Returns the sharded subgraph of a call; None if the axis does not affect the call."""
-        places: tuple[Anywhere, ...] = tuple(self.places[a] for a in op.args)
+        places = tuple(self.places[a] for a in op.args)
         wanted = tuple(self.wanted.get(v.name, OutputPlacement.FREE) for v in op.out)
         if not any(
             isinstance(place, (Shard, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
@@ -398,7 +413,7 @@ class _ToParts:
             return self.known[of]
         request = _Request(
             op.fn,
-            cast("tuple[Place, ...]", places),
+            places,
             wanted,
             frozenset(i for i, a in enumerate(op.args) if a in self.leaves),
             tuple(self.exchanged.get(a, ()) for a in op.args),
@@ -408,20 +423,20 @@ class _ToParts:
         torn = {i for i, v in enumerate(op.out) if v.name in self.before.rows and _is_sharded_in_rows(made.places[i])}
         if torn:  # a value that another axis exchanges along dim 0 is not sharded along it
             made = self._propagated(
-                replace(request, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
+                replace(request, wanted=tuple(REPLICATE if i in torn else w for i, w in enumerate(wanted)))
             )
         return made
 
     def _propagated(self, request: _Request) -> ShardedGraph:
         if request not in self.known:
-            self.known[request] = dim_propagation.propagate(
+            self.known[request] = propagation.propagate(
                 self.program.functions[request.fn].graph,
                 self.n,
                 request.places,
                 request.wanted,
                 leaves=request.leaves,
                 stream=self.stream,
-                by_position=self.spec.by_position,
+                attention=self.spec.attention,
                 given=request.given,
                 handed_on=request.handed_on,
             )
@@ -497,9 +512,9 @@ class _ToParts:
         """Returns a value that a segment computes for another segment, or for a collective."""
         value, axis, own = node.meta["val"], self.axis, Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
-        if sent is None or sent.kind is dim_propagation.all_to_all:
+        if sent is None or sent.kind is all_to_all:
             return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in segments.own else own)
-        if sent.kind is dim_propagation.all_gather:
+        if sent.kind is all_gather:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Shard(0)),)))
         result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
         if result is not None:
@@ -510,9 +525,9 @@ class _ToParts:
         """Returns a value that a segment receives from a collective."""
         value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
-        if marker.target is dim_propagation.reduce_scatter:
+        if marker.target is reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Shard(0)),)))
-        own = Placement("varying", (*axes, self.axis)) if marker.target is dim_propagation.all_to_all else own
+        own = Placement("varying", (*axes, self.axis)) if marker.target is all_to_all else own
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
@@ -539,5 +554,5 @@ class _ToParts:
         raise FzeroValueError(self.spec.name, what, problems, fix)
 
 
-def _is_sharded_in_rows(place: Anywhere) -> bool:
+def _is_sharded_in_rows(place: AxisPlacement) -> bool:
     return isinstance(place, Shard) and place.dim == 0

@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from fzero._compat import compat
 from fzero.ir.from_graph import Functions
-from fzero.sharding.dim_propagation import EndPlacements
+from fzero.sharding.propagation import EndPlacements
 from fzero.trace.flops import operations
 from fzero.trace.joint_graph import Joint
 from fzero.trace.recorder import Recorded

@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import Instruction, Program, Value
-from fzero.sharding.dim_propagation import EndPlacements
+from fzero.sharding.propagation import EndPlacements
 from fzero.transforms.dim_sharding_pass import end_placements_of_blocks
 from fzero.transforms.joint_split import Choices, Kept, Split
 from fzero.transforms.zero_placement import Zero

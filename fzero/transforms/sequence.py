@@ -14,8 +14,8 @@ from fzero._utils.arguments import amount, keywords
 from fzero._utils.deprecation import keyword_aliases
 from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.sharding.op_strategies import Attention, nearest
-from fzero.sharding.placements import Shard
+from fzero.sharding.operations import Attention
+from fzero.sharding.placements import Shard, nearest
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform, applied
@@ -50,10 +50,6 @@ class SequenceParallel(DimSharding):
     @property
     def stream(self) -> Shard | None:
         return Shard(1)
-
-    @property
-    def by_position(self) -> Attention | None:
-        return self.attention
 
     def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
         """Raises if no values with positions pass between blocks, or their number of positions is not divisible by the

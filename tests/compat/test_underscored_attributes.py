@@ -27,7 +27,7 @@ READERS = {
     "_schema": {
         "modules/batch_dims.py",
         "ops/recurrent.py",
-        "sharding/op_strategies.py",
+        "sharding/operations.py",
         "trace/guards/known_values.py",
         "trace/guards/overwrites.py",
         "trace/guards/unsupported_operations.py",

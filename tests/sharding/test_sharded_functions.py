@@ -20,8 +20,10 @@ from torch_db import databases, operator_cases
 
 import fzero as fz
 from fzero._compat.compat import FakeTensorMode
-from fzero.sharding.dim_propagation import OutputPlacement, Place, ShardedGraph, all_reduce, propagate
-from fzero.sharding.placements import Shard
+from fzero.sharding.graph_writer import all_reduce
+from fzero.sharding.placements import REPLICATE, Placement, Shard
+from fzero.sharding.propagation import propagate
+from fzero.sharding.sharded_graph import OutputPlacement, ShardedGraph
 from fzero.trace.recorder import Recorded
 
 Case = tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]
@@ -143,8 +145,8 @@ def test_an_operation_and_its_gradients(name: str) -> None:
     expected = run(graph, [everything])[0]
     for n, most in ((2, 9), (4, 4)):
         for k, places in enumerate(choices(inputs, n, most)):
-            places = (*places, *[None] * len(tangents))
-            wanted = [[OutputPlacement.FREE, OutputPlacement.SUMMAND, None][k % 3]] * len(expected)
+            places = (*places, *[REPLICATE] * len(tangents))
+            wanted = [[OutputPlacement.FREE, OutputPlacement.SUMMAND, REPLICATE][k % 3]] * len(expected)
             cut = propagate(graph, n, places, wanted)
             equal(run_cut(cut, everything, places, n), expected, f"{name} by {n}: {places}")
 
@@ -184,11 +186,11 @@ def w(*shape: int) -> torch.Tensor:
 
 
 COLUMN, ROW = Shard(1), Shard(0)
-BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], list[Place]]] = {
+BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], list[Placement]]] = {
     "gpt": (
         gpt,
         lambda: [r(2, 8, 32), r(32), w(32, 96), w(32, 32), r(32), w(32, 128), w(128, 32)],
-        [None, None, Shard(1, 3), ROW, None, COLUMN, ROW],
+        [REPLICATE, REPLICATE, Shard(1, 3), ROW, REPLICATE, COLUMN, ROW],
     ),
     "llama": (
         llama,
@@ -196,7 +198,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], li
             *(r(2, 8, 32), r(8, 4), r(8, 4), r(32), w(32, 32), w(16, 32), w(16, 32), w(32, 32)),
             *(r(32), w(64, 32), w(64, 32), w(32, 64)),
         ],
-        [None, None, None, None, ROW, ROW, ROW, COLUMN, None, ROW, ROW, COLUMN],
+        [*[REPLICATE] * 4, ROW, ROW, ROW, COLUMN, REPLICATE, ROW, ROW, COLUMN],
     ),
 }
 
@@ -249,7 +251,7 @@ def test_the_same_graph_each_time() -> None:
     def once() -> str:
         graph, tangents = with_gradients(fn, inputs)
         wanted = [OutputPlacement.FREE] * len(graph.outputs)
-        return text(propagate(graph, 2, [*places, *[None] * len(tangents)], wanted))
+        return text(propagate(graph, 2, [*places, *[REPLICATE] * len(tangents)], wanted))
 
     assert once() == once()
 
@@ -264,8 +266,8 @@ def test_an_embedding_with_a_cut_vocabulary(lookup: Callable[..., Any]) -> None:
     """One sum forward; the gradient is a rank's own rows, of the whole gradient."""
     inputs = [r(24, 16), i(24, 2, 8)]
     graph, tangents = with_gradients(lookup, inputs)
-    everything, places = [*inputs, *tangents], [ROW, None, None]
-    cut = propagate(graph, 4, places, [None, ROW], leaves=frozenset({0}))
+    everything, places = [*inputs, *tangents], [ROW, REPLICATE, REPLICATE]
+    cut = propagate(graph, 4, places, [REPLICATE, ROW], leaves=frozenset({0}))
     equal(run_cut(cut, everything, places, 4), run(graph, [everything])[0], "embedding")
     assert collectives(cut) == ["all_reduce"] and not cut.whole
     shapes = {tuple(x.meta["val"].shape) for x in cut.graph.graph.nodes if x.op == "call_function"}
@@ -284,8 +286,8 @@ def test_a_head_with_a_cut_vocabulary() -> None:
     inputs = [r(2, 8, 16), r(16), r(16, 24), i(24, 2, 8)]
     graph, tangents = with_gradients(head, inputs)
     everything = [*inputs, *tangents]
-    places = [None, None, COLUMN, *[None] * (len(everything) - 3)]
-    wanted = [*[OutputPlacement.SUMMAND] * 3, None, OutputPlacement.SUMMAND, COLUMN]
+    places = [REPLICATE, REPLICATE, COLUMN, *[REPLICATE] * (len(everything) - 3)]
+    wanted = [*[OutputPlacement.SUMMAND] * 3, REPLICATE, OutputPlacement.SUMMAND, COLUMN]
     cut = propagate(graph, 4, places, wanted, leaves=frozenset({1, 2}))
     equal(run_cut(cut, everything, places, 4), run(graph, [everything])[0], "head")
     assert {*collectives(cut)} == {"all_reduce"} and not cut.whole
@@ -296,7 +298,7 @@ def test_a_head_with_a_cut_vocabulary() -> None:
 def test_draws_are_those_of_the_whole(place: Shard) -> None:
     inputs = [r(4, 8, 6), fz.random.key(3)]
     graph, tangents = with_gradients(lambda x, key: fz.random.dropout(key, x, 0.3), inputs)
-    places: list[Place] = [place, None, None]
+    places: list[Placement] = [place, REPLICATE, REPLICATE]
     cut = propagate(graph, 2, places, [OutputPlacement.FREE] * 2)
     expected = run(graph, [[*inputs, *tangents]])[0]
     for a, b in zip(run_cut(cut, [*inputs, *tangents], places, 2), expected, strict=True):
@@ -345,9 +347,9 @@ def test_random_compositions() -> None:
         everything = [*inputs, *tangents]
         expected = run(graph, [everything])[0]
         for n in (2, 4)[seed % 2 :][:1]:
-            places = [rng.choice([None, *cuts_of(x.shape, n)]) for x in everything]
+            places = [rng.choice([REPLICATE, *cuts_of(x.shape, n)]) for x in everything]
             wanted = [
-                rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, None, *cuts_of(y.shape, n)])
+                rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, REPLICATE, *cuts_of(y.shape, n)])
                 for y in expected
             ]
             leaves = frozenset(k for k in range(3) if rng.random() < 0.3)
@@ -394,13 +396,13 @@ def test_pytorchs_operators() -> None:
             outcomes["refused"] += 1
             continue
         n = rng.choice(of)
-        places = [rng.choice([*cuts_of(x.shape, n), None][: 1 + (k > 0)]) for k, x in enumerate(everything)]
+        places = [rng.choice([*cuts_of(x.shape, n), REPLICATE][: 1 + (k > 0)]) for k, x in enumerate(everything)]
         cut = propagate(
-            graph, n, places, [rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, None]) for _ in expected]
+            graph, n, places, [rng.choice([OutputPlacement.FREE, OutputPlacement.SUMMAND, REPLICATE]) for _ in expected]
         )
         with warnings.catch_warnings(action="ignore"):
             equal(run_cut(cut, everything, places, n), expected, f"{name} by {n}: {places}")
-        outcomes["whole" if cut.whole else "cut" if any(places) else "uncut"] += 1
+        outcomes["whole" if cut.whole else "cut" if any(p != REPLICATE for p in places) else "uncut"] += 1
     assert outcomes["cut"] > 20 and outcomes["whole"] < 2 * outcomes["cut"], outcomes
 
 
@@ -465,9 +467,9 @@ def test_attention_of_accelerators(name: str) -> None:
     state = y[6] if name != "efficient" else y[2]
     graph.output((y[0], y[1], state, *grads[:3]))
     for place in (Shard(1), Shard(0)):
-        places = [place] * 4 + [None] * (len(inputs) - 4)
+        places = [place] * 4 + [REPLICATE] * (len(inputs) - 4)
         cut = propagate(Recorded(graph), 2, places, [OutputPlacement.FREE] * 6)
-        assert cut.places == (place, place, None, place, place, place)
+        assert cut.places == (place, place, REPLICATE, place, place, place)
         assert not cut.whole and not collectives(cut) and cut.graph.outputs[2] not in cut.varies
 
 
@@ -488,6 +490,8 @@ def test_wrong_rules_are_listed() -> None:
 
 def test_what_has_no_rule_is_made_whole_and_listed() -> None:
     x = r(4, 12)
-    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Shard(1), None], [OutputPlacement.FREE])
+    cut = propagate(
+        recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Shard(1), REPLICATE], [OutputPlacement.FREE]
+    )
     assert [(m.op, m.nbytes, m.inputs) for m in cut.whole] == [("aten.cumsum.default", 4 * 12 * 4, (0,))]
-    assert cut.places == (None,) and collectives(cut) == ["all_gather"]
+    assert cut.places == (REPLICATE,) and collectives(cut) == ["all_gather"]

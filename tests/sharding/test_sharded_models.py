@@ -18,8 +18,9 @@ from fzero.compiler.abstract_values import batch_inputs
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.traced_step import trace_step
 from fzero.ir.program import Program
-from fzero.sharding.dim_propagation import OutputPlacement, Place, propagate
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import REPLICATE, Placement, Shard
+from fzero.sharding.propagation import propagate
+from fzero.sharding.sharded_graph import OutputPlacement
 from fzero.transforms import remat_pass
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +38,7 @@ SIZES: dict[str, Any] = {
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-Rules = Mapping[str, Place]
+Rules = Mapping[str, Placement]
 SEPARATE: Rules = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), Shard(0)),
     **dict.fromkeys(("o_proj", "down_proj"), Shard(1)),
@@ -67,11 +68,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Rules]] = {
 }
 
 
-def place_of(path: str, rules: Rules) -> Place:
+def place_of(path: str, rules: Rules) -> Placement:
     """By the last rule that names the parameter, or its module."""
     name = path.replace("']['", ".").removesuffix("']")
     whole = [p for rule, p in rules.items() if fnmatch.fnmatch(name, f"*{rule}")]
-    return (whole or [p for rule, p in rules.items() if fnmatch.fnmatch(name, f"*{rule}.weight")] or [None])[-1]
+    return (whole or [p for rule, p in rules.items() if fnmatch.fnmatch(name, f"*{rule}.weight")] or [REPLICATE])[-1]
 
 
 def program_of(config: Any) -> Program:
@@ -101,15 +102,15 @@ def test_a_layer_reduces_twice_each_way(name: str) -> None:
     make, rules = MODELS[name]
     program = program_of(make())
     leaves = {v.name: program.leaves[v.name] for v in program.inputs if v.name in program.leaves}
-    at: dict[str, Place] = {v.name: None for v in program.inputs}
+    at: dict[str, Placement] = {v.name: REPLICATE for v in program.inputs}
     at |= {n: place_of(leaf.path, rules) for n, leaf in leaves.items() if leaf.role == "params"}
-    assert any(at.values())
+    assert any(p != REPLICATE for p in at.values())
     trained = {n: program.grads[leaf.path] for n, leaf in leaves.items() if leaf.path in program.grads}
-    wanted = {grad: at[n] or OutputPlacement.SUMMAND for n, grad in trained.items()}
+    wanted = {g: at[n] if at[n] != REPLICATE else OutputPlacement.SUMMAND for n, g in trained.items()}
     layers = 0
     for op in program.instructions:
         if op.op != "call":
-            at |= {v.name: at.get(op.args[0]) if op.op == "cast" else None for v in op.out}
+            at |= {v.name: at[op.args[0]] if op.op == "cast" else REPLICATE for v in op.out}
             continue
         graph = program.functions[str(op.fn)].graph
         places = [at[a] for a in op.args]
