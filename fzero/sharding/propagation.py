@@ -319,6 +319,11 @@ class Propagation:
 
     def put(self, node: fx.Node, place: Placement, new: fx.Node) -> None:
         """Records the natural placement of a value, and its node in the new graph."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            # A wrong shape could go unnoticed for a few ops, for example in a view with the recorded size.
+            found, expected = list(new.meta["val"].shape), local_shape(value.shape, place, self.n)
+            assert found == expected, f"{node.format_node()}: a rank's shape is {found}, not {expected} of {place}"
         self.place[node], self.made[node] = place, {place: new}
         self.base[node] = self.base_of(node, place)
         before = node.all_input_nodes
