@@ -318,12 +318,12 @@ def link_table(args: argparse.Namespace) -> Table:
         rows.append([what, *seconds, f"{found[args.rates[0], what]['bytes']:,.0f}"])
     for rate in args.rates:
         of = {what: found[rate, what]["seconds"] for what in (*PEERS, *OURS)}
-        peers = "of FSDP2 and DeepSpeed ZeRO-3" if DEEPSPEED[0] in of else "FSDP2"
+        peers = "FSDP2, DeepSpeed ZeRO-3" if DEEPSPEED[0] in of else "FSDP2"
         ddp, fsdp = min(of[x] for x in PEERS[:2]), min(of[x] for x in PEERS[2:])
         notes.append(
-            f"{rate} Mbit/s: data_parallel takes {ddp / of['data_parallel, int8']:.2f} times fewer seconds than the "
-            f"best DDP with int8, {ddp / of['data_parallel, int4']:.2f} with int4; ZeRO-3 with int8 "
-            f"{fsdp / of['ZeRO-3, int8']:.2f} times fewer than the best {peers}."
+            f"{rate} Mbit/s, seconds of the fastest alternative / seconds of fzero: data_parallel with int8 "
+            f"{ddp / of['data_parallel, int8']:.2f} (DDP), with int4 {ddp / of['data_parallel, int4']:.2f}; ZeRO-3 with "
+            f"int8 {fsdp / of['ZeRO-3, int8']:.2f} ({peers})."
         )
     columns = ("", *(f"s per step at {rate} Mbit/s" for rate in args.rates), "bytes per step, both ranks")
     data = {"link": [{"rate": r, "what": w, **x} for (r, w), x in found.items()]}

@@ -210,8 +210,8 @@ def sequence_plans(args: argparse.Namespace) -> Table:
         "activations: saved values, other values and temporaries at the peak. pool: transfers' buffers, gradients that "
         "wait for their sums among them; what of it is in use at the peak is counted in its own column.",
         *(f"remat {kept!r}: activations of seq=8 are 1/{a / b:.1f} of one device's" for kept, (a, b) in alone.items()),
-        "Where it loses: with as many rows as devices, data parallel alone sends less and is faster. It cannot use "
-        "more devices than rows, and a row's activations are on one device.",
+        "With as many rows as devices, `data_parallel` sends fewer bytes and takes fewer seconds (see the table). It "
+        "cannot use more devices than rows, and the activations of a row are on one device.",
     ]
     columns = ("positions", "rows", "mesh", "remat", "activations GB", "pool GB", "peak GB", "sent GB", "s", "tokens/s")
     return Table(f"{args.layers} layers of width {WIDE['width']}", columns, rows, notes, {"cases": found})
@@ -304,7 +304,7 @@ def _uneven(args: argparse.Namespace) -> str:
     best, of_all = min(slowest([j - i for i, j in itertools.pairwise(cut)]) for cut in cuts)
     took, counts = slowest(None)
     what = f"{layers} layers of {model['width']} with a vocabulary of {model['vocab']:,} on {stages} stages"
-    return f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the best of all, {of_all}"
+    return f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the fastest one, {of_all}"
 
 
 def _staged_row(model: str, case: dict[str, Any]) -> list[Any]:

@@ -94,8 +94,8 @@ def _notes(found: list[dict[str, Any]], peaks: list[tuple[str, dict[str, int]]],
         "Each cell: seconds a step / seconds exposed / GB that a rank sends between hosts in a step. Leaves are cut "
         "over the devices of a host first, so each sends an eighth.",
         'int8: both axes, parameters too where they travel. "auto" never has 4 bits within a host, the first hop.',
-        f"auto at most takes {slower:.3f} times as long as without, and "
-        f"{worst:.3f} times as long as the better of without and int8; at best it is {best:.1f} times as fast.",
+        f"Seconds of auto / without: {slower:.3f} at most, {1 / best:.3f} at least (1 / {best:.1f}). Seconds of auto / "
+        f"the lower of without and int8: {worst:.3f} at most.",
         "peak GB: " + ", ".join(f"{name} {1e-9 * n:.1f}" for name, n in most.items()),
     ]
 

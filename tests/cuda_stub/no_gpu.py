@@ -269,7 +269,7 @@ def main() -> None:
                     peak = f"{x['peak_mib']:.1f} ({x['peak_mib'] / x['planned_mib'] - 1:+.1%})"
                     cpu = (f"{told['cpu_ms']:.1f}", f"{replayed['cpu_ms']:.1f}")
                     waits = f"{told['waits']}, {replayed['waits']}"
-                    title, outcome = f"{size}: {x['case']}", " ".join("; ".join(wrong).split()) or "ok"
+                    title, outcome = f"{size}: {x['case']}", " ".join("; ".join(wrong).split()) or "none"
                     rows.append((title, told["launches"], replayed["launches"], waits, *cpu, peak, outcome))
         columns = (
             "ranks: step",
@@ -278,8 +278,8 @@ def main() -> None:
             "waits",
             "host ms",
             "replayed",
-            "peak MiB (beside the plan)",
-            "",
+            "peak MiB (compared with the plan)",
+            "problems",
         )
         title = "The CUDA path on a device that computes nothing"
         name = f"{args.name}_{'shapes_' * args.shapes}{'one_visible_' * args.one_visible}{args.backend}"
