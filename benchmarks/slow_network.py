@@ -322,8 +322,8 @@ def link_table(args: argparse.Namespace) -> Table:
         ddp, fsdp = min(of[x] for x in PEERS[:2]), min(of[x] for x in PEERS[2:])
         notes.append(
             f"{rate} Mbit/s, seconds of the fastest alternative / seconds of fzero: data_parallel with int8 "
-            f"{ddp / of['data_parallel, int8']:.2f} (DDP), with int4 {ddp / of['data_parallel, int4']:.2f}; ZeRO-3 with "
-            f"int8 {fsdp / of['ZeRO-3, int8']:.2f} ({peers})."
+            f"{ddp / of['data_parallel, int8']:.2f} (DDP), with int4 {ddp / of['data_parallel, int4']:.2f}; ZeRO-3 "
+            f"with int8 {fsdp / of['ZeRO-3, int8']:.2f} ({peers})."
         )
     columns = ("", *(f"s per step at {rate} Mbit/s" for rate in args.rates), "bytes per step, both ranks")
     data = {"link": [{"rate": r, "what": w, **x} for (r, w), x in found.items()]}
