@@ -23,8 +23,12 @@ from fzero.trace.recorder import line_of
 
 
 class Weighted(NamedTuple):
-    """A sum and the number of things it is a sum over: `total / count` is the mean, exact however the batch is
-    divided.
+    """A sum and the number of its terms, made by `weighted`. The mean `total / count` is exact, however the batch is
+    divided among ranks and micro-batches.
+
+    Attributes:
+        total: 0-dim, the sum.
+        count: 0-dim, the number of terms.
     """
 
     total: torch.Tensor

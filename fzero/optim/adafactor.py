@@ -128,6 +128,8 @@ def adafactor(
 
         def leaf(g: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
             share, rho, decay = at(compute_dtype(g))
+            # The update is traced with unsharded shapes, so `numel` is the same on every rank. Where parameters are
+            # sharded, a transform all-reduces `sum_of_squares`.
             least, numel = torch.finfo(p.dtype).eps if eps1 is None else eps1, max(1, g.numel())
             g, alpha = upcast(-g if maximize else g), (sum_of_squares(p) / numel).sqrt().clamp(min=eps2) * rho
             if g.dim() > 1:
@@ -136,6 +138,7 @@ def adafactor(
                 after[1].append(columns)
             else:
                 nu = torch.lerp(next(before[2]), g * g, share)
+                # `least` bounds the root, so its square bounds `nu`.
                 u = g * nu.clamp(min=least * least).rsqrt()
                 after[2].append(nu)
             u = u * (-alpha / ((sum_of_squares(u) / numel).sqrt() / clip).clamp(min=1.0))

@@ -32,6 +32,8 @@ def apply_optimizer(
             wrong,
             "keep numbers in the closure, tensors in the state",
         )
+    # The state is written in place by compiled steps, so structure, shapes and dtypes must not change from step to
+    # step.
     before, after = tree.structure(opt_state), tree.structure(new)
     if before != after:
         problems = [f"before: {before}", f"after: {after}"]

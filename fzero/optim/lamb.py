@@ -91,5 +91,6 @@ def lamb(
     check(
         "optim.lamb", lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2}
     )
+    # Before the trust ratio, because the norm in its denominator is that of the update with the decay.
     decay = [add_decayed_weights(weight_decay, mask)] if weight_decay else []
     return chain(scale_by_adam(b1, b2, eps), *decay, scale_by_trust_ratio(), scale_by_learning_rate(lr))

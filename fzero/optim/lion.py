@@ -76,6 +76,7 @@ def lion(
         def leaf(g: Any, m: Any, p: Any = None, decayed: bool = False) -> tuple[Any, Any]:
             step, decay = at(m.dtype)
             g = g.to(m.dtype)
+            # The sign is taken of one interpolation, and the momentum is updated below by another, with b2.
             u = torch.lerp(m, g, 1 - b1).sign() * step
             return (u + p.to(m.dtype) * decay if decayed else u), torch.lerp(m, g, 1 - b2)
 

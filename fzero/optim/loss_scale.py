@@ -19,12 +19,19 @@ from fzero.optim.tree_updates import reject
 
 
 class LossScaleState(NamedTuple):
-    """The state of a loss scale: tensors of a step's state, the same on every rank."""
+    """The state of a loss scale: tensors of a step's state, the same on every rank.
 
-    scale: torch.Tensor  # float32[]: scale of the next step's loss
-    growth_tracker: torch.Tensor  # int64[]: steps since the last overflow or growth
-    hysteresis: torch.Tensor  # int64[]: overflows that remain until the scale is lowered, at least 1
-    skipped: torch.Tensor  # int64[]: steps skipped so far
+    Attributes:
+        scale: float32[], the scale of the next step's loss.
+        growth_tracker: int64[], the number of steps since the last overflow or growth.
+        hysteresis: int64[], the number of overflows that remain until the scale is lowered, at least 1.
+        skipped: int64[], the number of steps that were skipped so far.
+    """
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+    hysteresis: torch.Tensor
+    skipped: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class LossScale:
             state: the state before the step.
             overflow: bool[], whether a gradient of the step is not finite.
         """
+        # Tensor operations only: the step does not know on the host whether it has overflowed, and must not wait to
+        # find out.
         count = state.growth_tracker + 1
         grows = torch.logical_and(torch.logical_not(overflow), count >= self.growth_interval)
         lowers = torch.logical_and(overflow, state.hysteresis <= 1)
@@ -118,6 +127,7 @@ class LossScale:
         # The minimum must not raise a scale that is below it, which a restored state may have.
         lowered = torch.minimum((state.scale * self.backoff_factor).clamp(min=self.minimum), state.scale)
         refills = torch.logical_not(overflow) if self.consecutive_hysteresis else grows
+        # At least 1, so that every further overflow lowers the scale until the hysteresis is restored.
         left = torch.where(overflow, (state.hysteresis - 1).clamp(min=1), state.hysteresis)
         new = LossScaleState(
             torch.where(lowers, lowered, torch.where(grows, grown, state.scale)),

@@ -106,6 +106,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     def update(grads: Tree, state: MaskedState, params: Tree = None) -> tuple[Tree, MaskedState]:
         chosen = choose(grads if params is None else params)
         _same_structure("optim.masked", grads, params)
+        # An optimizer may not accept a tree without parameters.
         if not any(tree.leaves(chosen)):
             return grads, state
         done, inner_state = inner.update(
@@ -238,5 +239,6 @@ def _only(label: Any, chosen: Tree, values: Tree) -> Tree:
 def _merged(chosen: Tree, parts: dict[Any, Tree]) -> Tree:
     """Returns the tree whose leaves come from the tree of their label, which holds its own leaves in order."""
     flat, spec = tree.flatten(chosen)
+    # None is not a leaf, so the leaves of each part are those of its label, in the order of the complete tree.
     streams = {label: iter(tree.leaves(part)) for label, part in parts.items()}
     return tree.unflatten(spec, [next(streams[label]) for label in flat])

@@ -152,7 +152,9 @@ def muon(
             step, decay = at(m.dtype)
             g = g.to(m.dtype)
             m = torch.lerp(m, g, 1 - momentum)
+            # lerp(g, m, momentum) is momentum * m + (1 - momentum) * g.
             u = torch.lerp(g, m, momentum) if nesterov else m
+            # A fused parameter [num * rows, columns] and a stack [num, rows, columns] have the same matrices.
             rows, columns = p.shape[-2] // (num if p.dim() == 2 else 1), p.shape[-1]
             o = _orthogonal(u.to(torch.bfloat16 if ns_dtype == "bf16" else u.dtype), num, ns_steps, eps)
             u = o.to(m.dtype) * (step * SCALES[scale](rows, columns))

@@ -38,6 +38,7 @@ class Code(NamedTuple):
 
 
 def _encode_signed(share: torch.Tensor) -> torch.Tensor:
+    # -127 to 127: the codes are symmetric around 0, and -128 is not used.
     return (share.abs().sqrt() * share.sign() * 127).round().to(torch.int8)
 
 

@@ -99,6 +99,7 @@ def radam(
             g = g.to(m.dtype)
             m = torch.lerp(m, g, 1 - b1)
             v = torch.addcmul(v * b2, g, g, value=1 - b2)
+            # Both cases in one expression, because a compiled update has no branch on a tensor.
             return m * step / torch.where(rectified, v.sqrt() + eps, 1.0), m, v
 
         updates, mu, nu = leafwise(_WHERE, 3, leaf, grads=grads, mu=state.mu, nu=state.nu)

@@ -55,6 +55,8 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
         )
     noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
     bits = x.view(torch.int32)
+    # The 16 bits that bfloat16 drops. Their sum with 16 random bits carries into the kept bits with a probability of
+    # low / 2**16.
     low = bits & (_LOW - 1)
     away = (low + noise) & _LOW  # away from zero: the bits of a float are its sign and its magnitude
     rounded = (bits - low + away).view(torch.float32)

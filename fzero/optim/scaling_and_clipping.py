@@ -131,6 +131,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     check("optim.clip_by_global_norm", positive={"max_norm": max_norm})
 
     def clip(grads: Tree, params: Tree) -> Tree:
+        # 1e-6 as in torch, and a clamp instead of a branch, so that the norm stays on the device.
         return _scaled("optim.clip_by_global_norm", grads, (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0))
 
     return stateless(clip)
@@ -194,6 +195,7 @@ def descent(
         decoupled: whether weight decay is added to the updates, as in AdamW, instead of to the gradients.
     """
     if decoupled and weight_decay:
+        # Decoupled: the decay is added after the preconditioner, and only the learning rate scales it.
         return chain(*first_links(0.0, maximize), *links, add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     return chain(*first_links(weight_decay, maximize), *links, scale_by_learning_rate(lr))
 

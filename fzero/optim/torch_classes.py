@@ -102,4 +102,6 @@ def of_torch(cls: type, lr: float | Schedule, options: Options) -> GradientTrans
     others.
     """
     decoupled = {"decoupled_weight_decay": cls is torch.optim.AdamW}
+    # Options come last. In older releases AdamW has no argument `decoupled_weight_decay`, so it is added for the row
+    # that it shares with Adam.
     return _TABLE[cls](lr, decoupled | defaults(cls) | dict(options))

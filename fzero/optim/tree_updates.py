@@ -52,6 +52,7 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
         ]
         fix = "params, grads and state must belong to one model: make the state with init(params)"
         raise FzeroValueError(where, "tensors of one parameter have different shapes", problems, fix)
+    # Shapes were compared above, because broadcasting would otherwise hide a state of another model.
     outputs = [fn(*leaf) for leaf in zip(*columns, strict=True)]
     return tuple(tree.unflatten(spec, [out[i] for out in outputs]) for i in range(num_outputs))
 
@@ -126,6 +127,7 @@ def new_count(params: Tree) -> torch.Tensor:
 def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> float | torch.Tensor:
     """Returns the learning rate of this update: a number as it is, a schedule's value as 0-dim float64."""
     value = scheduled(where, lr, count) if callable(lr) else lr
+    # In float64, so that products of it with a decay or a bias correction are rounded once, to the parameter's dtype.
     return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
 
 
