@@ -194,7 +194,7 @@ def _repeated_keys(op: Operation) -> Callable[..., Any] | None:
     if gathers_keys(op) or heads % op.n == 0 or shape_of(op["query"])[1] % heads:
         return None
     times = math.lcm(heads, op.n) // heads
-    names = [a.name for a in op.target._schema.arguments]
+    names = list(op.named)
     backward = op["grad_out"] is not None or op["grad_out_"] is not None
 
     def more(x: Tensor) -> Tensor:
