@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fzero.runtime.compiled_eval import CompiledEval
     from fzero.runtime.compiled_step import CompiledStep
     from fzero.runtime.training_log import log
+    from fzero.sharding.user_rules import sharding_rule
     from fzero.state.move import move
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step
     from fzero.trace.block import block
@@ -92,6 +93,7 @@ _HOME = {
     "shard_grads": "transforms.zero",
     "shard_opt_state": "transforms.zero",
     "shard_params": "transforms.zero",
+    "sharding_rule": "sharding.user_rules",
     "show": "ir.printer",
     "sequence_parallel": "transforms.sequence",
     "tensor_parallel": "transforms.tensor",
@@ -172,6 +174,7 @@ __all__ = [
     "shard_grads",
     "shard_opt_state",
     "shard_params",
+    "sharding_rule",
     "show",
     "sequence_parallel",
     "tensor_parallel",

@@ -20,6 +20,7 @@ pass turns into ops of a program. This folder knows nothing about programs: it i
 | `attention_rules.py` | the rules of attention: by samples, by heads, or by position |
 | `layer_rules.py` | the rules of convolutions and random draws |
 | `expert_rules.py` | the rules of assigning tokens to experts, and of multiplying their rows |
+| `user_rules.py` | `fz.sharding_rule`: the rules of users' own operators |
 | `bodies.py` | computes ops that read all of a sharded dim, such as softmax, by ops that reduce it |
 | `propagation.py` | propagates placements through a graph, for one mesh axis |
 | `expert_propagation.py` | the same for an axis that also shards the batch, whose ranks exchange tokens |

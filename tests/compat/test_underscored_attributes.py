@@ -28,6 +28,7 @@ READERS = {
         "modules/batch_dims.py",
         "ops/recurrent.py",
         "sharding/operations.py",
+        "sharding/user_rules.py",
         "trace/guards/known_values.py",
         "trace/guards/overwrites.py",
         "trace/guards/unsupported_operations.py",
