@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _made = itertools.count()
+_dead: list[str] = []  # file names of functions that no longer exist
 
 
 def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Callable[..., Any]:
@@ -24,7 +25,14 @@ def compiled(text: str, title: str, namespace: dict[str, Any], name: str) -> Cal
     function = namespace[name]
     # With None as the time of modification, `linecache.checkcache` keeps an entry without a file.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    # A process makes new programs for new batches, so entries without this would accumulate. At exit there is nothing
-    # to clean up, and `linecache` may already be gone.
-    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    # A process makes new programs for new batches, so entries without this would accumulate. A finalizer may run while
+    # `linecache.checkcache` goes through the entries, which then must not disappear: they are removed by the next call.
+    forget_dead()
+    weakref.finalize(function, _dead.append, filename).atexit = False
     return function
+
+
+def forget_dead() -> None:
+    """Removes the lines of functions that no longer exist."""
+    while _dead:
+        linecache.cache.pop(_dead.pop(), None)
