@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Group, peak_mib, publish, reset_peak, rss_mib, script_flags, serve, settings
+from common import (
+    SOURCE,
+    Group,
+    commit_of,
+    number_flags,
+    parsed,
+    peak_mib,
+    publish,
+    reset_peak,
+    rss_mib,
+    script_parser,
+    serve,
+    settings,
+)
 
 TREES = ("before", "after")
 SMALL = {"layers": 4, "width": 512, "heads": 8, "seq": 64, "batch": 8}
@@ -53,16 +65,16 @@ PLANS = {
 def worker(args: argparse.Namespace) -> None:
     import torch
     from model import Config, make_batches, make_init, make_loss
+    from training import FzeroStep, clipped_adamw, shard
 
     import fzero as fz
-    from fzero import optim
 
     torch.set_num_threads(1)
     if not Path(fz.__file__).is_relative_to(args.tree):
         raise RuntimeError(f"{fz.__file__} is not in {args.tree}")
 
     def plain(config: Config) -> Any:
-        return fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4)))
+        return fz.train_step(make_loss(config), clipped_adamw())
 
     def started(
         config: Config, *transforms: Callable[[Any], Any], backend: str = "inductor"
@@ -71,16 +83,9 @@ def worker(args: argparse.Namespace) -> None:
         mesh, step = fz.make_mesh(device="cpu"), fz.shard_params(plain(config), axis="data")
         for transform in transforms:
             step = transform(step)
-        train = fz.compile(step, mesh, backend=backend)
-        batch = tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in make_batches(config, 1)[0])
-        state = train.init(make_init(config), fz.random.key(0))
-
-        def one() -> float:
-            nonlocal state
-            state, metrics = train(state, batch)
-            return float(metrics["loss"])
-
-        return train, one
+        batch = shard(make_batches(config, 1)[0], mesh.rank, mesh.size)
+        run = FzeroStep(step, mesh, make_init(config), fz.random.key(0), backend=backend)
+        return run.train, lambda: float(run(batch))
 
     def step(part: str, count: int, path: str) -> dict[str, float]:
         before = rss_mib()
@@ -97,22 +102,13 @@ def worker(args: argparse.Namespace) -> None:
         return {"start_s": time.process_time(), "loss": loss}
 
     def lower(**_: Any) -> dict[str, float]:
-        config, traced = Config(**DEEP), []
-        lower_ = fz.lower  # imports what it calls
-        module: Any = next(m for m in list(sys.modules.values()) if _uses(m, "lower_train"))
-        trace = module.lower_train
+        from asv.build import Lower  # benchmarks/asv
 
-        def clocked(*given: Any) -> Any:
-            begin = time.process_time()
-            found = trace(*given)
-            traced.append(time.process_time() - begin)
-            return found
-
-        module.lower_train = clocked
-        step, mesh = fz.shard_params(plain(config), axis="data"), fz.AbstractMesh(data=2)
-        params, batch = _meta(fz, make_init(config)), tuple(t.chunk(2)[0] for t in make_batches(config, 1)[0])
-        whole = _seconds(lambda: lower_(step, mesh, params, batch))
-        return {"whole_s": whole, "trace_s": sum(traced), "passes_s": whole - sum(traced)}
+        case = Lower()
+        case.setup()
+        trace = case.track_trace()
+        whole = min(_seconds(case.time_lower) for _ in range(3))
+        return {"whole_s": whole, "trace_s": trace, "passes_s": whole - trace}
 
     def python(**_: Any) -> dict[str, float]:
         train, one = started(Config(**DEEP), backend="eager")  # no function of it runs in what is timed
@@ -137,7 +133,7 @@ def worker(args: argparse.Namespace) -> None:
 
     def plans(**_: Any) -> dict[str, Any]:
         config = Config(layers=8, width=1024, heads=16, seq=1024, batch=8)
-        params, batch, found = _meta(fz, make_init(config)), make_batches(config, 1)[0], {}
+        params, batch, found = make_init(config), make_batches(config, 1)[0], {}
         for name, transforms in PLANS.items():
             made = plain(config)
             for transform, given in transforms.items():
@@ -149,18 +145,6 @@ def worker(args: argparse.Namespace) -> None:
     commands = {"step": step, "host": step, "disk": step, "warm": warm, "lower": lower, "python": python}
     serve(commands | {"plans": plans})
     fz.close_mesh()
-
-
-def _meta(fz: Any, init: Callable[[Any], Any]) -> Any:
-    import torch
-
-    return fz.tree.map(lambda x: torch.empty_like(x, device="meta"), init(fz.random.key(0)))
-
-
-def _uses(module: Any, name: str) -> bool:
-    """Whether a module of the package imports a function by its name."""
-    found = vars(module).get(name) if module.__name__.startswith("fzero.") else None
-    return found is not None and found.__module__ != module.__name__
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -253,14 +237,15 @@ def report(args: argparse.Namespace, trees: dict[str, Path], found: dict[str, An
         before, after = plans["before"][name], plans["after"][name]
         row(f"planned peak, {name}", "MB", [before["peak_bytes"] / 1e6], [after["peak_bytes"] / 1e6])
         row(f"planned step, {name}", "ms", [1e3 * before["step_s"]], [1e3 * after["step_s"]])
-    commits = {tree: _commit(path) for tree, path in trees.items()}
+    commits = {tree: commit_of(path) for tree, path in trees.items()}
     notes = [
         f"before: {commits['before']}, after: {commits['after']}; one thread a process, "
         f"{args.rounds} rounds of fresh processes in turns after one that fills the caches, {args.steps} steps in "
         "each; medians, and the median and range of the ratios within a round.",
         "Seconds are CPU seconds of all threads, the mean of the ranks; GPT of "
         f"{_sizes(SMALL)}; with 64 layers {_sizes(DEEP)}. Peak: resident memory in the steps above the resident "
-        "memory before the model was built. Python: functions and transfers of the program return earlier results.",
+        "memory before the model was built. Lowering: the model of the micro-benchmarks. Python: functions and "
+        "transfers of the program return earlier results.",
     ]
     columns = ("", "before", "after", "after / before", "rounds")
     title = "Two commits compared"
@@ -272,27 +257,15 @@ def _sizes(config: dict[str, int]) -> str:
     return f"{config['layers']} layers of width {config['width']}, sequence {config['seq']}, batch {config['batch']}"
 
 
-def _commit(path: Path) -> str:
-    command = ["git", "-C", str(path), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "compare_commits", small="one round of the cheapest parts")
     parser.add_argument("--before", type=Path, help="a source tree, e.g. a git worktree of an earlier commit")
-    parser.add_argument("--after", type=Path, default=Path(__file__).parent.parent)
+    parser.add_argument("--after", type=Path, default=SOURCE)
     parser.add_argument("--only", nargs="+", choices=[*PARTS, "plans"], default=[*PARTS, "plans"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--small", action="store_true", help="one round of the cheapest parts, to see that it works")
-    parser.add_argument(
-        "--path", type=Path, help="folder on the disk that is used; by default the one of temporary files"
-    )
+    number_flags(parser, rounds=3, steps=6)
+    parser.add_argument("--path", type=Path, help="folder on the disk to use; default: the one of temporary files")
     parser.add_argument("--tree", type=Path, help=argparse.SUPPRESS)
-    script_flags(parser, "compare_commits")
-    args = parser.parse_args()
-    if args.small:
-        args.only, args.rounds, args.steps = ["lower", "python"], 1, 1
+    args = parsed(parser, only=["lower", "python"], rounds=1, steps=1)
     if not args.worker and args.before is None:
         parser.error("--before: the tree to compare with")
     return args

@@ -16,11 +16,10 @@ import argparse
 import contextlib
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import publish, script_flags, settings
+from common import backend_flag, number_flags, parsed, publish, script_parser, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -88,41 +87,25 @@ def run(args: argparse.Namespace) -> None:
         except SystemExit:  # from argparse
             refused.append(f"{name}: left out, the example has no such flag")
     base = found.get("fp32")
-    rows, notes = [], []
+    rows = []
     for name, r in found.items():
         more = None if base is None else r["held_out"] / base["held_out"] - 1
         r["more"] = more
         last = statistics.mean(r["losses"][-LAST:])
-        rows.append(
-            [
-                name,
-                f"{r['held_out']:.4f}",
-                "" if more is None else f"{100 * more:+.2f} %",
-                f"{last:.4f}",
-                f"{r['bytes']:.2f}",
-            ]
-        )
+        compared = "" if more is None else f"{100 * more:+.2f} %"
+        rows.append([name, f"{r['held_out']:.4f}", compared, f"{last:.4f}", f"{r['bytes']:.2f}"])
     size = (
         f"{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch}, AdamW at {args.lr:g} with "
         f"warmup and cosine"
     )
     notes = [
         f"{args.steps} steps; {size}; held-out loss: of {args.held_out} batches after the last step, computed in fp32.",
-        *notes,
         *refused,
     ]
     columns = ["", "held-out loss", "beside fp32", f"training loss, last {LAST}", "bytes a parameter"]
     data = {"settings": settings(args), "found": found}
-    publish(
-        args.name,
-        "Convergence in other precisions",
-        columns,
-        rows,
-        notes,
-        data,
-        args.out,
-        lambda figure: draw(figure, found),
-    )
+    picture = lambda figure: draw(figure, found)  # noqa: E731
+    publish(args.name, "Convergence in other precisions", columns, rows, notes, data, args.out, picture)
 
 
 def draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
@@ -145,39 +128,13 @@ def draw(figure: Any, found: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "steps": 300,
-        "layers": 4,
-        "width": 128,
-        "heads": 4,
-        "seq": 128,
-        "batch": 12,
-        "seed": 0,
-    }.items():
-        p.add_argument(f"--{name}", type=int, default=default)
+    p = script_parser(__doc__, "convergence", small="few steps of a tiny model")
+    number_flags(p, steps=300, layers=4, width=128, heads=4, seq=128, batch=12, seed=0, held_out=16)
     p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--held-out", type=int, default=16, help="batches of text that is not trained on")
-    p.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    p.add_argument(
-        "--only",
-        nargs="+",
-        choices=PRECISIONS,
-        default=list(PRECISIONS),
-        metavar="PRECISION",
-        help=", ".join(PRECISIONS),
-    )
-    p.add_argument("--small", action="store_true", help="few steps of a tiny model: results mean nothing")
-    script_flags(p, "convergence")
-    args = p.parse_args()
-    if args.small:
-        args.steps, args.layers, args.width, args.seq, args.held_out = 4, 1, 32, 32, 2
-        args.only, args.backend, args.out = (
-            ["fp32", "bf16"],
-            "eager",
-            args.out or Path(tempfile.gettempdir()) / "fzero-small",
-        )
-    run(args)
+    backend_flag(p)
+    names = list(PRECISIONS)
+    p.add_argument("--only", nargs="+", choices=names, default=names, metavar="PRECISION", help=", ".join(names))
+    run(parsed(p, steps=4, layers=1, width=32, seq=32, held_out=2, only=["fp32", "bf16"], backend="eager"))
 
 
 if __name__ == "__main__":
