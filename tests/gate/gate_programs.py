@@ -172,8 +172,11 @@ def train_moe(*transforms: Any, mesh: dict[str, int], **capacity: Any) -> Case:
 class ConvolutionalModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
-        self.body = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+        # The norms subtract biases again, so that their gradients would be rounding errors, which Adam makes large.
+        conv1 = torch.nn.Conv2d(1, 4, 3, bias=False)
+        conv2 = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.stem = torch.nn.Sequential(conv1, torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+        self.body = torch.nn.Sequential(conv2, torch.nn.BatchNorm2d(4), torch.nn.ReLU())
         self.head = torch.nn.Linear(4, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
