@@ -443,9 +443,19 @@ class Propagation:
                 self.back[node] = strategy.back
         else:
             self.put(node, strategy.out[0], new)
-        kept = is_view(node) or node.target in (aten._to_copy.default, aten.clone.default)
-        if kept and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in self.leaves:
+        if self._is_parameter(node):
             self.leaves.add(node)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        """Whether a value is a parameter in another form: a view or a copy of it, or its elements scaled or rounded, as
+        for products in 8 bits."""
+        inputs = node.all_input_nodes
+        if is_view(node):
+            return len(inputs) == 1 and inputs[0] in self.leaves
+        if not (is_pointwise(node.target) and self.leaves.intersection(inputs)):
+            return False
+        numel = values_of(node)[0].numel()
+        return all(math.prod(shape_of(a)) < numel for a in inputs if a not in self.leaves)
 
     def written(self, node: fx.Node, strategy: Strategy) -> Any:
         """The node that computes an op by a strategy, or a tuple of nodes."""
@@ -524,8 +534,7 @@ class Propagation:
             return False
         if node.target in _ALWAYS_REMADE:
             return True
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten._to_copy.default
-        if not (node.target in _REMADE or pointwise):
+        if not (node.target in _REMADE or is_pointwise(node.target)):
             return False
         heavy = [a for a in node.all_input_nodes if not self.is_on_the_way("light", a)]
         return sum(a.meta["val"].numel() for a in heavy) < node.meta["val"].numel()
@@ -632,6 +641,10 @@ class Propagation:
             if s.out == (want,) and self.fits(node, s):
                 return self.written(node, s)
         return None
+
+
+def is_pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten._to_copy.default
 
 
 def factors(op: Operation, rule: Rule) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fzero.ops.scaled_matmul import MULTIPLE, scaled_mm
 from fzero.sharding.factors import Factors, dims, factors_of, labelled, moved, pointwise, rule
 from fzero.sharding.operations import Operation, shape_of
 
@@ -20,6 +21,18 @@ rule(aten.mm.default, "mk,kn->mn", linear="0|1")
 rule(aten.bmm.default, "bmk,bkn->bmn", linear="0|1")
 rule(aten.mv.default, "mk,k->m", linear="0|1")
 rule(aten.dot.default, "k,k->", linear="0|1")
+
+
+@labelled(scaled_mm)
+def _scaled_mm(op: Operation) -> Factors:
+    """A scale is a number, or the scales of the rows or columns have a dim of the result. A shard of a dim must be
+    a multiple of 16, as a kernel requires."""
+    a, b = (x.meta["val"].shape for x in (op["a"], op["b"]))
+    sizes = {"m": a[0], "k": a[1], "n": b[1]}
+    scale_a, scale_b = (("m", ""), ("", "n")) if len(shape_of(op["scale_a"])) else ((), ())
+    operands = [(op["a"], ("m", "k")), (op["b"], ("k", "n")), (op["scale_a"], scale_a), (op["scale_b"], scale_b)]
+    blocked = {label for label, size in sizes.items() if size % (MULTIPLE * op.n)}
+    return factors_of(op, operands, [("m", "n")], blocked=blocked, seeds=(0, 1))
 
 
 @labelled(aten.addmm.default, aten.baddbmm.default)

@@ -14,7 +14,6 @@ from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Leaf
 from fzero.sharding.operations import Attention
 from fzero.sharding.placements import Shard
-from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform
 
 
@@ -49,8 +48,8 @@ class DimSharding(Transform):
         return None
 
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Fp8):
-            return "fp8 scales unsharded parameters, and these are sharded along dims"
+        if isinstance(other, DimSharding) and type(other) is not type(self) and other.axis == self.axis:
+            return f"{self.name} and {other.name} both shard along {self.axis!r}: let one of them name another axis"
         return super().conflict(other)
 
     def sharded_dim(self, leaf: Leaf) -> Shard | None:

@@ -17,7 +17,6 @@ from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.sharding.operations import Attention
 from fzero.sharding.placements import Shard, nearest
 from fzero.transforms.dim_sharding import DimSharding
-from fzero.transforms.fp8 import Fp8
 from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import DataParallel
 
@@ -39,12 +38,8 @@ class SequenceParallel(DimSharding):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, DataParallel) and other.axis == self.axis:
             return f"along {self.axis!r} every rank has the same samples: let {other.name} name another axis"
-        if isinstance(other, DimSharding) and other.axis == self.axis:
-            return f"{self.axis!r} shards positions: let {other.name} name another axis"
         if isinstance(other, DimSharding) and other.stream is not None and not isinstance(other, SequenceParallel):
             return "two axes would shard positions: leave sequence=True out"
-        if isinstance(other, Fp8):
-            return "fp8 scales unsharded values, and these are sharded"
         return super().conflict(other)
 
     @property
@@ -111,7 +106,7 @@ def sequence_parallel(
         FzeroTypeError: `axis` is not a name; an unknown `attention`.
         FzeroValueError: when the program is built, the number of positions, or that of heads with "heads", is not
             divisible by the axis; a step without blocks; an operation above `max_replicated_bytes`.
-        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `fp8`.
+        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
         transformer models, 2023. "keys": Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.2.

@@ -150,7 +150,7 @@ def tensor_parallel(
             that no parameter matches; a dim that is not divisible by the axis; an operation above
             `max_replicated_bytes`.
         TransformError: an evaluation, if there are no rules; another transform that shards the batch, or a parameter,
-            over `axis`; `fp8`; tied parameters with different rules.
+            over `axis`; tied parameters with different rules.
 
     Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
 

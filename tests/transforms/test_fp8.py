@@ -11,6 +11,7 @@ from typing import Any
 
 import models
 import pytest
+import simulated
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -340,6 +341,106 @@ def test_two_ranks_are_two_micro_batches(run_ranks, scales, stages):
     for ranks in run_ranks(2, on_ranks, {f"stage {n}": (STAGES[n](), fp8) for n in stages}):
         for name, found in ranks.items():
             assert same(found, want), name
+
+
+# operands that are sharded along a dim
+
+
+@fz.block
+def transformer(p, x):
+    q, k, v = (F.layer_norm(x, (64,), p["norm"]) @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
+    return x + F.gelu(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def gpt_loss(params, batch):
+    x = params["table"][batch["x"]]
+    for p in params["layers"]:
+        x = transformer(p, x)
+    return F.cross_entropy((x @ params["head"]).flatten(0, 1), batch["y"].flatten())
+
+
+def gpt() -> tuple[Any, Any]:
+    """Parameters of two layers, and a batch."""
+    g = torch.Generator().manual_seed(1)
+    shapes = {"qkv": (64, 192), "out": (64, 64), "up": (64, 128), "bias": (128,), "down": (128, 64)}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g) / 8
+
+    layers = [{name: draw(*shape) for name, shape in shapes.items()} | {"norm": torch.ones(64)} for _ in range(2)]
+    batch = {name: torch.randint(0, 128, (4, 32), generator=g) for name in "xy"}
+    return {"table": draw(128, 64), "head": draw(64, 128), "layers": layers}, batch
+
+
+RULES = {"table": 0, "qkv": (1, 3), "out": 0, "up": 1, "bias": 0, "down": 0, "head": 1}
+SHARDED: dict[str, tuple[dict[str, int], list[Any]]] = {
+    "tensor": ({"model": 2}, [fz.tensor_parallel(rules=RULES)]),
+    "tensor of 4": ({"model": 4}, [fz.tensor_parallel(rules=RULES)]),
+    "tensor, positions": ({"model": 2}, [fz.tensor_parallel(rules=RULES, sequence=True)]),
+    "sequence": ({"seq": 2}, [fz.sequence_parallel()]),
+    "sequence of 4, keys": ({"seq": 4}, [fz.sequence_parallel(attention="keys")]),
+    "both": ({"model": 2, "seq": 2}, [fz.tensor_parallel(rules=RULES), fz.sequence_parallel()]),
+}
+
+
+@functools.cache
+def gpt_trained(*transforms: Any, **axes: int) -> Any:
+    """The parameters after a step of gradient descent on simulated ranks."""
+    params, batch = gpt()
+    step, mesh = fz.compose(*transforms)(fz.train_step(gpt_loss, optim.sgd(1.0))), fz.AbstractMesh(**axes)
+    parts = simulated.batch_parts(step, mesh, batch)
+    ((leaves, _),) = simulated.run(fz.lower(step, mesh, params, parts[0]), step, mesh, params, parts, 1)
+    return {name: x for name, x in leaves.items() if name.startswith("params")}
+
+
+@pytest.mark.full(keep=["tensor-tensor", "sequence-row"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("way", SHARDED)
+def test_shards_have_the_scales_of_the_unsharded_operands(way, scales):
+    """The largest magnitudes are reduced over the axis, so the same values are rounded as without it."""
+    fp8, (axes, transforms) = fz.fp8(scales=scales), SHARDED[way]
+    plain, want, found = gpt_trained(data=1), gpt_trained(fp8, data=1), gpt_trained(fp8, *transforms, **axes)
+    for name, x in found.items():
+        assert (x - want[name]).norm() <= 0.02 * (plain[name] - want[name]).norm(), name
+
+
+@pytest.mark.full(keep=["tensor, positions"])
+@pytest.mark.parametrize("way", SHARDED)
+def test_shards_with_zero_3_and_bf16(way):
+    axes, transforms = SHARDED[way]
+    step = fz.compose(fz.fp8(), fz.mixed_precision("bf16"), *transforms, fz.shard_params())
+    params, batch = gpt()
+    mesh = fz.AbstractMesh(data=2, **axes)
+    program = fz.lower(step(fz.train_step(gpt_loss, optim.sgd(0.1))), mesh, params, batch).program
+    assert not program.notes and "scaled_mm" in product_nodes(program) and "mm" not in product_nodes(program)
+    fz.testing.check_equivalent(step(fz.train_step(gpt_loss, optim.sgd(0.1))), params, batch, mesh)
+
+
+def gpt_on_ranks(way: str) -> Any:
+    axes, transforms = SHARDED[way]
+    params, batch = gpt()
+    step = fz.compose(fz.fp8(), *transforms)(fz.train_step(gpt_loss, optim.sgd(1.0)))
+    train = fz.compile(step, fz.make_mesh(**axes), backend="eager")
+    return dict(fz.tree.with_paths(train.gather(train(train.init(params), batch)[0]).params, "params"))
+
+
+@pytest.mark.full
+def test_shards_on_real_ranks(run_ranks):
+    for way in ("tensor, positions", "sequence"):
+        want = gpt_trained(fz.fp8(), *SHARDED[way][1], **SHARDED[way][0])
+        for found in run_ranks(2, gpt_on_ranks, way):
+            for name, x in found.items():
+                torch.testing.assert_close(x, want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_shard_that_no_kernel_multiplies_is_computed_unsharded():
+    """48 columns on two ranks are 24 on each."""
+    params, batch = {"w": torch.empty(32, 48), "v": torch.empty(48, 32)}, torch.empty(32, 32)
+    step = fz.fp8(fz.train_step(lambda p, x: (x @ p["w"] @ p["v"]).square().mean(), optim.sgd(LR)))
+    step = fz.tensor_parallel(step, rules={"w": 1, "v": 0})
+    notes = fz.lower(step, fz.AbstractMesh(model=2), params, batch).program.notes
+    assert "fzero.scaled_mm.default" in notes[0] and "computed unsharded" in notes[0]
 
 
 def both(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:

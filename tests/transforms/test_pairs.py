@@ -124,9 +124,6 @@ REASONS: dict[str, Iterable[tuple[str, str]]] = {
     "two different tensor_parallel": [("tensor", "tensor_sequence")],
     "two axes would shard positions: leave sequence=True out": [("tensor_sequence", "sequence")],
     "values are sharded over one axis: leave one out": [("tensor", "expert"), ("tensor_sequence", "expert")],
-    "fp8 scales unsharded (parameters|values), and these are sharded": [
-        (name, "fp8") for name in ("tensor", "tensor_sequence", "sequence", "expert")
-    ],
     "does not support parameters that a rank does not have": [
         *itertools.product(PIPELINES, ("fp8", "offload_host", "offload_disk")),
         *(("hierarchical", name) for name in PIPELINES),
