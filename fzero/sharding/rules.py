@@ -23,18 +23,6 @@ rule(aten.mv.default, "mk,k->m", linear="0|1")
 rule(aten.dot.default, "k,k->", linear="0|1")
 
 
-@labelled(scaled_mm)
-def _scaled_mm(op: Operation) -> Factors:
-    """A scale is a number, or the scales of the rows or columns have a dim of the result. A shard of a dim must be
-    a multiple of 16, as a kernel requires."""
-    a, b = (x.meta["val"].shape for x in (op["a"], op["b"]))
-    sizes = {"m": a[0], "k": a[1], "n": b[1]}
-    scale_a, scale_b = (("m", ""), ("", "n")) if len(shape_of(op["scale_a"])) else ((), ())
-    operands = [(op["a"], ("m", "k")), (op["b"], ("k", "n")), (op["scale_a"], scale_a), (op["scale_b"], scale_b)]
-    blocked = {label for label, size in sizes.items() if size % (MULTIPLE * op.n)}
-    return factors_of(op, operands, [("m", "n")], blocked=blocked, seeds=(0, 1))
-
-
 @labelled(aten.addmm.default, aten.baddbmm.default)
 def _addmm(op: Operation) -> Factors:
     """The bias would be added on every rank, so the factor that is summed over is blocked."""
@@ -45,6 +33,18 @@ def _addmm(op: Operation) -> Factors:
     return factors_of(
         op, [(bias, out[len(out) - len(shape_of(bias)) :]), (a, of_a), (b, of_b)], [out], blocked="k", seeds=(1, 2)
     )
+
+
+@labelled(scaled_mm)
+def _scaled_mm(op: Operation) -> Factors:
+    """A scale is a number, or the scales of the rows or columns have a dim of the result. A shard of a dim must be
+    a multiple of 16, as a kernel requires."""
+    a, b = (x.meta["val"].shape for x in (op["a"], op["b"]))
+    sizes = {"m": a[0], "k": a[1], "n": b[1]}
+    scale_a, scale_b = (("m", ""), ("", "n")) if len(shape_of(op["scale_a"])) else ((), ())
+    operands = [(op["a"], ("m", "k")), (op["b"], ("k", "n")), (op["scale_a"], scale_a), (op["scale_b"], scale_b)]
+    blocked = {label for label, size in sizes.items() if size % (MULTIPLE * op.n)}
+    return factors_of(op, operands, [("m", "n")], blocked=blocked, seeds=(0, 1))
 
 
 labelled(

@@ -19,8 +19,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
 from fzero.sharding.placements import Shard
 from fzero.transforms.dim_sharding import DimSharding
-from fzero.transforms.tensor import TensorParallel
-from fzero.transforms.transform import Transform, applied
+from fzero.transforms.transform import applied
 from fzero.tree import dotted
 
 
@@ -38,11 +37,6 @@ class ExpertParallel(DimSharding):
         "torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
         "dispatch be a multiple of the axis"
     )
-
-    def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, TensorParallel):
-            return "values are sharded over one axis: leave one out"
-        return super().conflict(other)
 
     def sharded_dim(self, leaf: Leaf) -> Shard | None:
         return Shard(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
@@ -88,7 +82,8 @@ def expert_parallel(
     `where` accepts. A product `torch.bmm(rows, w)` of rows [experts, rows, features] sends each expert's rows to the
     rank that has the expert. Pointwise operations between two such products are computed there. `fz.experts.dispatch`
     makes such rows. A ZeRO stage may name the axis together with others: `fz.shard_params(axis=("expert", "data"))`
-    shards experts over data, and everything else over both axes.
+    shards experts over data, and everything else over both axes. `tensor_parallel` over another axis shards parameters,
+    those of experts included, along further dims.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
@@ -107,7 +102,7 @@ def expert_parallel(
         FzeroTypeError: `where` cannot be called; `axis` is not a name.
         FzeroValueError: when the program is built, the number of experts is not divisible by the axis; `where` accepts
             no parameter; an operation exceeds `max_replicated_bytes`.
-        TransformError: `tensor_parallel` or `fp8`; `where` accepts only one of two tied names.
+        TransformError: `tensor_parallel` or `sequence_parallel` over `axis`; `where` accepts one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 

@@ -207,6 +207,32 @@ def test_positions_are_cut_over_another_axis(way):
     fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
 
 
+RULES = {"emb": 0, "qkv": (1, 3), "out": 0, "head": 1}
+TENSOR = {
+    "attention": ({"expert": 2, "model": 2}, [], RULES, False),
+    "experts too": ({"expert": 2, "model": 2}, [], {**RULES, "up": (2, 2), "down": 1}, False),
+    "everything": (
+        {"data": 2, "expert": 2, "model": 2},
+        [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")],
+        {**RULES, "up": (2, 2), "down": 1},
+        True,
+    ),
+}
+
+
+@pytest.mark.full(keep=["experts too"])
+@pytest.mark.parametrize("way", TENSOR)
+def test_another_axis_shards_matrices(way):
+    """Tensor parallelism of attention, and of the matrices of each expert."""
+    axes, transforms, rules, sequence = TENSOR[way]
+    made = fz.tensor_parallel(step(*transforms), rules=rules, sequence=sequence)
+    at = AbstractMesh(**axes)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
+    program = fz.lower(made, at, *shapes).program
+    assert moved(program)["all_to_all_start", "expert"] == 8 * (2 if transforms else 1) and not program.notes
+    fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
+
+
 RANKS = {
     "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")], 4),
     "positions": ({"expert": 2, "seq": 2}, [fz.sequence_parallel()], 2),
@@ -500,6 +526,8 @@ def test_on_ranks(run_ranks, shared):
     if not shared:
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, both, "eager", shared_memory=shared)
         run_ranks(4, on_ranks, {"expert": 2, "seq": 2}, [fz.sequence_parallel()], "eager", shared_memory=shared)
+        tensor_of = fz.tensor_parallel(rules={**RULES, "up": (2, 2), "down": 1})
+        run_ranks(4, on_ranks, {"expert": 2, "model": 2}, [tensor_of], "eager", shared_memory=shared)
     else:
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
@@ -520,8 +548,8 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(expert=2), where=lambda path, leaf: "moe" in path)
     with pytest.raises(FzeroValueError, match=r"unknown mesh axis\n  'expert': the mesh has data=2"):
         lowered(AbstractMesh(data=2), fz.data_parallel())
-    with pytest.raises(TransformError, match="leave one out"):
-        step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
+    with pytest.raises(TransformError, match="both shard along 'expert': let one of them name another axis"):
+        fz.expert_parallel(tensor.step(axis="expert"), where=of_experts)
     with pytest.raises(FzeroTypeError, match=r"where='up': a predicate"):
         fz.expert_parallel(where="up")
     with pytest.raises(FzeroTypeError, match=r"where"):
