@@ -40,6 +40,8 @@ class Show(StepCommand):
 
     flat: Annotated[bool, FLAG] = False
     """print every op, without folding repeated layers into loops"""
+    full: Annotated[bool, FLAG] = False
+    """print the code exactly as it runs, with buffers and `del`"""
     after: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
     """the program after a pass, or "trace": as it was recorded; passes that ran are listed on stderr"""
     diff: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="")] = None
@@ -53,7 +55,8 @@ class Show(StepCommand):
         lowered = self.lowered({"after": self.after, "diff": self.diff}, self.skip).lowered
         with usage_errors():
             program = lowered.after(self.after) if self.after else lowered.program
-            text = lowered.diff(self.diff, fold=not self.flat) if self.diff else show(program, fold=not self.flat)
+            form = {"fold": not self.flat, "full": self.full}
+            text = lowered.diff(self.diff, **form) if self.diff else show(program, **form)
         if self.json:
             data = printing.program_data(program) | {"passes": [*lowered.stages()]}
             print(json_.dumps(data | {"diff" if self.diff else "program": text}, indent=1))

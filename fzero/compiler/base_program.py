@@ -20,14 +20,14 @@ from fzero import tree
 from fzero._compat import compat
 from fzero.compiler.backward_seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
 from fzero.compiler.bitcast_check import check_bits
-from fzero.compiler.training_spec import DType, Found, Precision, Training, grad_name
+from fzero.compiler.training_spec import DType, Found, Precision, Training
 from fzero.compiler.update_graph import AGREED, RAISED, record_update
 from fzero.errors import TraceError
 from fzero.ir.aliases import Aliases
 from fzero.ir.attributes import CallAttrs, CastAttrs
 from fzero.ir.from_graph import Functions, GraphOps, Inputs, run_traced
 from fzero.ir.program import Instruction, Program, Value
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.mesh import AbstractMesh
 from fzero.trace.graph_capture import record
@@ -49,7 +49,7 @@ class BaseProgram(NamedTuple):
 
 def lower_train(t: Training) -> BaseProgram:
     """Returns the base program of one optimizer step."""
-    functions, names = Functions(), Names()
+    functions, names = Functions(), Names(leaf.path for leaf in t.params.leaves)
     ops, places = _arguments(t, names)
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
@@ -68,8 +68,9 @@ def lower_train(t: Training) -> BaseProgram:
         for j, n in reversed(list(enumerate(outputs[:num_sums])))
     }
     averaged = outputs[num_sums - len(t.averaged) : num_sums]
-    wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
-    wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
+    wanted |= {n: f"new_{names.stem(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
+    gradients = zip(outputs[num_sums:], found.used, strict=True)
+    wanted |= {n: f"d_{names.stem(t.params.leaves[i].path)}" for n, i in gradients}
     wanted |= {n: name for name, n in maxima.items()}
     body = GraphOps(graph, functions, names, wanted)
     # The seed depends on the counts of all ranks, so it is computed as late as possible: right before its first reader.
@@ -223,7 +224,7 @@ def _reduced_grads(
             # tensor of its own.
             or any(grads[k].name == source for k in grads if k != i)
         ):
-            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
+            grads[i] = Value(names(f"d_{names.stem(leaf.path)}_reduce"), leaf.shape, t.precision.reduce(leaf))
             casts.setdefault(source, []).append(
                 Instruction("cast", (source,), (grads[i],), attrs=CastAttrs(dtype=grads[i].dtype), by="mixed_precision")
             )
@@ -236,7 +237,7 @@ def lower_eval(
     name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision
 ) -> BaseProgram:
     """Returns the base program of a forward-only step."""
-    functions, names = Functions(), Names()
+    functions, names = Functions(), Names(leaf.path for leaf in params.leaves)
     ops, computed = _casts(params, precision.compute, names)
     places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
     more, cast = _casts(batch, precision.compute, names)
@@ -309,7 +310,7 @@ def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Ins
         leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
         values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
         if dtype != leaf.dtype:
-            values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
+            values[i] = Value(names(f"{names.stem(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
             ops.append(
                 Instruction("cast", (leaf.path,), (values[i],), attrs=CastAttrs(dtype=dtype), by="mixed_precision")
             )
@@ -337,7 +338,7 @@ def _distinct(
                 Instruction(
                     "cast",
                     (name,),
-                    (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),),
+                    (Value(names(f"{names.stem(name)}_copy"), tuple(value.shape), value.dtype),),
                     attrs=CastAttrs(dtype=value.dtype),
                 )
             )

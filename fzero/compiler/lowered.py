@@ -94,13 +94,16 @@ class Lowered:
         """
         return self._around(name)[1]
 
-    def diff(self, name: str, *, fold: bool = True) -> str:
-        """Returns the changes that a pass made to the printed program, as a unified diff; "" if it made none.
+    def diff(self, name: str, *, fold: bool = True, full: bool = False) -> str:
+        """Returns the changes that a pass made to the printed program, as a unified diff; "" if it made none. `fold`
+        and `full`: as of `fz.show`.
 
         Raises:
             FzeroValueError: as for `after`.
         """
-        before, after = (show(program, fold=fold).splitlines(keepends=True) for program in self._around(name))
+        before, after = (
+            show(program, fold=fold, full=full).splitlines(keepends=True) for program in self._around(name)
+        )
         return "".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}"))
 
     def _around(self, name: str) -> tuple[Program, Program]:

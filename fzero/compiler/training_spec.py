@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero.ir.from_graph import Inputs
-from fzero.ir.value_names import identifier
 from fzero.loss import Means
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScale
@@ -116,7 +115,3 @@ class Found:
     lacks: float | None = None
     of_sum: bool = False
     raises: tuple[str, ...] = ()
-
-
-def grad_name(leaf: Leaf) -> str:
-    return "d_" + identifier(leaf.path)

@@ -7,8 +7,9 @@ recomputes its forward), and one `update` op is the complete optimizer. Every tr
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +56,16 @@ class Inputs:
 
 
 class Functions:
-    """The subgraphs of a program, deduplicated: equal graphs become one `Function`."""
+    """The subgraphs of a program, deduplicated: equal graphs become one `Function`.
 
-    def __init__(self, known: Mapping[str, Function] | None = None) -> None:
+    Args:
+        known: the subgraphs so far, which are extended.
+        taken: further names that no partition gets.
+    """
+
+    def __init__(self, known: Mapping[str, Function] | None = None, taken: Collection[str] = ()) -> None:
         self.by_name: dict[str, Function] = dict(known or {})
+        self._taken = taken
         self._by_signature: dict[Any, str] = {(signature(f.graph), f.writes): f.name for f in self.by_name.values()}
         self._names = Names(self.by_name)
 
@@ -68,6 +75,11 @@ class Functions:
             self._by_signature[key] = self._names(name)
             self.by_name[self._by_signature[key]] = Function(self._by_signature[key], graph, writes)
         return self._by_signature[key]
+
+    def add_partition(self, of: str, graph: Recorded) -> str:
+        """Adds a partition of a subgraph, with the name of its block and a number: `layer_part0`, `layer_part1`, …."""
+        names = (f"{of}_part{number}" for number in itertools.count())
+        return self.add(next(x for x in names if x not in self.by_name and x not in self._taken), graph)
 
 
 def run_traced(
@@ -89,7 +101,7 @@ def run_traced(
     fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
     for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
         recorder.input(fake, f"in_{i}", name).meta["name"] = name
-    blocks = Blocks(recorder, mode, Names(), casts, watch)
+    blocks = Blocks(recorder, mode, casts, watch)
     with mode:
         with recorder.recording(), blocks.active():
             outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]

@@ -1,8 +1,9 @@
-"""Prints a program as valid Python, with the dtype, shape and placement of every result next to it.
+"""Prints a program: as one reads it, or in full, as it runs.
 
-The flat form is exactly the code that runs. The folded form prints repeated layers as a loop: runs of ops that differ
-only in their numbers, if each number increases or decreases evenly. It is for reading; its names are those of the
-flat form with the number in brackets.
+The printed program is valid Python in columns: the op, the direction of a transfer, and the dtype, shape and placement
+of each result. Repeated layers are folded into loops: runs of ops that differ only in their numbers, if each number
+increases or decreases evenly. The full form adds the buffers and the `del` statements, folds nothing, and writes the
+identifier of each name (`layers_3_qkv` for `layers[3].qkv`): it is exactly the code that runs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fzero._utils.units import size
 from fzero.errors import FzeroTypeError
 from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
 from fzero.ir.program import Instruction, Program, repeats
+from fzero.ir.value_names import identifier
 
 ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
 ROOTS_EVAL = ("params", "batch")
-_WIDTH, _NOTES = 110, 72  # columns: where a statement wraps, and where remarks begin
+_WIDTH = 118  # where a statement wraps
+_COLUMNS = (80, 100, 120)  # a comment begins at the first of these columns that its statement leaves free
+_RESULTS = 4  # of one statement that are printed on one line, if they fit
 _LONGEST = 80  # statements in the body of a folded loop
 
 
@@ -38,43 +43,36 @@ class Printed:
     ops: tuple[int, ...] = ()
 
     def text(self) -> str:
-        """Returns the statement as it runs."""
+        """Returns the statement as one line, without comments."""
         return "    " * self.depth + (f"{', '.join(self.out)} = {self.code}" if self.out else self.code)
 
     def render(self) -> str:
-        """Returns the statement as it is read: one result per line if there are more than two, with the types next to
-        the results, and long argument lists wrapped.
+        """Returns the statement with its comments, and long argument lists wrapped. If its results do not fit on one
+        line, each has its own line.
         """
-        pad = "    " * self.depth
-        note = self.remark
-        if len(self.out) <= 2:
-            note = "  ".join(x for x in (self.remark, ", ".join(self.types)) if x)
-            head, results = self.text().rstrip(), []
-        else:
-            head = f"{pad}) = {self.code}"
-            results = [
-                f"{pad}(",
-                *(_noted(f"{pad}    {name},", kind) for name, kind in zip(self.out, self.types, strict=True)),
-            ]
-        return "\n".join([*results, *_wrapped(head, note)])
+        pad, one_line = "    " * self.depth, self.text().rstrip()
+        if len(self.out) <= _RESULTS and len(", ".join(self.out)) <= _WIDTH // 2:
+            return "\n".join(_wrapped(one_line, _comment(self.remark, ", ".join(self.types))))
+        results = [
+            _noted(f"{pad}    {name},", _comment("", kind)) for name, kind in zip(self.out, self.types, strict=True)
+        ]
+        return "\n".join([f"{pad}(", *results, *_wrapped(f"{pad}) = {self.code}", _comment(self.remark))])
 
 
 def source(program: Program) -> str:
-    """Returns the code that runs: Python source of one function, in the flat form."""
-    return (
-        "\n".join(
-            [_signature(program), *(p.text() for p in _flat(program.instructions, program, 1)), _returns(program)]
-        )
-        + "\n"
-    )
+    """Returns the code that runs: Python source of one function."""
+    return "\n".join([_signature(program), *(p.text() for p in _full(program)), _returns(program, full=True)]) + "\n"
 
 
-def show(program: Program, *, fold: bool = True) -> str:
-    """Returns a program as text: a header with the cost of each transform, then the ops in the order in which they run.
+def show(program: Program, *, fold: bool = True, full: bool = False) -> str:
+    """Returns a program as text: a header with its state and the cost of each transform, then the ops in the order in
+    which they run.
 
     Args:
         program: the program of a lowered or a compiled step: `lowered.program` or `train.program`.
-        fold: whether repeated layers are printed as one loop. With False, every op that runs is listed.
+        fold: whether repeated layers are printed as one loop. With False, every op is listed.
+        full: whether to print the code exactly as it runs: with the buffer that each op writes, and a `del` after the
+            last use of each value. Nothing is folded.
 
     Raises:
         FzeroTypeError: the argument is not a program.
@@ -90,20 +88,9 @@ def show(program: Program, *, fold: bool = True) -> str:
     if not isinstance(program, Program):
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError("show", f"prints a program, not {type(program).__name__}", fix=fix)
-    header = [f"# {line}".rstrip() for line in _header(program)]
-    body = _flat(program.instructions, program, 1)
-    return (
-        "\n".join(
-            [
-                *header,
-                "",
-                _signature(program),
-                *(p.render() for p in (_fold(body) if fold else body)),
-                *_wrapped(_returns(program), ""),
-            ]
-        )
-        + "\n"
-    )
+    body = _full(program) if full else folded(program) if fold else _flat(program.instructions, program, 1)
+    lines = [*_header(program), _signature(program), *(p.render() for p in body)]
+    return "\n".join([*lines, *_wrapped(_returns(program, full), "")]) + "\n"
 
 
 def folded(program: Program) -> list[Printed]:
@@ -117,7 +104,7 @@ def name_of(program: Program) -> str:
 
 
 def statements(program: Program) -> list[str]:
-    """Returns each op as it runs, without indentation, in the order of `Program.walk`."""
+    """Returns each op as it is printed, without indentation and comments, in the order of `Program.walk`."""
     return [_statement(op, program, 0).text() for op, _ in program.walk()]
 
 
@@ -126,42 +113,75 @@ def _signature(program: Program) -> str:
     return f"def {name}({', '.join(ROOTS_TRAIN if name == 'train' else ROOTS_EVAL)}):"
 
 
-def _returns(program: Program) -> str:
-    return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
+def _returns(program: Program, full: bool) -> str:
+    names = [identifier(name) if full and name in _made(program) else name for name in program.outputs]
+    return f"    return ({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
-def _statement(op: Instruction, program: Program, depth: int) -> Printed:
-    text, out = OPS[op.op].text(op, program), tuple(v.name for v in op.out)
+def _made(program: Program) -> set[str]:
+    """Returns the names that the ops of a program assign."""
+    return {v.name for op, _ in program.walk() for v in op.out}
+
+
+def _statement(op: Instruction, program: Program, depth: int, full: bool = False) -> Printed:
+    text = OPS[op.op].text(op if full else replace(op, into=()), program)
+    out = tuple(v.name for v in op.out)
     types = () if op.op in TRANSFERS else tuple(map(str, op.out))
     return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
 
 
+def _full(program: Program) -> list[Printed]:
+    """Returns the statements of the code that runs."""
+    names = {name: identifier(name) for name in _made(program) if not name.isidentifier()}
+    rename = lambda text: _NAMES.sub(lambda found: names.get(found[0], found[0]), text)  # noqa: E731
+    return [
+        replace(p, code=rename(p.code), out=tuple(map(rename, p.out)))
+        for p in _flat(program.instructions, program, 1, full=True)
+    ]
+
+
+_NAMES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[A-Za-z_]\w*(?:\[\d+\]|\.[A-Za-z_]\w*)+""")
+"""Names that are not identifiers. Strings are matched too, so that nothing in them is taken for a name."""
+
+
 def _flat(
-    ops: Sequence[Instruction], program: Program, depth: int, numbers: Iterator[int] | None = None
+    ops: Sequence[Instruction],
+    program: Program,
+    depth: int,
+    numbers: Iterator[int] | None = None,
+    full: bool = False,
 ) -> list[Printed]:
-    """Returns one statement per op, and a `del` after the last read of a name. Names that the ops of several
-    micro-batches read get a separate `del`. `numbers`: the indices of the ops.
+    """Returns one statement per op, and in the full form a `del` after the last read of a name. `numbers`: the indices
+    of the ops.
     """
     out: list[Printed] = []
     numbers = itertools.count() if numbers is None else numbers
+    deletions = _deletions(ops, program) if full else [[] for _ in ops]
+    for op, deleted in zip(ops, deletions, strict=True):
+        if full and op.body:  # what a loop adds up begins as None
+            totals = [v.name for x in op.body if OPS[x.op].outlives for v in x.out]
+            out += [Printed(depth, "None", (name,)) for name in totals]
+        out.append(replace(_statement(op, program, depth, full), ops=(next(numbers),)))
+        if op.body:
+            out += _flat(op.body, program, depth + 1, numbers, full)
+        out += [Printed(depth, f"del {', '.join(names)}") for names in deleted]
+    return out
+
+
+def _deletions(ops: Sequence[Instruction], program: Program) -> list[list[list[str]]]:
+    """Returns for each op the groups of names that are deleted after it. Names that the ops of several micro-batches
+    read get a separate `del`.
+    """
     readers: dict[str, set[int]] = {}  # the micro-batches whose ops read a name
     for op in ops:
         if op.micro is not None:
             for name in op.args:
                 readers.setdefault(name, set()).add(op.micro[0])
+    found: list[list[list[str]]] = []
     for op, dead in zip(ops, last_reads(ops, program), strict=True):
-        if op.body:
-            totals = [v.name for x in op.body if OPS[x.op].outlives for v in x.out]
-            out += [Printed(depth, "None", (name,)) for name in totals]
-            out.append(replace(_statement(op, program, depth), ops=(next(numbers),)))
-            out += _flat(op.body, program, depth + 1, numbers)
-        else:
-            out.append(replace(_statement(op, program, depth), ops=(next(numbers),)))
         shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(op) else []
-        for names in ([n for n in dead if n not in shared], shared):
-            if names:
-                out.append(Printed(depth, f"del {', '.join(names)}"))
-    return out
+        found.append([names for names in ([n for n in dead if n not in shared], shared) if names])
+    return found
 
 
 def last_reads(ops: Sequence[Instruction], program: Program) -> list[list[str]]:
@@ -199,74 +219,93 @@ def _inner_reads(op: Instruction) -> list[str]:
     ]
 
 
-def _noted(code: str, note: str) -> str:
-    return f"{code:<{_NOTES}}  # {note}" if note else code
+def _comment(remark: str, types: str = "") -> str:
+    """Returns a comment in two columns: the direction of a transfer, then what is said of the op and its results."""
+    direction, said = (remark[:3], remark[3:].strip()) if remark[:3] in (">>>", "<<<") else ("", remark)
+    return f"{direction:<3} {'  '.join(x for x in (said, types) if x)}".rstrip()
 
 
-def _wrapped(code: str, note: str) -> list[str]:
-    """Returns a statement as lines of readable width, broken at its commas. A remark is placed on the first line."""
+def _noted(code: str, comment: str) -> str:
+    if not comment:
+        return code
+    column = next((column for column in _COLUMNS if len(code) + 2 <= column), 0)
+    return f"{code:<{column - 2}}  # {comment}" if column else f"{code}  # {comment}"
+
+
+def _wrapped(code: str, comment: str) -> list[str]:
+    """Returns a statement as lines of readable width, broken at its commas. A comment is placed on the first line."""
     if len(code) <= _WIDTH:
-        return [_noted(code, note)]
+        return [_noted(code, comment)]
     indent = " " * (len(code) - len(code.lstrip()) + 4)
     if code.lstrip().startswith("del "):
-        names = code.lstrip().removeprefix("del ")
-        code = f"{indent[4:]}del ({names})"
-    open_at = (
-        code.index("(", code.index("= ") if " = " in code else 0)
-        if not code.lstrip().startswith(")")
-        else code.index("(")
-    )
-    head, rest = code[: open_at + 1], code[open_at + 1 : -1]
+        code = f"{indent[4:]}del ({code.lstrip().removeprefix('del ')})"
+    assigned = code.find("= ")
+    open_at = code.index("(", max(assigned, 0))
+    head, rest = code[: open_at + 1], code[open_at + 1 :]
     rest = _INDEX.sub(lambda m: m.group().replace(" ", "\0"), rest)  # not within an index
-    body = textwrap.wrap(
-        rest,
-        width=_WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [_noted(head, note), *(line.replace("\0", " ") for line in body), indent[4:] + ")"]
+    return [_noted(head, comment), *(line.replace("\0", " ") for line in _filled(indent + rest, indent))]
+
+
+def _filled(text: str, indent: str) -> list[str]:
+    """Breaks text at its spaces into lines of readable width. `indent`: of the lines after the first."""
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 
+# --- the header ---
+
+
 def _header(program: Program) -> list[str]:
-    """Returns the header of a printed program: the state between steps by memory tier and role, the bytes that each
-    transform sends per step, the remarks of passes, and the sizes of the arenas.
+    """Returns the header of a printed program in four lines: its name and mesh, the bytes of the state and of the
+    arenas, its transforms, and the bytes that each of them sends per step. Remarks of passes follow.
     """
-    values = program.values_by_name
-    cost: dict[str, list[int]] = {}  # by transform spec, or else by the pass that placed an op
-    kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
+    stored, by_tier = _state(program)
+    pools = [f"pool {size(program.pool_bytes)}"] if program.pool_bytes else []
+    pools += [f"pool in host memory {size(program.host_pool_bytes)}"] if program.host_pool_bytes else []
+    transforms = ", ".join(t.in_program() for t in program.transforms) or "none"
+    lines = [
+        f"{program.name} on mesh {program.mesh}",
+        "; ".join([f"stored on each rank: {stored} ({by_tier})", *pools]),
+        f"transforms: {transforms}",
+        f"sent per step: {', '.join(_sent(program)) or 'nothing'}",
+    ]
+    kept = (re.sub(r"(?<=\d) (?=[KMGT]?i?B\b)", "\0", line) for line in lines)
+    wrapped = [text.replace("\0", " ") for line in kept for text in _filled(line, "    ")]
+    return [f"# {text}".rstrip() for text in (*wrapped, *(f"  {note}" for note in program.notes))]
+
+
+def _state(program: Program) -> tuple[str, str]:
+    """Returns the size of the state on each rank, and its sizes by memory tier and role."""
+    stored: dict[str, dict[str, int]] = {"device": {}}
+    for leaf in program.leaves.values():
+        roles = stored.setdefault(leaf.layout.tier, {})
+        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_bytes(program.mesh)
+    by_tier = [
+        ("" if tier == "device" else f"on {tier}: ") + ", ".join(f"{role} {size(n)}" for role, n in roles.items())
+        for tier, roles in stored.items()
+        if roles
+    ]
+    return size(sum(n for roles in stored.values() for n in roles.values())), "; ".join(by_tier)
+
+
+def _sent(program: Program) -> list[str]:
+    """Returns the bytes and the number of transfers of each transform, or else of the pass that inserted an op."""
+    named: dict[str, list[Any]] = {}
+    for spec in program.transforms:
+        named.setdefault(spec.name, []).append(spec)
+    cost: dict[str, list[int]] = {}
+    for specs in named.values():  # those of one name are told apart by their arguments
+        cost.update((spec.name if len(specs) == 1 else spec.in_program(), [0, 0]) for spec in specs)
     for op, times in program.walk():
         if op.op in TRANSFERS:
-            several = kinds.get(op.by, [])
-            specs = [t for t in several if len(several) == 1 or t.placed(op)]
-            entry = cost.setdefault(specs[0].in_program() if specs else op.by, [0, 0])
+            specs = named.get(op.by, [])
+            placed = next((spec.in_program() for spec in specs if len(specs) > 1 and spec.placed(op)), op.by)
+            entry = cost.setdefault(placed, [0, 0])
             entry[0] += times
-            entry[1] += times * transfer_bytes(op, values, program.mesh)
-    rest: dict[str, dict[str, int]] = {"device": {}}
-    for leaf in program.leaves.values():
-        roles = rest.setdefault(leaf.layout.tier, {})
-        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_bytes(program.mesh)
-    total = sum(n for roles in rest.values() for n in roles.values())
-    here, *away = [(tier, ", ".join(f"{role} {size(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
-    out = [f"{program.name} on mesh {program.mesh}"]
-    out.append(f"stored on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
-    out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
-    for text in (t.in_program() for t in program.transforms):
-        num, sent = cost.pop(text, [0, 0])
-        verb = "moves" if text.startswith("offload(") else "sends"
-        out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers per step" if num else f"  {text}")
-    for name, (num, sent) in cost.items():
-        out.append(f"  {name:<60} sends {size(sent)} in {num} transfers per step")
-    out += [f"  {note}" for note in program.notes]
-    if program.pool_bytes:
-        out.append(f"communication buffers (pool): {size(program.pool_bytes)}")
-    if program.host_pool_bytes:
-        out.append(f"communication buffers in host memory: {size(program.host_pool_bytes)}")
-    return out
+            entry[1] += times * transfer_bytes(op, program.values_by_name, program.mesh)
+    return [f"{name} {size(sent)} in {num} transfer{'s' * (num > 1)}" for name, (num, sent) in cost.items() if num]
 
 
 # --- folding ---

@@ -1,6 +1,6 @@
 """Executes a program: its source is compiled once, in a namespace of the functions and transfers that it names.
 
-The executed code is the flat text of the program; `print(program)` shows it folded. Tracebacks show its lines.
+The executed code is what `fz.show(program, full=True)` prints. Tracebacks show its lines.
 """
 
 from __future__ import annotations

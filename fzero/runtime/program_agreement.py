@@ -93,7 +93,7 @@ def describe(*programs: Program) -> str:
     each program its ops and the operations of its subgraphs."""
     parts = [f"deterministic algorithms: {deterministic_mode.setting()}"]
     for program in programs:
-        parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, fold=False)]
+        parts += [f"{v.name}: {v}" for v in program.inputs] + [show(program, full=True)]
         # With shared memory, a rank reads the buffers of the others at its own offsets, so the offsets are part of the
         # agreement.
         parts += [f"pool[{i}] = {op.into}" for i, op in enumerate(program.pooled)]

@@ -54,7 +54,7 @@ class FirstLine:
 
     Attributes:
         number: index among the ops that run, as in a plan and in `fzero show --json`.
-        text: the op as it is printed in the flat form.
+        text: the op as it is printed, without folding.
         value: the name of the differing value.
         iteration: the micro-batch of the enclosing loop.
         rank: the rank on which it was found.

@@ -39,24 +39,21 @@ BLOCK = "_fzero_block"
 class Blocks:
     """The distinct blocks encountered during one trace; records each of their calls in the recorder's graph.
 
-    `names` maps a function's name to a unique name for a distinct block. With `casts`, the floating-point arguments of
-    a block are cast to the dtype of its parameters on entry, if the parameters share one dtype. With `watch`, each
-    block has one additional output, the largest absolute value among its other outputs; `maxima` collects this output
-    of each call, float32[].
+    With `casts`, the floating-point arguments of a block are cast to the dtype of its parameters on entry, if the
+    parameters share one dtype. With `watch`, each block has one additional output, the largest absolute value among its
+    other outputs; `maxima` collects this output of each call, float32[].
     """
 
     def __init__(
         self,
         recorder: Recorder,
         mode: compat.FakeTensorMode,
-        names: Callable[[str], str],
         casts: bool = False,
         watch: bool = False,
     ):
         self.joints: dict[Hashable, Joint] = {}
         self.maxima: list[torch.Tensor] = []
         self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
-        self._names = names
         self.contexts: list[Any] = []  # the autograd contexts of the calls
 
     @contextmanager
@@ -152,7 +149,7 @@ class Blocks:
         now = key()
         joint = self.joints.get(now)
         if joint is None:
-            joint = self.joints[now] = trace(self._names(name_of(fn)))
+            joint = self.joints[now] = trace(name_of(fn))
             if key() != now:
                 # While it ran, the function changed a value that it reads: a counter, a list of items that it has seen,
                 # or a value that it keeps for later.

@@ -39,7 +39,7 @@ class Joint:
     The graph maps `primals_1 ... tangents_1 ...` to the outputs followed by the gradients of the inputs in `diff`.
     """
 
-    name: str
+    name: str  # of its function; distinct blocks may have the same
     graph: Recorded
     num_params: int  # the first inputs are parameters
     num_inputs: int

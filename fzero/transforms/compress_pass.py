@@ -27,7 +27,7 @@ from fzero.ir.attributes import GatherAttrs, ScatterAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.ops.block_quantization import BLOCK
 from fzero.sharding.layout import Leaf
 from fzero.sharding.placements import Shard
@@ -314,7 +314,7 @@ class _Coding:
         """Returns the codes of a shard, which are sharded as the shard is."""
         at = replace(self.values[name].placement, dims=())
         shape = (wire.sent * self.mesh.axis_size(at.axes), 1)
-        self.codes[name] = Value(self.names(f"{identifier(name)}_codes"), shape, torch.uint8, at)
+        self.codes[name] = Value(self.names(f"{self.names.stem(name)}_codes"), shape, torch.uint8, at)
         return self.codes[name]
 
     def _gathered(self, wait: Instruction, start: Instruction) -> list[Instruction]:

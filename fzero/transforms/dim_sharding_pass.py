@@ -22,7 +22,7 @@ from fzero.ir.attributes import AddAttrs, GatherAttrs, Over, ReduceAttrs, Scatte
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
-from fzero.ir.value_names import Names
+from fzero.ir.value_names import Names, call_name, operation_name
 from fzero.sharding import expert_propagation, propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
 from fzero.sharding.graph_writer import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -49,6 +49,9 @@ _STARTS = {
     reduce_scatter: "reduce_scatter_start",
     all_to_all: "all_to_all_start",
 }
+_HANDLES = {all_reduce: "reduce", all_gather: "gather", reduce_scatter: "scatter", all_to_all: "exchange"}
+_ARRIVED = {all_reduce: "sum", all_gather: "gathered", reduce_scatter: "scattered", all_to_all: "exchanged"}
+"""The endings of the names of handles and of received values."""
 
 
 def rewrite(program: Program, zero: Zero) -> Program:
@@ -167,7 +170,7 @@ class _ToParts:
     def __init__(self, program: Program, spec: DimSharding, zero: Zero):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
-        self.functions, self.names = Functions(), Names(program.values())
+        self.functions, self.names = Functions(taken=program.functions), Names(program.values())
         self.places: dict[str, AxisPlacement] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
@@ -448,7 +451,7 @@ class _ToParts:
 
     def _emit(self, op: Instruction, made: ShardedGraph, segments: Segments) -> list[Instruction]:
         """Returns the ops of a subgraph that is partitioned into segments."""
-        args, name = list(op.args), f"{op.fn}_{op.block.number}" if op.block else op.fn
+        args, name = list(op.args), call_name(op)
         if made.has_index:
             if self.index is None:
                 at = Placement("varying", (self.axis,))
@@ -461,7 +464,7 @@ class _ToParts:
             for x, v in zip(segments.results, op.out, strict=True)
             if x.node not in names
         }
-        count, at, ops = sum(isinstance(x, CallStep) for x in segments.steps), 0, list[Instruction]()
+        count, ops = sum(isinstance(x, CallStep) for x in segments.steps), list[Instruction]()
         sent = {x: step for step in segments.steps if isinstance(step, ExchangeStep) for x in step.sent}
         handles: dict[ExchangeStep, str] = {}
         for step in segments.steps:
@@ -471,15 +474,17 @@ class _ToParts:
                     for x in step.outputs
                 )
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
-                fn = self.functions.add(op.fn if count == 1 else f"{op.fn}_seg{at}", step.graph)
+                if count == 1:
+                    fn = self.functions.add(op.fn, step.graph)
+                else:
+                    fn = self.functions.add_partition(op.block.joint.name if op.block else op.fn, step.graph)
                 ops.append(replace(op, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
-                at += 1
             elif isinstance(step, ExchangeStep):
-                handle = moving(self.names(f"{name}_{self.axis}_{len(handles)}"))
+                handle = moving(self.names(f"{name}_{_HANDLES[step.kind]}"))
                 handles[step] = handle.name
                 ops.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:
-                out = tuple(final.get(m) or self._arrived(name, m, others[m]) for m in step.of.markers)
+                out = tuple(final.get(m) or self._arrived(names[m.args[0]], m, others[m]) for m in step.of.markers)
                 names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
                 ops.append(Instruction("wait", (handles[step.of],), out, by=self.spec.name))
         return ops
@@ -511,7 +516,7 @@ class _ToParts:
     ) -> Value:
         """Returns a value that a segment computes for another segment, or for a collective."""
         value, axis, own = node.meta["val"], self.axis, Placement("varying", axes) if axes else REPLICATED
-        name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
+        name, shape = self.names(f"{of}_{operation_name(node)}"), tuple(value.shape)
         if sent is None or sent.kind is all_to_all:
             return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if node in segments.own else own)
         if sent.kind is all_gather:
@@ -521,10 +526,10 @@ class _ToParts:
             shape, own = result.shape, result.placement
         return Value(name, shape, value.dtype, replace(own, partial=(*own.partial, axis), by=sent.reduction))
 
-    def _arrived(self, of: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
-        """Returns a value that a segment receives from a collective."""
+    def _arrived(self, sent: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
+        """Returns a value that a segment receives from a collective. `sent`: the name of the value that was sent."""
         value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
-        name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
+        name, shape = self.names(f"{sent}_{_ARRIVED[marker.target]}"), tuple(value.shape)
         if marker.target is reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Shard(0)),)))
         own = Placement("varying", (*axes, self.axis)) if marker.target is all_to_all else own

@@ -19,7 +19,7 @@ from dataclasses import replace
 from fzero.ir.attributes import BufferAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, stored_placement
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
 from fzero.transforms.accumulate_pass import loop_totals
 from fzero.transforms.offload import Offload
@@ -251,7 +251,7 @@ class _TierRewrite:
         ops += more
         found = {a: read[s] for a, s in sources.items() if s in read}
         for a, cast in ((a, self.casts[a]) for a in names if a in self.casts):
-            name = self.names(f"{identifier(sources[a])}_cast")
+            name = self.names(f"{self.names.stem(sources[a])}_cast")
             value = replace(cast.out[0], name=name, tier="host")
             ops.append(self._made(replace(cast, args=(found.get(a, sources[a]),), out=(value,))))
             found[a] = name
@@ -268,7 +268,7 @@ class _TierRewrite:
         ]
         if not names:
             return {}
-        out = tuple(replace(self.values[n], name=self.names(f"{identifier(n)}_new"), tier=tier) for n in names)
+        out = tuple(replace(self.values[n], name=self.names(f"{self.names.stem(n)}_new"), tier=tier) for n in names)
         ops.append(
             self._made(
                 Instruction(
@@ -293,7 +293,7 @@ class _TierRewrite:
         tier = "host" if how == "disk_read" else how.removeprefix("to_")
         ending = "" if tier == "device" else "_host"
         out = [
-            replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier)
+            replace(self.values[n], name=self.names(f"{self.names.stem(c)}{ending}"), tier=tier)
             for n, c in zip(names, called, strict=True)
         ]
         handle = moving(self.names.numbered(how))

@@ -41,7 +41,7 @@ from fzero.ir.attributes import CallAttrs, RecvAttrs, SendAttrs, SentValue
 from fzero.ir.dependencies import dependences
 from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Instruction, Program, moving
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, recv_starts, send_ends, table, when
 from fzero.transforms.transform import find
@@ -543,11 +543,11 @@ class _Projection:
         self.counts[False, message.of] += 1
         values = [self.whole.values[a] for a in message.values]
         by = self.whole.spec.name
-        handle = moving(self.names(f"recv_{identifier(message.values[0])}"))
+        handle = moving(self.names(f"recv_{self.names.stem(message.values[0])}"))
         attrs = RecvAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._sent_values(message))
         self.out.append(Instruction("recv_start", (), (handle,), attrs=attrs, by=by))
         leaves = [a for a in message.values if a in self.whole.program.leaves]
-        self.here |= {a: self.names(f"{identifier(a)}_received") for a in leaves}
+        self.here |= {a: self.names(f"{self.names.stem(a)}_received") for a in leaves}
         made = tuple(replace(v, name=self.here.get(v.name, v.name)) for v in values)
         self.posted.update(message.values)
         self.taken |= dict.fromkeys(message.values, (message, Instruction("wait", (handle.name,), made, by=by)))
@@ -558,7 +558,7 @@ class _Projection:
             self._need(a)
         number = self.counts[True, message.to]
         self.counts[True, message.to] += 1
-        handle = moving(self.names(f"send_{identifier(message.values[0])}"))
+        handle = moving(self.names(f"send_{self.names.stem(message.values[0])}"))
         attrs = SendAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._sent_values(message))
         self.out.append(Instruction("send_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
         self.waits.append((before, Instruction("wait", (handle.name,), by=self.whole.spec.name)))

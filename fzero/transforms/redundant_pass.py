@@ -12,7 +12,7 @@ from dataclasses import replace
 from fzero.ir.aliases import Views
 from fzero.ir.attributes import ReplicateAttrs
 from fzero.ir.program import Instruction, Program, moving
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.transform import find
 
@@ -44,7 +44,7 @@ def rewrite(program: Program) -> Program:
         sent, leaves_at = leaves, 0
         if apart:
             copied = moving(names(f"replicate_{number}_to_host"))
-            copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
+            copies = tuple(replace(values[n], name=names(f"{names.stem(n)}_sent"), tier="host") for n in leaves)
             before.setdefault(0, []).append(Instruction("to_host_start", tuple(leaves), (copied,), by=on_the_way))
             sent, leaves_at = [v.name for v in copies], min(writer, later)
             before.setdefault(leaves_at, []).append(Instruction("wait", (copied.name,), copies, by=on_the_way))

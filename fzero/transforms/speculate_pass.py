@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fzero.ir.attributes import AssignAttrs, CastAttrs, LoopAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 
 if TYPE_CHECKING:
     from fzero.compiler.options import Options
@@ -60,7 +60,7 @@ def with_old_values(program: Program) -> Program:
     for op in program.instructions:
         for name in op.writes if op.speculative else ():
             if tier_of(name) != "disk" and program.leaves[name].role != "compute":
-                old = replace(program.values_by_name[name], name=names(f"{identifier(name)}_kept"))
+                old = replace(program.values_by_name[name], name=names(f"{names.stem(name)}_kept"))
                 attrs = CastAttrs(dtype=old.dtype, speculative=True)
                 ops.append(Instruction("cast", (name,), (old,), attrs=attrs, by="optimizer"))
                 kept[name] = old.name

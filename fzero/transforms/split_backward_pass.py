@@ -17,7 +17,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import Segment
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
-from fzero.ir.value_names import Names
+from fzero.ir.value_names import Names, call_name, operation_name
 from fzero.sharding.collective_partitions import Pieces, in_two
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.transform import find
@@ -96,8 +96,7 @@ def _calls(
     for x in of.inputs[0].graph.nodes:  # a value varies between ranks along all axes along which its inputs do
         if x not in own:
             own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
-    assert op.block is not None
-    stem = f"{op.fn}_{op.block.number}"
+    stem = call_name(op)
     ops = list[Instruction]()
     for number, (step, positions) in enumerate(zip(of.steps, of.positions, strict=True)):
         out = list[Value]()
@@ -106,7 +105,7 @@ def _calls(
                 out.append(op.out[position])
                 continue
             at, value = Placement("varying", own[x]) if own[x] else REPLICATED, x.meta["val"]
-            made[x] = Value(names(f"{stem}_{x.name}"), tuple(value.shape), value.dtype, at)
+            made[x] = Value(names(f"{stem}_{operation_name(x)}"), tuple(value.shape), value.dtype, at)
             out.append(made[x])
         fn = functions.add(named(number), step.graph)
         ops.append(replace(op, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))

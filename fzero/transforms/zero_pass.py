@@ -35,7 +35,7 @@ from fzero.ir.program import (
     repeats,
     stored_placement,
 )
-from fzero.ir.value_names import Names, identifier
+from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
 from fzero.sharding.placements import Shard
 from fzero.transforms import multi_axis_gather
@@ -242,7 +242,7 @@ class _Rewrite:
         """Reshapes the flat shard of a parameter to the tensor that subgraphs read. Returns its name and the op."""
         at = self.placement[shard]
         dim_shards = tuple(zip(at.axes, at.dims, strict=True))
-        value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_sharded"))
+        value = replace(self.values[name], name=self.names(self.names.stem(self.leaf_of[name][0])))
         value = replace(value, placement=Placement(dim_shards=dim_shards))
         self.placement[value.name] = value.placement
         return value.name, Instruction("unflatten", (shard,), (value,), by=self.by)
@@ -286,10 +286,10 @@ class _Rewrite:
             name = path if source == a else source
             now[a] = Value(name, self.values[a].shape, self.values[a].dtype, self.placement[name])
             if cast is not None and source == a:
-                now[a] = replace(now[a], name=self.names(f"{identifier(path)}_shard"))
+                now[a] = replace(now[a], name=self.names(f"{self.names.stem(path)}_shard"))
                 self.placement[now[a].name] = now[a].placement
                 ops.append(replace(cast, out=(now[a],)))
-        gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
+        gathered, more = self._hops(now, to or {}, lambda a: self.names.stem(self.leaf_of[a][0]))
         return {a: v.name for a, v in gathered.items()}, ops + more
 
     def _hops(
@@ -487,7 +487,7 @@ class _Rewrite:
                 and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :])
             ):
                 value = Value(
-                    self.names(f"{identifier(path)}_shard"),
+                    self.names(f"{self.names.stem(path)}_shard"),
                     leaf.shape,
                     leaf.dtype,
                     self.placement[path].with_shard(more),
@@ -503,7 +503,7 @@ class _Rewrite:
         out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in op.writes))]
         for paths in groups.values():
             values, ops = self._hops(
-                paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"
+                paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{self.names.stem(p)}_new"
             )
             out += [
                 *ops,

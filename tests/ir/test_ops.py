@@ -165,7 +165,7 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
     report = fz.testing.check_equivalent(step(optim.sgd(0.1)), PARAMS, BATCH, fz.make_mesh(data=1), raises=False)
     assert not report.equivalent  # the plain step has no pass
     # not what its function makes, nor what moves
-    assert "d_1_b_clamped" in str(report) and "differs from its value in the plain step" in str(report)
+    assert "d_p[1].b_clamped" in str(report) and "differs from its value in the plain step" in str(report)
 
 
 def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:

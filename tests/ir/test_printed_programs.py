@@ -66,8 +66,8 @@ def evaluate(params, batch):
 
 
 @functools.cache
-def text(name: str, fold: bool = True) -> str:
-    return fz.show(gpt_program(name), fold=fold)
+def text(name: str, fold: bool = True, full: bool = False) -> str:
+    return fz.show(gpt_program(name), fold=fold, full=full)
 
 
 @pytest.mark.full(keep=["evaluate_stage_3", "plain", "stage_3"])
@@ -82,24 +82,74 @@ def test_golden(name):
     )
 
 
-@pytest.mark.parametrize("fold", [True, False])
+FORMS = {"folded": {}, "flat": {"fold": False}, "full": {"full": True}}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_both_forms_are_python(name, fold):
-    ast.parse(text(name, fold))
-    assert max(len(line.split("  # ")[0]) for line in text(name, fold).splitlines()) <= 120
-    assert not [line for line in text(name, fold).splitlines() if line != line.rstrip()]
+def test_every_form_is_python(name, form):
+    lines = text(name, **FORMS[form]).splitlines()
+    ast.parse("\n".join(lines))
+    assert max(len(line.split("  # ")[0]) for line in lines) <= 120
+    assert not [line for line in lines if line != line.rstrip()]
+    assert any(line.startswith("    del ") for line in lines) == (form == "full")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_comments_are_in_columns(name):
+    """The direction of a transfer, or three spaces, before what is said of an op."""
+    comments = [line.split("  # ", 1) for line in text(name).splitlines() if "  # " in line]
+    assert all(len(code) + 2 in (80, 100, 120) for code, _ in comments)
+    assert all(re.match(r"(>>>|<<<|   )( |$)", comment) for _, comment in comments)
+
+
+def test_the_header_has_four_lines():
+    for name in VARIANTS:
+        header = text(name).split("def ")[0].splitlines()
+        assert [line.split(":")[0] for line in header if not line.startswith("#     ")] == [
+            header[0],
+            "# stored on each rank",
+            "# transforms",
+            "# sent per step",
+        ]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_names_are_short_and_made_of_the_users(name):
+    program = gpt_program(name)
+    made = [v.name for op, _ in program.walk() for v in op.out] + [*program.functions]
+    assert max(map(len, made)) <= 36, max(made, key=len)
+    gathered = {v.name for op, _ in program.walk() if op.op == "wait" for v in op.out}
+    assert name not in ("stage_3", "two_axes") or {"layers[2].qkv", "head.ln"} <= gathered
+
+
+def test_a_step_of_two_tensor_parallel_layers_is_printed_in_forty_lines():
+    @fz.block
+    def mlp(p, x):
+        return x + torch.relu(x @ p["up"]) @ p["down"]
+
+    def loss_fn(params, x):
+        for p in params:
+            x = mlp(p, x)
+        return x.square().mean()
+
+    params = [{"up": torch.empty(64, 256), "down": torch.empty(256, 64)} for _ in range(2)]
+    step = fz.tensor_parallel(fz.train_step(loss_fn, optim.sgd(0.1)), rules={"up": 1, "down": 0})
+    program = fz.lower(step, fz.AbstractMesh(model=2), params, torch.empty(8, 64)).program
+    assert len(str(program).splitlines()) <= 40
+    assert {"mlp_part0", "mlp_part1", "mlp_vjp"} <= set(program.functions)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_result_carries_dtype_shape_and_placement(name):
-    """In the flat form: every name that is assigned is defined once, used after, and has its type beside it."""
+    """In the flat form every result has its type beside it; in the full form, every name is defined once."""
     program = gpt_program(name)
     flat = fz.show(program, fold=False)
     for value in program.values().values():
         if value.name in program.leaves or value.name.startswith("batch") or value.placement.kind == "moving":
             continue
         assert any(value.name in line and str(value) in line for line in flat.splitlines()), value.name
-    (function,) = ast.parse(flat).body
+    (function,) = ast.parse(fz.show(program, full=True)).body
     assert isinstance(function, ast.FunctionDef)
     made: list[str] = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     twice = {n for n in made if made.count(n) > 1}
@@ -108,14 +158,14 @@ def test_every_result_carries_dtype_shape_and_placement(name):
     assert len(deleted) == len(set(deleted)) and set(deleted) <= set(made)
 
 
-def test_what_runs_is_the_flat_form():
+def test_what_runs_is_the_full_form():
     """Line for line, comments and line breaks aside."""
     from fzero.ir.printer import source
 
     for name in VARIANTS:
         runs, shown = (
             re.sub(r"\bdel \((.*)\)", r"del \1", ast.unparse(ast.parse(code)))
-            for code in (source(gpt_program(name)), text(name, fold=False))
+            for code in (source(gpt_program(name)), text(name, full=True))
         )
         assert runs == shown
 

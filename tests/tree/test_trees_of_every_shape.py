@@ -267,7 +267,7 @@ def test_a_frozen_leaf_has_no_state_and_does_not_move():
         if not torch.equal(a, b)
     ]
     assert moved == ["['layers'][1]['w']"]
-    assert not [line for line in str(train.program).splitlines() if "d_layers_0_w" in line]
+    assert not [line for line in str(train.program).splitlines() if "d_layers[0].w" in line]
 
 
 def test_insertion_order_does_not_matter():

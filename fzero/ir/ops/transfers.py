@@ -599,7 +599,7 @@ class Wait(Op[WaitAttrs]):
         how = ["together=True"] if op.attrs.together else []
         how += [] if op.attrs.host else ["host=False"]
         keywords = [*into(op, program), *how] if op.out else []
-        return Text(f"wait({', '.join([*op.args, *keywords])})", "<<<" if len(op.out) <= 2 else "", listed=True)
+        return Text(f"wait({', '.join([*op.args, *keywords])})", "<<<", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
