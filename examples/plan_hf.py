@@ -1,6 +1,7 @@
-"""A model of the library transformers on 8 GPUs: what a step of full fine-tuning takes, before there are weights.
+"""Plans steps of Llama 3 8B, from Hugging Face Transformers, without its weights.
 
-fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100
+fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100              # full fine-tuning on 8 GPUs
+fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 """
 
 from __future__ import annotations
@@ -12,8 +13,31 @@ import torch
 import fzero as fz
 
 
+def llama(module: Any, optimizer: Any, rows: int, seq: int) -> Any:
+    """Returns the step with its transforms, the parameters, and the batch of one rank, as `fzero plan` needs them."""
+    model = fz.functionalize(module)
+    transforms = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))
+    ids = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    return transforms(model.train_step(optimizer)), model.params, {"input_ids": ids, "labels": ids}
+
+
 def llama_8b(rows: int = 2, seq: int = 4096) -> Any:
-    """A step with its transforms, its parameters, and one rank's batch."""
+    """Full fine-tuning, with the gradients clipped."""
+    return llama(module(), fz.optim.chain(fz.optim.clip_by_global_norm(1.0), fz.optim.adamw(1e-5)), rows, seq)
+
+
+def llama_8b_lora(rows: int = 1, seq: int = 2048) -> Any:
+    """Trains LoRA adapters of rank 8 on all linear layers. The other parameters are frozen."""
+    import peft  # pyright: ignore[reportMissingImports]
+
+    lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        adapted = peft.get_peft_model(module(), lora)
+    return llama(adapted, fz.optim.adamw(2e-4), rows, seq)
+
+
+def module() -> Any:
+    """Llama 3 8B on the meta device: its tensors have shapes, but no values."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # pyright: ignore[reportMissingImports]
 
     config = LlamaConfig(  # or transformers.AutoConfig.from_pretrained("a directory")
@@ -25,9 +49,5 @@ def llama_8b(rows: int = 2, seq: int = 4096) -> Any:
         num_key_value_heads=8,
         max_position_embeddings=8192,
     )
-    with torch.device("meta"):  # shapes alone
-        model = fz.functionalize(AutoModelForCausalLM.from_config(config))
-    step = model.train_step(fz.optim.chain(fz.optim.clip_by_global_norm(1.0), fz.optim.adamw(1e-5)))
-    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))(step)
-    ids = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-    return step, model.params, {"input_ids": ids, "labels": ids}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -215,7 +215,7 @@ def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -
     kind, says = SUPPORTED[at]
     if value == "auto" and not kind.auto:
         if at not in auto:
-            out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
+            out.problems.append(f'{path}="auto": nothing fills it in: pass auto={{{at!r}: ...}}')
             return
         value = auto[at]
     elif at in auto and auto[at] != value and value is not None and at not in _FILLED_ALONE:

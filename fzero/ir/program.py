@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -344,6 +345,10 @@ class Instruction(Generic[A]):
         return new.saying(block=replace(self.block, inputs=tuple(names.get(a, a) for a in self.block.inputs)))
 
 
+_DELETIONS = re.compile(r";  (\w+ = )+None$")
+"""What torch.fx adds to a line: it deletes values that are not read again."""
+
+
 @dataclass(frozen=True, eq=False)
 class Function:
     """A traced pure function, a subgraph of the program. It is compiled once, however many ops call it. `writes`:
@@ -356,6 +361,13 @@ class Function:
     writes: tuple[int, ...] = ()
     into: tuple[int, ...] = ()
     on: str = "device"
+
+    def __str__(self) -> str:
+        """Its ATen operations as Python code, with the dtype and shape of each result."""
+        code = self.graph.graph.python_code("self", verbose=True).src.strip()
+        code = code.replace("def forward(self, ", f"def {self.name}(", 1)
+        lines = [_DELETIONS.sub("", line) for line in code.split("\n") if not line.lstrip().startswith("#")]
+        return "\n".join(line for line in lines if line.strip())
 
 
 @dataclass(frozen=True)

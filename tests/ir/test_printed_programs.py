@@ -158,6 +158,17 @@ def test_every_result_carries_dtype_shape_and_placement(name):
     assert len(deleted) == len(set(deleted)) and set(deleted) <= set(made)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_subgraphs_print_as_python(name):
+    """Each result of an operation carries its dtype and shape."""
+    for function in gpt_program(name).functions.values():
+        (printed,) = ast.parse(str(function)).body
+        assert isinstance(printed, ast.FunctionDef) and printed.name == function.name
+        operations = [n for n in function.graph.graph.nodes if n.op == "call_function"]
+        assert sum(isinstance(line, ast.Assign | ast.AnnAssign) for line in printed.body) == len(operations)
+    assert re.search(r'"b?f(16|32)\[', str(gpt_program(name).functions["layer"]))
+
+
 def test_what_runs_is_the_full_form():
     """Line for line, comments and line breaks aside."""
     from fzero.ir.printer import source
