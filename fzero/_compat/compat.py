@@ -180,6 +180,11 @@ def no_function_modes() -> Any:
     return torch._C.DisableTorchFunction()  # type: ignore[attr-defined]
 
 
+def no_function_subclasses() -> Any:
+    """Leaves every `__torch_function__` of a tensor subclass for a `with` block."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[attr-defined]
+
+
 def function_modes() -> list[Any]:
     """Returns the active `TorchFunctionMode`s, the innermost last."""
     return _get_current_function_mode_stack() if _len_torch_function_stack() else []
@@ -1018,6 +1023,12 @@ def data_pointer_function() -> int:
 def memory_of(tensor: torch.Tensor) -> int:
     """Returns an identifier of the memory that a tensor lies in."""
     return tensor.untyped_storage()._cdata
+
+
+def memory_users(tensor: torch.Tensor) -> int:
+    """Returns the number of tensors that lie in the memory of a tensor, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined] - the `storage` here is one
 
 
 def native_bf16(device: torch.device) -> bool:

@@ -32,6 +32,7 @@ from `ir/` or `compiler/`.
 | `batch_signatures.py` | groups batches by their entries, so that each group is computed with its own |
 | `evaluation_step.py` | evaluates a model from its sharded state, batch by batch |
 | `weight_sync.py` | gives declared callbacks the current weights, and rejects other uses of the module's |
+| `stale_weights.py` | takes the weights out of a module during training, so that nobody reads old ones |
 | `resume.py` | finds the checkpoint to resume from, skipping saves that did not finish |
 """
 

@@ -67,8 +67,7 @@ class Evaluator:
         kind = traced_loss.Kind(losing, prediction_loss_only, tuple(ignore_keys))
         trained, params = self._weights or self._current_weights()
         entries, constants = split(inputs)
-        with trainer._sync.paused():
-            loss, outputs = self._evaluation(kind, constants, trained)(params, entries, items, self._next_key())
+        loss, outputs = self._evaluation(kind, constants, trained)(params, entries, items, self._next_key())
         if prediction_loss_only:
             return loss, None, None
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels
@@ -113,14 +112,12 @@ class Evaluator:
     def _current_weights(self) -> tuple[bool, Any]:
         """Returns whether to evaluate with the parameters of the trained state, and the parameters.
 
-        The state is used if it has the module's weights: the module is being trained, or has not been changed since
-        it was.
+        If the module has weights, they are copied to the state first, because they may have been changed.
         """
         trainer = self._trainer
-        trainer._sync.take()
-        with trainer._sync.paused():
-            if trainer.train_state is not None and (trainer.is_in_train or trainer._sync.same()):
-                return True, trainer.train_state.params
+        if trainer.train_state is not None:
+            trainer._sync.take()
+            return True, trainer.train_state.params
         if trainer.functional is None:
             trainer.functional = trainer._functional()
         if any(x.is_meta for x in tree.leaves(trainer.functional.params)):

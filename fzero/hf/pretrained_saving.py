@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._compat import compat
 from fzero._utils.arguments import plain_numbers
 from fzero.checkpoint import saving
 from fzero.checkpoint.storage_paths import local
@@ -155,7 +156,7 @@ def problem(model: Any) -> str:
         return ""
     if hasattr(model, "save_pretrained"):
         return ""
-    at = [x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()]
+    at = [compat.memory_of(x) for x in model.state_dict().values() if x.numel()]
     if len(set(at)) < len(at):  # transformers writes the state dict as it is
         return f"tensors of {type(model).__name__} share memory, which a file of safetensors cannot hold"
     return ""

@@ -155,6 +155,8 @@ class Trainer(Base):
         except BaseException:
             self._sync.broken_off()
             raise
+        finally:
+            self._sync.leave()
 
     # --- what transformers would do to the module ---
 
@@ -181,8 +183,7 @@ class Trainer(Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Makes the step, its state, and everything else for a training, where transformers would prepare the model."""
-        if self.train_state is not None and resume_from_checkpoint is None:
-            self._sync.refresh()  # after a training that was interrupted
+        self._sync.refresh()  # after a training that was interrupted
         module = self.model.train()
         before = self._training_step
         same_optimizer = before is not None and self.optimizer is not None and self.optimizer is before.optimizer
@@ -260,8 +261,9 @@ class Trainer(Base):
         self._micro_batches.add(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batch = self._micro_batches.joined(self._micro_batches.take(), num_items_in_batch)
-        self.train_state = self._training_step(self.train_state, batch)
+        with self._sync.own_code():
+            batch = self._micro_batches.joined(self._micro_batches.take(), num_items_in_batch)
+            self.train_state = self._training_step(self.train_state, batch)
         return self._training_step.metrics["loss"].detach().to(self.args.device, torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -289,7 +291,9 @@ class Trainer(Base):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Returns the loss, outputs and labels of a batch, computed from the sharded state."""
-        return self._evaluator.predict(self._prepare_inputs(inputs), prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with self._sync.own_code():
+            return self._evaluator.predict(inputs, prediction_loss_only, ignore_keys)
 
     # --- checkpoints ---
 
@@ -297,13 +301,12 @@ class Trainer(Base):
         """Writes files that `from_pretrained` reads and, in a checkpoint directory of transformers, also the sharded
         state."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
-        self._sync.take()
-        if trainer_checkpoint.save(self, output_dir, _internal_call):
-            return
-        with self._sync.paused():
-            if self.is_in_train:
-                self._sync.refresh()
-            super().save_model(output_dir, _internal_call)
+        with self._sync.own_code():
+            self._sync.take()
+            if trainer_checkpoint.save(self, output_dir, _internal_call):
+                return
+            with self._sync.filled():
+                super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer_checkpoint.save_scheduler(self, output_dir)
@@ -333,6 +336,6 @@ class Trainer(Base):
             trainer_checkpoint.load_best(self)
 
     def _finalize_training(self, *args: Any) -> Any:
-        self._sync.end()
+        self._sync.refresh()
         logger.info("fzero.hf.Trainer: %d programs of training", self.num_programs)
         return super()._finalize_training(*args)

@@ -40,7 +40,7 @@ def first_state(trainer: Any, resumed: str | None, carried: State | None) -> Sta
         return trainer.compiled.restore(os.path.join(resumed, STATE), params)
     if carried is not None:  # the optimizer was kept, so its state is kept as well
         trainer._sync.check_trained()
-        if not trainer._sync.same():
+        if pretrained is None:
             overwrite(carried, trainer.functional.named_params, mesh)
         return carried
     if pretrained is None or pretrained.directory is None:
@@ -77,8 +77,7 @@ def save(trainer: Any, output_dir: str, internal: bool) -> bool:
         return False
     tokenizer = trainer.processing_class
     tokenizer = getattr(trainer.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
-    with trainer._sync.paused():
-        pretrained_saving.replace_pretrained(output_dir, pretrained, trainer.train_state, tokenizer)
+    pretrained_saving.replace_pretrained(output_dir, pretrained, trainer.train_state, tokenizer)
     if args.should_save:
         torch.save(args, os.path.join(output_dir, TRAINING_ARGS_NAME))
     if args.push_to_hub and not internal:
@@ -88,8 +87,7 @@ def save(trainer: Any, output_dir: str, internal: bool) -> bool:
 
 def _saves_weights(trainer: Any) -> bool:
     """Whether checkpoints also have files of weights. Warns once if the model's weights cannot be written."""
-    with trainer._sync.paused():
-        why = pretrained_saving.problem(trainer._pretrained or trainer.model) if trainer._save_weights else ""
+    why = pretrained_saving.problem(trainer._pretrained or trainer.model) if trainer._save_weights else ""
     if why:
         trainer._save_weights = False
         if trainer.is_world_process_zero():
@@ -127,5 +125,4 @@ def load_best(trainer: Any) -> None:
     """Restores the state of the best checkpoint, and copies its weights to the module."""
     best = os.path.join(trainer.state.best_model_checkpoint, STATE)
     trainer.train_state = trainer.compiled.restore(best, trainer.functional.params)
-    trainer._sync.behind()
-    trainer._sync.refresh()
+    trainer._sync.refresh(outdated=True)

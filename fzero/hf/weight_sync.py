@@ -1,33 +1,30 @@
 """Gives the current weights of a Trainer's state to the code that is declared to use them, and rejects other code that
 accesses them.
 
-During training the current weights are in the sharded state, and those of the module are old. Declared code
-(`Trainer(sync=[...])`) gets the current weights before it runs, and its changes are copied to the state. Callbacks,
-metrics, overridden methods and data sets that are not declared raise an error at their first operation on one of the
-module's tensors. Threads that they start are not watched.
+During training the current weights are in the sharded state, and the module has none (`stale_weights.py`). Declared
+code (`Trainer(sync=[...])`) runs with the current weights in the module, and its changes are copied to the state. In
+all other code, such as callbacks, metrics, overridden methods, data sets and threads, an operation on one of the
+module's tensors raises an error at its line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
+from fzero import tree
 from fzero._utils.arguments import shown
-from fzero.checkpoint import tensor_digests
-from fzero.checkpoint.tensor_digests import digest
 from fzero.comm import agreement
 from fzero.errors import FzeroValueError
 from fzero.hf.data_parallel_ranks import Exchange
-from fzero.modules.captured_tensors import OwnTensors
+from fzero.hf.stale_weights import GRADIENT, StaleWeights
 from fzero.state import gather
 from fzero.state.overwrite import overwrite
 from fzero.trace.guards.user_frames import own_line
@@ -39,14 +36,12 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 """The events of transformers' callbacks."""
 OWN = "log, evaluate or save"
 """The name for all user code, other than callbacks, that runs where a Trainer logs, evaluates and saves."""
-DATA = "loading a batch"
 _AFTER = "_maybe_log_save_evaluate"
 """A method that runs after each step."""
-_METHODS = {_AFTER: OWN, "_evaluate": OWN, "evaluation_loop": OWN, "get_batch_samples": DATA, "_prepare_inputs": DATA}
-
-Rule = Callable[[Any, list[str]], None]
-"""Called with an operation on tensors of the module and the names of these tensors. Raises an error if it is not
-allowed."""
+_WITHIN = ("on_substep_end", "on_pre_optimizer_step")
+"""The events within a step, at which a module has no weights: a step is one program, which reads them at its begin."""
+_WITH_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step")
+"""The events at which a module has gradients in transformers."""
 
 
 def problems(declared: Any) -> list[str]:
@@ -60,7 +55,7 @@ def problems(declared: Any) -> list[str]:
 
 
 class Sync:
-    """Tracks whether a Trainer's module has the weights of its sharded state, which is what steps update.
+    """Moves weights between a Trainer's module and its sharded state, which is what steps update.
 
     Args:
         base: the class whose methods are not the user's own.
@@ -70,63 +65,72 @@ class Sync:
 
     def __init__(self, trainer: Any, base: type, declared: Sequence[Any]):
         self._trainer, self._base, self._declared = trainer, base, tuple(declared)
-        self._guard = _WeightGuard(trainer.model)
-        self._fresh, self._ended, self._said = True, False, False
-        self._module: Any = None
-        self._open: list[tuple[str, list[str]]] = []  # the declared code that is running, by event and names
-        self._agreed: dict[str, bool] = {}
+        self._weights: StaleWeights | None = None  # once training has begun
+        self._own_code = False  # whether fzero's own code is running
+        self._open = ""  # the names of the declared code that is running
+        self._agreed: set[str] = set()  # the events with declared code on some rank
+        self._said = False
         trainer.callback_handler.call_event = self._call
-        for name, event in _METHODS.items():
-            setattr(trainer, name, self._watched(name, event))
+        for name in (_AFTER, "_evaluate", "evaluation_loop"):
+            setattr(trainer, name, self._with_own_code(name))
 
     # --- module and state ---
 
-    def begin(self, fresh: bool) -> None:
-        """Called at the beginning of a training, on every rank. `fresh`: whether the module has the weights of the
-        state."""
-        module = self._module = self._trainer.model
-        self._parameters = list(module.named_parameters(remove_duplicate=False))
-        self._trained = [p.requires_grad for _, p in self._parameters]
-        self._note()
-        self._fresh, self._ended, self._open = fresh, False, []
-        wanted = {event: [int(bool(self._wanting(event)))] for event in (*EVENTS, OWN)}
-        most, _ = Exchange(self._trainer).bounds(wanted)
-        self._agreed = {event: bool(n) for event, n in most.items()}
+    @property
+    def out(self) -> bool:
+        """Whether the module has no weights at present."""
+        return self._weights is not None and self._weights.are_out
 
-    def end(self) -> None:
-        """Called after the last step: copies the trained weights to the module, for all code. Every rank calls it."""
-        self.refresh()
-        self._ended = True
+    def begin(self, fresh: bool) -> None:
+        """Called at the beginning of a training, on every rank. Takes the weights out of the module.
+
+        Args:
+            fresh: whether they are those of the state.
+        """
+        trainer, module = self._trainer, self._trainer.model
+        self._module, self._parameters = module, list(module.named_parameters(remove_duplicate=False))
+        self._trained = [p.requires_grad for _, p in self._parameters]
+        wanted = {event: [int(bool(self._wanting(event)))] for event in (*EVENTS, OWN)}
+        most, _ = Exchange(trainer).bounds(wanted)
+        self._agreed = {event for event, n in most.items() if n}
+        state, slots = dict(tree.with_names(trainer.train_state.params)), trainer.functional.slots(module)
+        rounded = {n for n, s in slots.items() if not s.get().requires_grad and s.get().dtype != state[s.name].dtype}
+        self._weights = StaleWeights(module, self._refuse, rounded)
+        self._weights.take_out()
+        if not fresh:
+            self._forget()
+
+    def leave(self) -> None:
+        """Called when `train()` returns. A model that exists only as shards gets its empty tensors back."""
+        if self._weights is not None and self.out and self._trainer._pretrained is not None:
+            self._weights.put_back()
 
     def broken_off(self) -> None:
         """Called after a training that raised an error. On a single rank, the module gets the weights of its last step,
         as in transformers."""
         trainer = self._trainer
-        if not self._training:
+        if not self.out or trainer._pretrained is not None:
             return
         with contextlib.suppress(Exception):
             if trainer.args.world_size == 1:
-                self.end()
+                self.refresh()
                 trainer.is_in_train = False
                 return
-        text = (
-            "fzero.hf.Trainer: training was interrupted, and the weights of the "
-            "model are stale: save_model() writes the current ones"
-        )
-        logger.warning(text)
+        text = "training was interrupted, and the model has no weights: save_model() writes the current ones"
+        logger.warning("fzero.hf.Trainer: %s", text)
 
     def stepping(self) -> None:
-        """Called before a step, after which the weights of the module will be old.
+        """Called before a step, after which the weights that the module had last are old.
 
         Raises:
-            FzeroValueError: parameters were frozen, unfrozen, replaced or changed by code that is not declared.
+            FzeroValueError: parameters were frozen, unfrozen or replaced.
         """
         self.check_trained()
-        pairs = zip(self._parameters, self._versions, strict=True)
-        changed = [name for (name, p), was in pairs if p._version != was] + self._replaced()
-        if changed:
-            self._refuse_unseen(changed)
-        self._fresh = False
+        if replaced := self._replaced():
+            what = "parameters of the module were replaced in training"
+            fix = "change them in a callback, in place: Trainer(..., sync=[MyCallback])"
+            raise FzeroValueError("hf.Trainer", what, replaced, fix)
+        self._forget()
 
     def check_trained(self) -> None:
         """Raises an error if the trainable parameters are not those for which the optimizer has a state."""
@@ -143,127 +147,124 @@ class Sync:
             )
             raise FzeroValueError("hf.Trainer", what, frozen, fix)
 
-    def refresh(self) -> None:
-        """Copies the current weights to the module's tensors. Every rank calls it.
+    def refresh(self, outdated: bool = False) -> None:
+        """Puts the current weights into the module. Every rank calls it.
+
+        Args:
+            outdated: whether the module's weights, if it has any, are older than the state.
 
         Communication: one all-gather per sharded parameter. Memory: all parameters, in host memory.
         """
-        trainer = self._trainer
-        if self._fresh or trainer._pretrained is not None or trainer.train_state is None:
+        trainer, weights = self._trainer, self._weights
+        # The model is another one if `model_init` has made it.
+        if weights is None or trainer.model is not self._module or trainer._pretrained is not None:
             return
-        if trainer.model is not self._module:  # another one, made by `model_init`
+        if outdated and not weights.are_out:
+            weights.take_out()
+        if not weights.are_out:
             return
-        if changed := _differing(self._digests, digests(trainer.model)):
-            self._refuse_unseen(changed)
-        mesh = trainer._mesh()
-        with ExitStack() as stack:
-            stack.enter_context(mesh.alone("gather"))
-            stack.enter_context(agreement.unbroken(mesh))
-            whole = gather.whole(trainer.train_state.params, mesh)
-        trainer.functional.write_back(whole)
-        self._note()
-
-    def behind(self) -> None:
-        """Records that the state has changed, so that the module's weights are old."""
-        self._fresh = False
-
-    def same(self) -> bool:
-        """Whether the module's tensors have not changed since they were those of the state."""
-        return not _differing(self._digests, digests(self._trainer.model))
+        if weights.are_known and not outdated:
+            weights.put_back()
+            return
+        mesh, slots = trainer._mesh(), trainer.functional.slots(trainer.model)
+        with mesh.alone("gather"), agreement.unbroken(mesh):
+            whole = dict(tree.with_names(gather.whole(trainer.train_state.params, mesh)))
+        weights.put_back({name: whole[slot.name] for name, slot in slots.items()})
 
     def take(self) -> None:
-        """Copies the changes that running declared code has made so far to the state, before the state is read."""
-        if self._open:
-            with self.paused():
-                self._take(*self._open[-1])
+        """Copies the module's weights to the state, if the module has weights. Every rank calls it.
+
+        Raises:
+            FzeroValueError: the module has changed in another way, which a step would not see.
+        """
+        trainer = self._trainer
+        if self.out or trainer._pretrained is not None or trainer.train_state is None:
+            return
+        who = self._open or "code"
+        if self._open and (odd := trainer.functional.changes()):
+            fix = "set it before train(): the step is made from the module at that time"
+            raise FzeroValueError("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix)
+        if self._open and (made := self._replaced()):
+            fix = "write to the existing ones, in place: p.copy_(...)"
+            raise FzeroValueError("hf.Trainer", f"{who} replaces parameters of the model", made, fix)
+        overwrite(trainer.train_state, trainer.functional.named_params, trainer._mesh())
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """A context in which the module has the current weights. Every rank enters it."""
+        out = self.out
+        self.refresh()
+        try:
+            yield
+        finally:
+            if self._weights is not None and out and not self.out:
+                self._weights.take_out()
+
+    @contextmanager
+    def own_code(self) -> Iterator[None]:
+        """A context for fzero's own code, which may use the tensors of the module as they are."""
+        was, self._own_code = self._own_code, True
+        try:
+            yield
+        finally:
+            self._own_code = was
+
+    def _forget(self) -> None:
+        assert self._weights is not None
+        if held := self._weights.forget():
+            text = "fzero.hf.Trainer: other code holds memory of %s: it is NaN until the weights are there again"
+            logger.warning(text, ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else ""))
+
+    def _replaced(self) -> list[str]:
+        """Returns the parameters of the module that are not the same objects as when training began."""
+        ids = {id(p) for _, p in self._parameters}
+        return [n for n, p in self._trainer.model.named_parameters(remove_duplicate=False) if id(p) not in ids]
 
     # --- user code ---
 
-    def _call(self, event: str, args: Any, state: Any, control: Any, **settings: Any) -> Any:
-        """Replaces transformers' `call_event`: a callback runs with the current weights if it is declared, and without
-        them otherwise."""
+    def _call(self, event: str, *args: Any, **settings: Any) -> Any:
+        """Replaces transformers' `call_event`."""
         handler = self._trainer.callback_handler
-        plain = type(handler).call_event
-        if not self._training:
-            return plain(handler, event, args, state, control, **settings)
-        with self._with_weights(event):
-            for callback in handler.callbacks:
-                one = copy.copy(handler)
-                one.callbacks = [callback]
-                name = type(callback).__name__
-                declared = event != "on_pre_optimizer_step" and self._is_declared(callback)
-                with self._guarded(f"{name}, in {event},", f"sync=[{name}]", declared):
-                    control = plain(one, event, args, state, control, **settings)
-        return control
+        hidden = self._weights is not None and event in _WITH_GRADIENTS
+        with self._with_weights(event), self._weights.hidden_gradients() if hidden else nullcontext():
+            return type(handler).call_event(handler, event, *args, **settings)
 
-    def _watched(self, name: str, event: str) -> Callable[..., Any]:
+    def _with_own_code(self, name: str) -> Callable[..., Any]:
         """Wraps a method of the trainer that runs user code other than callbacks, or that the user overrides."""
         trainer, fn = self._trainer, getattr(self._trainer, name)
         always = name != _AFTER or getattr(type(trainer), name) is not getattr(self._base, name)
 
         @functools.wraps(fn)
         def run(*args: Any, **settings: Any) -> Any:
-            if not self._training:
-                return fn(*args, **settings)
             now = trainer.control
-            with self._own(event, always or now.should_log or now.should_evaluate or now.should_save):
+            comes = always or now.should_log or now.should_evaluate or now.should_save
+            with self._with_weights(OWN if comes else ""):
                 return fn(*args, **settings)
 
         return run
 
     @contextmanager
-    def _own(self, event: str, comes: bool) -> Iterator[None]:
-        """A context for methods of a user's own Trainer, metrics functions and data sets.
-
-        Args:
-            comes: whether such code runs now, if there is any.
-        """
-        trainer, cls = self._trainer, type(self._trainer)
-        names = [cls.__name__] if cls is not self._base else []
-        names += ["compute_metrics"] if trainer.compute_metrics is not None else []
-        who = f"code of {' or '.join(names) or cls.__name__}, in {event},"
-        way = f"sync=[{' or '.join(names) or '...'}]" if event == OWN else ""
-        with self._with_weights(event if comes else ""), self._guarded(who, way, comes and self._wanting(event)):
-            yield
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context for fzero's own code, which may access the module's tensors."""
-        was, self._guard.rule = self._guard.rule, None
-        try:
-            yield
-        finally:
-            self._guard.rule = was
-
-    @property
-    def _training(self) -> bool:
-        return self._trainer.is_in_train and self._trainer.train_state is not None
-
-    @contextmanager
     def _with_weights(self, event: str) -> Iterator[None]:
         """A context for the code of an event, some of which may be declared on this rank or another one."""
-        trainer, names = self._trainer, self._wanting(event)
-        inside = any(event == OWN == known for known, _ in self._open)
-        if trainer._pretrained is not None or inside or not (names or self._agreed.get(event)):
+        trainer, names, weights = self._trainer, self._wanting(event), self._weights
+        given = not trainer.is_in_train or weights is None or not weights.are_out or trainer._pretrained is not None
+        if given or not (names or event in self._agreed):
             yield
             return
-        if not self._agreed.get(event) and trainer.args.world_size > 1:
+        if event not in self._agreed and trainer.args.world_size > 1:
             fix = "add it before train(), on every rank"
             raise FzeroValueError("hf.Trainer", f"{names[0]} is in sync=, but was added later", fix=fix)
-        if not self._said and trainer.is_world_process_zero() and not self._fresh:
+        if not self._said and trainer.is_world_process_zero() and not weights.are_known:
             self._said = True
             text = "fzero.hf.Trainer: %s is in sync=: in %s all weights are gathered for it, each time"
             logger.info(text, " and ".join(names) or "a callback of another rank", event)
-        self.take()
-        with self.paused():
-            self.refresh()
-        self._open.append((event, names))
-        try:
-            yield
-        finally:
-            self._open.pop()
-        with self.paused():
-            self._take(event, names)
+        with self.filled():
+            self._open = f"{' or '.join(names)}, in {event},"
+            try:
+                yield
+                self.take()
+            finally:
+                self._open = ""
 
     def _wanting(self, event: str) -> list[str]:
         """Returns the names of the declared code of an event: callbacks that have a method for it, or what a Trainer
@@ -273,7 +274,7 @@ class Sync:
             given = [(type(trainer).__name__, trainer)] if type(trainer) is not self._base else []
             given += [(n, getattr(trainer, n)) for n in ("compute_metrics", "preprocess_logits_for_metrics")]
             return [name for name, x in given if x is not None and self._is_declared(x)]
-        if event not in base or event == "on_pre_optimizer_step":
+        if event not in base or event in _WITHIN:
             return []
         found = [c for c in trainer.callback_handler.callbacks if self._is_declared(c)]
         return [type(c).__name__ for c in found if inspect.getattr_static(c, event, None) is not base[event]]
@@ -281,131 +282,24 @@ class Sync:
     def _is_declared(self, x: Any) -> bool:
         return any(x == y or (isinstance(y, type) and isinstance(x, y)) for y in self._declared)
 
-    @contextmanager
-    def _guarded(self, who: str, way: str, declared: Any) -> Iterator[None]:
-        """A context for code of this name. It must not read or write weights unless it is declared, and never
-        gradients."""
-        pretrained = self._trainer._pretrained is not None
-        free = self._ended and not pretrained
-        refused: list[FzeroValueError] = []
-
-        def rule(func: Any, names: list[str]) -> None:
-            # `__torch_function__` is called with the `__get__` of an attribute's descriptor.
-            if getattr(func, "__name__", "") == "__get__" and func.__self__.__name__ == "grad":
-                what = "looks at gradients"
-                fix = (
-                    "a step is one program, whose gradients never are in the module: their norm is in the logs "
-                    "(grad_norm), optimizers of fzero transform them"
-                )
-            elif pretrained:
-                what = "reads or writes weights of a model of fz.hf.from_pretrained, which exists only as shards"
-                fix = (
-                    "give the module itself; or trainer.compiled.gather(trainer.train_state), "
-                    "on every rank, to inspect them"
-                )
-            elif "on_pre_optimizer_step" in who:
-                what = "looks at the model before its update"
-                fix = "a step is one program: look in on_step_begin or on_step_end"
-            elif declared or free:
-                return
-            else:
-                what = "reads or writes weights, which are in the sharded state: the module's are stale"
-                fix = "read them in on_epoch_begin of a callback: Trainer(..., sync=[MyCallback])"
-                if way:
-                    fix = f"Trainer(..., {way}): it has the weights whenever it runs, and its changes go into the state"
-            found = ", ".join(dict.fromkeys(names))
-            lines = [f"{found}: {place}" for place in own_line()] or [found]
-            refused.append(FzeroValueError("hf.Trainer", f"{who} {what}", lines, fix))
-            raise refused[0]
-
-        was, self._guard.rule = self._guard.rule, rule
-        try:
-            with self._guard:
-                yield
-        except Exception as error:
-            if refused and error is not refused[0]:
-                raise refused[0] from error
-            raise
-        finally:
-            self._guard.rule = was
-        if refused:  # the code has caught the error
-            raise refused[0]
-
-    # --- changes ---
-
-    def _note(self) -> None:
-        """Records the present values of the module's tensors as those of the state."""
-        self._digests, self._fresh = digests(self._trainer.model), True
-        self._versions = [p._version for _, p in self._parameters]
-        self._guard.look(self._trainer.model)
-
-    def _replaced(self) -> list[str]:
-        """Returns the parameters of the module that are not the same objects as when training began."""
-        ids = {id(p) for _, p in self._parameters}
-        return [n for n, p in self._trainer.model.named_parameters(remove_duplicate=False) if id(p) not in ids]
-
-    def _take(self, event: str, names: list[str]) -> None:
-        """Copies changes of the module's weights to the state.
-
-        Raises:
-            FzeroValueError: changes that a step would not see.
-        """
-        trainer, module = self._trainer, self._trainer.model
-        who = f"{' or '.join(names)}, in {event},"
-        if odd := trainer.functional.changes():
-            fix = "set it before train(): the step is made from the module at that time"
-            raise FzeroValueError("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix)
-        if made := self._replaced():
-            fix = "write to the existing ones, in place: p.copy_(...)"
-            raise FzeroValueError("hf.Trainer", f"{who} replaces parameters of the model", made, fix)
-        now = digests(module)
-        changed = _differing(self._digests, now)
-        self._versions = [p._version for _, p in self._parameters]
-        if not changed and trainer.args.world_size == 1:
+    def _refuse(self, func: Any, names: list[str]) -> None:
+        """Raises an error about an operation on weights that are not there, unless it is fzero's own."""
+        if self._own_code:
             return
-        held = {name: (x, ()) for name, x in now.items()}
-        tensor_digests.same(
-            trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights in the same way on every rank"
-        )
-        if not changed:
-            return
-        if event == "on_substep_end":
-            what = f"{who} changes weights"
-            fix = "change them in on_step_end: a step processes all of its micro-batches at once"
-            raise FzeroValueError("hf.Trainer", what, changed, fix)
-        slots = trainer.functional.slots(module)
-        moved = {slots[n].name: slots[n].get().detach() for n in changed}
-        overwrite(trainer.train_state, moved, trainer._mesh())
-        self._note()
-
-    def _refuse_unseen(self, changed: list[str]) -> None:
-        what = "weights of the module were changed in training, when its state was newer than the module"
-        fix = "change them in a callback, in place: Trainer(..., sync=[MyCallback])"
-        raise FzeroValueError("hf.Trainer", what, changed, fix)
-
-
-class _WeightGuard(OwnTensors):
-    """Applies a rule to each operation on the tensors of a module.
-
-    Attributes:
-        rule: the rule, or None to allow everything.
-    """
-
-    rule: Rule | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.rule is not None and (own := self.own(func, args, kwargs)):
-            self.rule(func, own)
-        return func(*args, **kwargs)
-
-
-def digests(module: torch.nn.Module) -> dict[str, str]:
-    """Returns a digest of each of a module's tensors. It also detects changes that PyTorch's version counter misses
-    (`.data`)."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {n: digest(x) if x.layout is torch.strided and not x.is_meta else str(x._version) for n, x in named}
-
-
-def _differing(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    return [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if func == GRADIENT:
+            what = "this code uses gradients"
+            fix = (
+                "a step is one program, whose gradients never are in the module: their norm is in the logs "
+                "(grad_norm), optimizers of fzero transform them"
+            )
+        elif self._trainer._pretrained is not None:
+            what = "this code uses the weights of a model of fz.hf.from_pretrained, which exists only as shards"
+            fix = "give the module itself; or inspect trainer.compiled.gather(trainer.train_state), on every rank"
+        else:
+            what = "this code uses weights, which are in the sharded state and not in the module while it is trained"
+            fix = (
+                "Trainer(..., sync=[...]) with this callback, metrics function or your Trainer class: it then runs "
+                f"with the weights, and its changes go into the state (not in {' or '.join(_WITHIN)})"
+            )
+        found = ", ".join(dict.fromkeys(names))
+        raise FzeroValueError("hf.Trainer", what, [f"{found}: {place}" for place in own_line()] or [found], fix)

@@ -25,28 +25,7 @@ _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 """Properties of a tensor that are tensors."""
 
 
-class OwnTensors(TorchFunctionMode):
-    """Recognizes the tensors of a module among the arguments of operations."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.look(module)
-
-    def look(self, module: nn.Module) -> None:
-        """Records where the tensors of a module are now."""
-        self._name = type(module).__name__
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        self._own = {_memory(x): name for name, x in reversed(named)}
-
-    def own(self, func: Any, args: Any, kwargs: Any) -> list[str]:
-        """Returns the names of the module's tensors whose values an operation reads or writes."""
-        if _asks(func, args, kwargs):
-            return []
-        tensors = tree.tensors((args, kwargs))
-        return [self._own[at] for x in tensors if (at := _memory(x)) in self._own]
-
-
-class Outside(OwnTensors):
+class Outside(TorchFunctionMode):
     """Sees the operations of a function, except those in calls of its module, during which `inside` is set.
 
     Attributes:
@@ -54,7 +33,10 @@ class Outside(OwnTensors):
     """
 
     def __init__(self, module: nn.Module):
-        super().__init__(module)
+        super().__init__()
+        self._name = type(module).__name__
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self._own = {_memory(x): name for name, x in reversed(named)}
         self._literals: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self.read: dict[int, torch.Tensor] = {}
@@ -69,10 +51,10 @@ class Outside(OwnTensors):
         real = [x for x in tensors if not isinstance(x, compat.FakeTensor)]
         if not real:
             return func(*args, **kwargs)
-        if _asks(func, args, kwargs):
+        if asks(func, args, kwargs):
             with compat.no_modes():
                 return func(*args, **kwargs)
-        if own := self.own(func, real, {}):
+        if own := [name for x in real if (name := self._own.get(_memory(x))) is not None]:
             self._refuse(f"reads {own[0]} of the module itself", OWN)
         for x in real:
             self.read[id(x)] = x
@@ -135,7 +117,7 @@ WRITTEN = (
 )
 
 
-def _asks(func: Any, args: Any, kwargs: Any) -> bool:
+def asks(func: Any, args: Any, kwargs: Any) -> bool:
     """Returns whether an operation queries a property of a tensor that does not depend on its values."""
     name = getattr(func, "__name__", "")
     if name == "type":

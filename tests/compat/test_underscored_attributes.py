@@ -16,7 +16,6 @@ PACKAGE = Path(fzero.__file__).parent
 READERS = {
     # of tensors: the number of writes, and hooks
     "_version": {
-        "hf/weight_sync.py",
         "modules/captured_tensors.py",
         "modules/module_init.py",
         "trace/block_calls.py",
