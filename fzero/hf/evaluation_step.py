@@ -51,7 +51,7 @@ class Evaluation:
         self._model = model
         self._kinds = Kinds(Exchange(held.trainer))
         self._paddings: dict[Kind, tuple[traced_loss.Losses, padding.Padding]] = {}
-        fn = partial(traced_loss.outputs, held, held.visible, constants, kind)
+        fn = partial(traced_loss.outputs, held, constants, kind)
         self._fn = model.calling(fn, train=False)
         step = eval_step(model.marked(lambda params, batch, key: self._fn(params, batch, key=key), "eval"))
         self._usual = _compiled(step, transforms, mesh, **compiling)

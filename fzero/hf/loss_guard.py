@@ -1,18 +1,15 @@
 """Finds the values that a Trainer's loss reads in addition to its batch, and rejects changes to them.
 
-Most attributes of a Trainer change all the time. The settings of a program include only the values that the user's
-own methods read. If such a value changes between steps, an error is raised, because otherwise its old value would be
-frozen into the program.
+A loss is traced once, so these values are constants of the program. Most attributes of a Trainer change all the time;
+only those are compared that the user's own methods name.
 """
 
 from __future__ import annotations
 
-import collections
-import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,80 +23,57 @@ from fzero.errors import FzeroValueError, TraceError
 from fzero.modules.captured_tensors import version_of
 from fzero.modules.chunked_loss import Chunked
 from fzero.trace.guards.bytecode import names_in
-from fzero.trace.guards.value_keys import PLAIN_TYPES, contents
+from fzero.trace.guards.captured_settings import Settings, changes, settings
 from fzero.tree import describe
 
 _LARGE = 4096
-"""The number of elements above which only `_SAMPLE` elements of a tensor are compared from step to step."""
-_SAMPLE = 256
-_MANY = 1000
-"""The largest number of items of a container that are compared, and of submodules of a module."""
+"""The number of elements above which only the number of writes to a tensor is compared."""
 _READ = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
 """The attributes that transformers' own loss reads."""
-_NOTHING = object()
-_KEPT = (
-    "set constants before train() (in __init__); count and record in a callback (on_step_end, on_log), "
-    "or by compute_metrics"
-)
 
 
 class LossInputs:
-    """Stands for a Trainer in a program's settings. `visible` has the values that the user's own loss methods read.
-
-    All other attributes of the trainer change during training, and are left out.
+    """Stands for a Trainer in the functions of a program.
 
     Args:
         base: the class whose methods are not the user's own.
+
+    Attributes:
+        code: the user's methods that compute the loss, by name.
     """
 
     def __init__(self, trainer: Any, base: type):
-        self.trainer, self._base = trainer, base
-        self.code, self.read = _methods(type(trainer), base), SimpleNamespace()
+        self.trainer = trainer
+        mro = type(trainer).__mro__
+        # Reversed, so that an attribute of a subclass replaces that of its base.
+        self._own = {n: x for c in reversed(mro[: mro.index(base)]) for n, x in vars(c).items()}
+        self.code = _reached("compute_loss", self._own)
         self._names = {name for f in self.code.values() for name in names_in(f.__code__).attributes}
+        self._traced: Settings | None = None
         self._captured: dict[int, tuple[torch.Tensor, str]] = {}
-        self._fingerprint = _fingerprint_of_all({})
-        self._fixed, self._first = self._of_library(), self._values()
-        self.look()
+        self._fingerprint = ""
+        self._fixed = self._of_library()
 
-    @property
-    def visible(self) -> tuple[Any, ...]:
-        """The values that become part of a program's settings."""
-        return self.read, self.code, self.trainer.compute_loss_func, self.trainer._chunked
-
-    def look(self) -> None:
-        """Records the present values that the methods read from the trainer, its state, arguments and configuration."""
-        vars(self.read).clear()
-        vars(self.read).update(self._values())
-
-    def changed(self) -> bool:
-        """Whether any value differs from when this object was made. Programs traced since then are not valid for the
-        new values."""
-        if _fingerprint_of_all(self._captured) != self._fingerprint:
-            return True
-        return self._values() != self._first or self._of_library() != self._fixed
+    def changed(self) -> list[str]:
+        """Returns how the values differ from those with which programs were traced."""
+        found = [] if self._traced is None else changes(self._traced, self._settings())
+        if _fingerprint([x for x, _ in self._captured.values()]) != self._fingerprint:
+            found += [f"{self._name(x)}: {describe(x)}" for x, known in self._captured.values() if _one(x) != known]
+        return found + [n for n, x in self._of_library().items() if x != self._fixed[n]]
 
     def check(self) -> None:
-        """Raises an error if anything that a step was made of has changed during training, except the values that
-        `look` records.
+        """Raises an error if a value that a step was made with has changed.
 
         Raises:
-            FzeroValueError: a tensor that was traced as a constant of a program, or a value that transformers reads,
-                has changed.
+            FzeroValueError: naming the value.
         """
-        if _fingerprint_of_all(self._captured) != self._fingerprint:
-            changed = [self._named(x) for x, known in self._captured.values() if _fingerprint(x) != known]
-            what = "a tensor that the loss reads has changed since the step was traced"
-            fix = "pass changing values in the batch, or put it into the model, as a buffer that its forward overwrites"
+        if changed := self.changed():
+            what = "values that the loss or the step reads were changed during training"
+            fix = (
+                "set them before train(); pass what changes in the batch, or put it into the model, as a buffer that "
+                "its forward overwrites"
+            )
             raise FzeroValueError("hf.Trainer", what, changed, fix)
-        if changed := [n for n, x in self._of_library().items() if x != self._fixed[n]]:
-            fix = "set them before train()"
-            raise FzeroValueError("hf.Trainer", "the functions of a step were changed during training", changed, fix)
-
-    def _of_library(self) -> dict[str, Any]:
-        """Returns the values that transformers itself reads in each step."""
-        trainer = self.trainer
-        held = {f"self.{n}": getattr(trainer, n, None) for n in _READ}
-        return held | {f"args.{n}": getattr(trainer.args, n) for n in ("max_grad_norm", "gradient_accumulation_steps")}
 
     def prepare(self, forward: Any) -> None:
         """Under bf16 or fp16, makes the substitute for the module convert its outputs to fp32, as transformers does for
@@ -114,17 +88,15 @@ class LossInputs:
         Yields: the object that counts the cross entropies in the calls.
 
         Raises:
-            TraceError: `compute_loss` keeps tensors beyond the call, or changes attributes.
+            TraceError: `compute_loss` changes values that outlive the call.
         """
-        trainer = self.trainer
-        before, values = {id(x) for x in self._fakes()}, self._values()
-        real = {n: vars(trainer)[n] for n in ("model", "model_wrapped") if n in vars(trainer)}
-        during: dict[str, Any] = dict.fromkeys(real, forward)
+        trainer, before = self.trainer, self._settings()
+        during = {"model": forward, "model_wrapped": forward, "log": _log}
         chunked = Chunked() if trainer._chunked else None
         if chunked is not None and type(trainer.label_smoother) is LabelSmoother:
-            real["label_smoother"] = trainer.label_smoother
             during["label_smoother"] = functools.partial(_smoothed, trainer.label_smoother)
-        vars(trainer).update(during, _tracing=True)
+        real = {n: vars(trainer)[n] for n in during if n in vars(trainer)}
+        vars(trainer).update(during)
         self.prepare(forward)
         try:
             with chunked or nullcontext(), forward.counting as counting:
@@ -132,53 +104,62 @@ class LossInputs:
             if chunked is not None:
                 chunked.check(type(trainer.model).__name__)
         finally:
-            vars(trainer).update(real, _tracing=False)
-        if kept := [path for x, path in self._fakes().items() if id(x) not in before]:
-            what = "compute_loss keeps tensors: traced once, they have no values, and those of later steps are not kept"
-            raise TraceError("hf.Trainer", what, kept, _KEPT)
-        now = self._values()
-        if wrote := [f"self.{n}" for n in {**values, **now} if values.get(n) != now.get(n)]:
-            what = "compute_loss changes attributes: it is traced once, and would not do so in each step"
-            raise TraceError("hf.Trainer", what, wrote, _KEPT)
-        self._captured.update({id(x): (x, _fingerprint(x)) for x in forward.outside.read.values()})
-        self._fingerprint = _fingerprint_of_all(self._captured)
+            for name in during:
+                vars(trainer).pop(name)
+            vars(trainer).update(real)
+        now = self._settings()
+        if wrote := changes(before, now):
+            what = "compute_loss changes values that it reads: it is traced once, and would not do so in each step"
+            fix = (
+                "set constants before train() (in __init__); count and record in a callback (on_step_end, on_log), "
+                "or by compute_metrics"
+            )
+            raise TraceError("hf.Trainer", what, wrote, fix)
+        self._traced = self._traced or now
+        self._captured.update({id(x): (x, _one(x)) for x in forward.outside.read.values()})
+        self._fingerprint = _fingerprint([x for x, _ in self._captured.values()])
 
-    def _named(self, x: torch.Tensor) -> str:
-        """Describes a tensor, with the path that leads to it from the trainer if there is one."""
+    def _of_library(self) -> dict[str, Any]:
+        """Returns the values that transformers itself reads in each step."""
+        trainer = self.trainer
+        held = {f"self.{n}": getattr(trainer, n, None) for n in _READ}
+        return held | {f"args.{n}": getattr(trainer.args, n) for n in ("max_grad_norm", "gradient_accumulation_steps")}
+
+    def _settings(self) -> Settings:
+        """Returns what the methods read from the trainer, its state, arguments and configuration, and their globals."""
+        trainer, names = self.trainer, self._names
+        values = {n: x for n, x in (self._own | vars(trainer)).items() if n in names and x is not trainer}
+        for name, holder in (("state", trainer.state), ("args", trainer.args), ("config", self._config)):
+            if name in names and holder is not None:
+                values[name] = SimpleNamespace(**{n: x for n, x in vars(holder).items() if n in names})
+        for name in ("model", "model_wrapped", "accelerator", "callback_handler", "log", *self.code):
+            values.pop(name, None)
+        objects = {f"self.{n}": id(x) for n, x in values.items() if _is_large(x)}
+        read = SimpleNamespace(**values)
+        with compat.no_modes(), compat.no_function_modes():
+            return settings(read, objects, self.code, trainer.compute_loss_func, without=_is_large)
+
+    @property
+    def _config(self) -> Any:
+        return getattr(vars(self.trainer).get("model"), "config", None)
+
+    def _name(self, x: torch.Tensor) -> str:
+        """Returns the path that leads to a tensor from the trainer, if there is one."""
         at = compat.memory_of(x)
-        shape = describe(x)
         for name, value in vars(self.trainer).items():
             if isinstance(value, torch.nn.Module):
                 held = {**dict(value.named_parameters(name)), **dict(value.named_buffers(name))}
             else:
-                held = {path: y for y, path in _tensors(value, name).items()}
+                held = {name: value} if isinstance(value, torch.Tensor) else {}
             if found := [n for n, y in held.items() if compat.memory_of(y) == at]:
-                return f"self.{found[0]}: {shape}"
-        return f"a tensor of its closure or globals: {shape}"
+                return f"self.{found[0]}"
+        return "a tensor that the loss reads"
 
-    def _values(self) -> dict[str, Any]:
-        """Returns the present values that the methods read from the trainer, its state, arguments and configuration, by
-        name."""
-        trainer, named = self.trainer, self._names
-        mro = type(trainer).__mro__
-        # Reversed, so that an attribute of a subclass replaces that of its base.
-        own = {n: x for c in reversed(mro[: mro.index(self._base)]) for n, x in vars(c).items()}
-        values = {n: x for n, x in (own | vars(trainer)).items() if n in named}
-        found = {n: y for n, x in values.items() if (y := _shown(x, trainer, named)) is not _NOTHING}
-        for name, holder in (("state", trainer.state), ("args", trainer.args), ("config", _config(trainer))):
-            if name in named and holder is not None:
-                found[name] = _attributes(holder, trainer, named)
-        return found
 
-    def _fakes(self) -> dict[torch.Tensor, str]:
-        """Returns the fake tensors that can be reached by names in the methods, with their paths."""
-        found: dict[torch.Tensor, str] = {}
-        for name in sorted(self._names & vars(self.trainer).keys()):
-            found |= _tensors(vars(self.trainer)[name], f"self.{name}")
-        for f in [*self.code.values(), self.trainer.compute_loss_func]:
-            for name, x in _variables(f):
-                found |= _tensors(x, name)
-        return {x: path for x, path in found.items() if isinstance(x, compat.FakeTensor)}
+def _log(*args: Any, **settings: Any) -> None:
+    """Stands for the trainer's `log` while its loss is traced."""
+    what = "compute_loss logs: it is traced once, and would not log in each step"
+    raise TraceError("hf.Trainer", what, fix="log in a callback; what is logged of a loss goes through compute_metrics")
 
 
 def _smoothed(
@@ -201,131 +182,32 @@ def _smoothed(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _config(trainer: Any) -> Any:
-    return getattr(vars(trainer).get("model"), "config", None)
+def _is_large(x: Any) -> bool:
+    """Whether a value is a module that is only compared by identity. Its tensors are compared if the loss uses them."""
+    return isinstance(x, torch.nn.Module) and sum(1 for _ in x.modules()) > 16
 
 
-def _variables(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the values of the globals and the closure that a function uses, by name."""
-    fn = getattr(fn, "__func__", fn)
-    if isinstance(fn, FunctionType):
-        yield from ((n, fn.__globals__[n]) for n in names_in(fn.__code__).globals if n in fn.__globals__)
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+def _one(x: torch.Tensor) -> str:
+    return _fingerprint([x])
 
 
-def _tensors(x: Any, path: str, depth: int = 3) -> dict[torch.Tensor, str]:
-    """Returns the tensors in a value, and in its containers and objects of the user's classes, with their paths."""
-    if isinstance(x, torch.Tensor):
-        return {x: path}
-    items: list[tuple[str, Any]] = []
-    if depth and isinstance(x, dict):
-        # The last items, because tensors that a method keeps are appended.
-        items = [(f"{path}[{k!r}]", y) for k, y in list(x.items())[-_MANY:]]
-    elif depth and isinstance(x, (list, tuple, set, collections.deque)):
-        items = [(f"{path}[{i}]", y) for i, y in list(enumerate(x))[-_MANY:]]
-    elif depth and _users(x):
-        items = [(f"{path}.{n}", y) for n, y in vars(x).items()]
-    return {y: at for p, value in items for y, at in _tensors(value, p, depth - 1).items()}
-
-
-def _users(x: Any) -> bool:
-    """Whether an object is an instance of a class of the user's."""
-    plain = not isinstance(x, (type, FunctionType, MethodType, torch.nn.Module))
-    package = type(x).__module__.partition(".")[0]
-    return plain and hasattr(x, "__dict__") and package not in _LIBRARIES and package != "builtins"
-
-
-_LIBRARIES = {"transformers", "accelerate", "torch", "datasets", "tokenizers", "peft", "numpy", "fzero"}
-
-
-def _shown(x: Any, trainer: Any, named: set[str], depth: int = 4) -> Any:
-    """Returns a value in the form in which it is compared from step to step, or `_NOTHING` if it is not compared.
-
-    Args:
-        named: the attributes of objects that are read.
-    """
-    again = functools.partial(_shown, trainer=trainer, named=named, depth=depth - 1)
-    if type(x) in PLAIN_TYPES or isinstance(x, enum.Enum):
-        return x
-    if isinstance(x, torch.Tensor):
-        return _NOTHING if isinstance(x, compat.FakeTensor) else _fingerprint(x)
-    if (numbers := contents(x)) is not None:
-        return str(numbers)
-    if not depth or x is trainer:
-        return _NOTHING
-    if isinstance(x, (dict, list, tuple, set, frozenset, collections.deque)) and len(x) > _MANY:
-        return len(x)
-    if isinstance(x, dict):
-        return {k: y for k, v in x.items() if type(k) in PLAIN_TYPES and (y := again(v)) is not _NOTHING}
-    if isinstance(x, (list, tuple, collections.deque)):
-        return [y for v in x if (y := again(v)) is not _NOTHING]
-    if isinstance(x, (set, frozenset)):
-        return {v for v in x if type(v) in PLAIN_TYPES}
-    if isinstance(x, functools.partial):
-        return [again(x.func), again(x.args), again(x.keywords)]
-    if isinstance(x, (FunctionType, MethodType)):
-        # A bound method is a new object each time it is read; its function is not.
-        return f"{x.__qualname__}, at {id(getattr(x, '__func__', x))}"
-    if isinstance(x, torch.nn.Module):  # a small one; of others, the tensors that are read are compared
-        few = sum(1 for _ in x.modules()) < 16
-        held = {n: y for n, y in vars(x).items() if n[0] != "_"} | dict(x.named_buffers()) if few else {}
-        return [(n, y) for n, v in held.items() if (y := again(v)) is not _NOTHING]
-    return _attributes(x, trainer, named, depth - 1) if _users(x) else _NOTHING
-
-
-def _attributes(x: Any, trainer: Any, named: set[str], depth: int = 3) -> SimpleNamespace:
-    held = {n: _shown(y, trainer, named, depth) for n, y in vars(x).items() if n in named}
-    return SimpleNamespace(**{n: y for n, y in held.items() if y is not _NOTHING})
-
-
-def _fingerprint(x: torch.Tensor) -> str:
-    """Returns a text that changes when a tensor changes."""
-    with _untraced():
-        return f"{_kind(x)} {digest(_part(x))}"
-
-
-def _fingerprint_of_all(captured: dict[int, tuple[torch.Tensor, str]]) -> str:
-    """Returns one fingerprint of all these tensors, with one transfer per device and dtype."""
-    parts: dict[Any, list[torch.Tensor]] = {}
-    with _untraced():
-        for x, _ in captured.values():
-            parts.setdefault((x.device, x.dtype), []).append(_part(x))
-        kinds = [_kind(x) for x, _ in captured.values()]
-        return " ".join([*kinds, *(digest(torch.cat(some)) for some in parts.values())])
-
-
-@contextmanager
-def _untraced() -> Iterator[None]:
+def _fingerprint(tensors: Sequence[torch.Tensor]) -> str:
+    """Returns a text that changes when one of these tensors changes, with one transfer per device and dtype."""
     with compat.no_modes(), compat.no_function_modes(), torch.no_grad():
-        yield
+        plain = [x for x in tensors if x.layout is torch.strided and not x.is_meta and x.numel() <= _LARGE]
+        kinds = dict.fromkeys((x.device, x.dtype) for x in plain)
+        joined = (torch.cat([x.reshape(-1) for x in plain if (x.device, x.dtype) == kind]) for kind in kinds)
+        versions = (f"{list(x.shape)} {version_of(x) if x.numel() > _LARGE else ''}" for x in tensors)
+        return " ".join([*versions, *map(digest, joined)])
 
 
-def _kind(x: torch.Tensor) -> str:
-    # Of a large tensor only a sample is compared, so its number of writes is compared too.
-    return f"{list(x.shape)} {version_of(x) if x.numel() > _LARGE else ''}"
-
-
-def _part(x: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a tensor that are compared: for a large tensor a sample, which shows a change of most
-    elements."""
-    flat = x.detach().reshape(-1) if not x.is_meta and x.layout is torch.strided else x.new_zeros(0, device="cpu")
-    return flat if flat.numel() <= _LARGE else flat[:: flat.numel() // _SAMPLE].clone()
-
-
-def _methods(cls: type, base: type) -> dict[str, FunctionType]:
-    """Returns the methods of subclasses of `base` that compute the loss, by name."""
-    own: dict[str, Any] = {}
-    for c in reversed(cls.__mro__[: cls.__mro__.index(base)]):
-        plain = {n: getattr(f, "__func__", getattr(f, "fget", None) or f) for n, f in vars(c).items()}
-        own |= {name: f for name, f in plain.items() if isinstance(f, FunctionType)}
-    found, todo = {}, ["compute_loss"]
+def _reached(first: str, own: dict[str, Any]) -> dict[str, FunctionType]:
+    """Returns the functions among these that a function names, directly or through others."""
+    plain = {n: getattr(f, "__func__", getattr(f, "fget", None) or f) for n, f in own.items()}
+    found, todo = {}, [first]
     while todo:
         name = todo.pop()
-        if name in own and name not in found:
-            found[name] = own[name]
-            todo += names_in(own[name].__code__).attributes
+        if isinstance(plain.get(name), FunctionType) and name not in found:
+            found[name] = plain[name]
+            todo += names_in(plain[name].__code__).attributes
     return found

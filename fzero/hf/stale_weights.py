@@ -25,7 +25,7 @@ from fzero.modules.captured_tensors import asks
 Rule = Callable[[Any, list[str]], None]
 """Called with an operation on stand-ins and their names. Raises an error if the operation is not allowed."""
 
-GRADIENT: Any = torch.Tensor.grad.__get__  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
+GRADIENT: Any = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - type checkers take the descriptor for a tensor
 """The operation of reading `tensor.grad`."""
 
 

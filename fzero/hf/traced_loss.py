@@ -1,8 +1,5 @@
 """Traces what a Trainer computes, its loss of a micro-batch and its outputs in an evaluation, through `compute_loss`,
 either transformers' own or the user's.
-
-The traced functions have an argument `visible` that their bodies do not read. Through it, a program's settings see
-the relevant values of the Trainer.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, 
         return held.trainer.compute_loss(forward, inputs, num_items_in_batch=number, **settings), counting
 
 
-def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
+def loss(held: LossInputs, constants: Constants, forward: Any, batch: Any) -> Any:
     """Returns the loss of a micro-batch, for a step's mean over micro-batches and ranks.
 
     A micro-batch has one part for each kind of batches in the step (`batch_signatures.py`). One of the parts is its
@@ -73,7 +70,7 @@ class Kind(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def outputs(held: LossInputs, visible: Any, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
+def outputs(held: LossInputs, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
     """Returns the loss of a batch, or None without one, and the outputs except for those that are ignored."""
     losing, loss_only, ignored = kind
     if losing:

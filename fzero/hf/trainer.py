@@ -21,7 +21,7 @@ import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero._utils.arguments import python_numbers, shown
 from fzero.comm.all_ranks import together, world
-from fzero.errors import FzeroValueError, TraceError
+from fzero.errors import FzeroValueError
 from fzero.hf import data_parallel_ranks, step_recipe, trainer_checkpoint, trainer_options, training_step
 from fzero.hf.evaluator import Evaluator
 from fzero.hf.loss_guard import LossInputs
@@ -132,7 +132,6 @@ class Trainer(Base):
         self.functional: Functional | None = None
         self.compiled: CompiledStep | None = None
         self.train_state: State | None = None
-        self._tracing = False
         self._training_step: training_step.TrainingStep | None = None
         self._micro_batches: MicroBatches | None = None
         self._evaluator = Evaluator(self, Trainer)
@@ -273,13 +272,6 @@ class Trainer(Base):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self._training_step is not None
         return self._training_step.metrics["grad_norm"]
-
-    def log(self, *args: Any, **settings: Any) -> None:
-        if self._tracing:
-            what = "compute_loss logs: it is traced once, and would not log in each step"
-            fix = "log in a callback; what is logged of a loss goes through compute_metrics"
-            raise TraceError("hf.Trainer", what, fix=fix)
-        super().log(*args, **settings)
 
     # --- evaluation ---
 

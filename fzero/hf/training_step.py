@@ -25,7 +25,7 @@ def compiled(
         constants: the values in its batches that are not tensors. They may be filled in before the first step.
         compiling: arguments of `fz.compile`.
     """
-    loss = partial(traced_loss.loss, held, held.visible, constants)
+    loss = partial(traced_loss.loss, held, constants)
     step = train_step(
         model.calling(loss, train=True), recipe.optimizer, trainable=model.trainable, mutable=model.mutable
     )
@@ -62,7 +62,6 @@ class TrainingStep:
         trainer = self._held.trainer
         trainer._sync.stepping()
         self._held.check()
-        self._held.look()
         if trainer.optimizer is not self.optimizer:
             what, fix = "self.optimizer is not the optimizer that the step was made with", "give another before train()"
             raise FzeroValueError("hf.Trainer", what, fix=fix)

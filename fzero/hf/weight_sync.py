@@ -225,8 +225,8 @@ class Sync:
     def _call(self, event: str, *args: Any, **settings: Any) -> Any:
         """Replaces transformers' `call_event`."""
         handler = self._trainer.callback_handler
-        hidden = self._weights is not None and event in _WITH_GRADIENTS
-        with self._with_weights(event), self._weights.hidden_gradients() if hidden else nullcontext():
+        weights = self._weights if event in _WITH_GRADIENTS else None
+        with self._with_weights(event), weights.hidden_gradients() if weights is not None else nullcontext():
             return type(handler).call_event(handler, event, *args, **settings)
 
     def _with_own_code(self, name: str) -> Callable[..., Any]:
@@ -247,8 +247,8 @@ class Sync:
     def _with_weights(self, event: str) -> Iterator[None]:
         """A context for the code of an event, some of which may be declared on this rank or another one."""
         trainer, names, weights = self._trainer, self._wanting(event), self._weights
-        given = not trainer.is_in_train or weights is None or not weights.are_out or trainer._pretrained is not None
-        if given or not (names or event in self._agreed):
+        given = not trainer.is_in_train or not self.out or trainer._pretrained is not None
+        if weights is None or given or not (names or event in self._agreed):
             yield
             return
         if event not in self._agreed and trainer.args.world_size > 1:
