@@ -81,8 +81,12 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
                     f"{leaves[i]}, of {param}, sharded over {over_axes(param.layout.axes, param.layout.dims)}"
                 )
     if blocks:
-        what = "blocks of 256 elements do not stay together in tensors that are sharded along a dim"
-        raise FzeroValueError(owner, what, blocks, "keep their state in 32 bits, or the tensors unsharded")
+        what = "8-bit moments have scales of 256 consecutive elements, which shards along a dim do not keep together"
+        fix = (
+            "keep the state of these parameters in 32 bits: fz.optim.partition with adamw(..., state_dtype='fp32') for "
+            "them; or keep the parameters unsharded"
+        )
+        raise FzeroValueError(owner, what, blocks, fix)
     return leaves
 
 

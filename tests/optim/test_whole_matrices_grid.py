@@ -176,7 +176,7 @@ def report(optimizer: str, stage: int, beside: str) -> Report:
 @pytest.mark.full
 def test_some_are_equivalent() -> None:
     assert [case for case in SAMPLE if not report(*case).equivalent] == []
-    with pytest.raises(FzeroValueError, match=r"(?s)blocks of 256 .* sharded along a dim.*mu_scale\['layers'\]\[0\]"):
+    with pytest.raises(FzeroValueError, match=r"(?s)scales of 256 .* along a dim.*mu_scale\['layers'\]\[0\]"):
         report(*REFUSED[0])
 
 
