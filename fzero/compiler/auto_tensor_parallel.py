@@ -96,6 +96,8 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     program = trace_step(bare, mesh, inputs, batch).pass_cache.recorded
     prices = _Prices(program, spec, zero_of(bare, mesh))
     shardings = _descend(prices)
+    if not any(shardings.values()):
+        _raise_nothing(prices)
     by_path = {path: dim for slot, dim in shardings.items() for path in slot.paths}
     leaves = [x for x in inputs.leaves if x.role != "mutable"]
     # Tied parameters are one tensor, so they get the rule of the first.
@@ -109,6 +111,17 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     )
     transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
     return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, chosen.shown_rules, why),))
+
+
+def _raise_nothing(prices: _Prices) -> None:
+    """Raises because the best assignment shards no parameter."""
+    axis, n = prices.spec.axis, prices.n
+    why = f"no parameter has a dim that is divisible by {n}, the size of axis {axis!r}"
+    if any(slot.able for slot in prices.slots):
+        unsharded = f"unsharded {size(int(prices.none))} per step, for this batch"
+        why = f"each sharding has a higher cost, in bytes sent or computed redundantly, than none: {unsharded}"
+    fix = f"another size of {axis!r}; or leave tensor_parallel out, or give it rules"
+    raise FzeroValueError(prices.spec.name, "does nothing: no parameter is sharded", [why], fix)
 
 
 @dataclass(frozen=True, eq=False)

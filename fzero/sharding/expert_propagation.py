@@ -33,7 +33,7 @@ from fzero.sharding.propagation import Propagation, aten, factors
 from fzero.sharding.sharded_graph import OutputPlacement, ShardedGraph, Wanted
 from fzero.sharding.view_rules import ORDERS, VIEWS
 from fzero.trace.guards.user_frames import line
-from fzero.trace.recorder import Recorded
+from fzero.trace.recorder import Recorded, source_place
 
 _REARRANGED = VIEWS | ORDERS | {aten.expand.default}
 _PRODUCTS = {aten.bmm.default, aten.baddbmm.default, EXPERT_MM}
@@ -148,7 +148,7 @@ class ExpertPropagation(Propagation):
                 if isinstance(s.out[0], Shard) and s.want[first] == place and self.fits(node, s):
                     self.settle(node, s)
                     return
-        at = node.meta.get("place")
+        at = source_place(node)
         where, fix = [line(at) if at else str(node.target)], "leave its parameter out of `where`"
         what = "the gradient of an expert parameter is used in the computation"
         raise FzeroValueError("expert_parallel", what, where, fix)

@@ -237,9 +237,12 @@ def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
         if missing:
             problems.append(f"{leaf}: the mesh has no axis {missing[0]!r}, it has {mesh}")
         elif why := uneven(leaf.shape, leaf.sharding(mesh).along):
-            problems.append(f"{leaf}: {why}")
+            problems.append(f"{leaf}: {why}, over {over_axes(leaf.layout.axes, leaf.layout.dims)}")
     if problems:
-        fix = "shard these tensors along another dim, or keep them unsharded; or give the dim a size that divides"
+        fix = (
+            "shard these tensors along another dim, or keep them unsharded; or choose a size of the dim that is "
+            "divisible, or another size of the axis"
+        )
         raise FzeroValueError("compile", "cannot shard tensors along a dim", problems, fix)
 
 

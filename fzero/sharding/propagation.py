@@ -56,9 +56,8 @@ from fzero.sharding.placements import (
 )
 from fzero.sharding.sharded_graph import Exchanged, MadeWhole, OutputPlacement, ShardedGraph, Wanted, Way
 from fzero.trace.flops import product_flops
-from fzero.trace.guards.user_frames import line
 from fzero.trace.meta_cache import FakeResults
-from fzero.trace.recorder import Recorded
+from fzero.trace.recorder import Recorded, source_place
 from fzero.trace.storages import is_view
 from fzero.trace.subgraph import ancestors, extract
 
@@ -255,7 +254,7 @@ class Propagation:
         node = next(iter(self.source.graph.nodes))
         while node.op != "output":
             before = node.prev
-            self.write.place = self.rewrite.place = node.meta.get("place")
+            self.write.place = self.rewrite.place = source_place(node)
             if node.op == "call_function" and self._replaced_by_body(node):
                 node = before.next
                 continue
@@ -401,11 +400,18 @@ class Propagation:
         self.settle(node, best)
 
     def _list(self, node: fx.Node, gathered: Sequence[fx.Node]) -> None:
-        place = node.meta.get("place")
         needed = ancestors(gathered, stop=set())
         inputs = [i for i, x in enumerate(self.source.inputs) if x in needed and self.places[i] != REPLICATE]
         nbytes = sum(nbytes_of(a) for a in gathered)
-        self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
+        sizes = ", ".join(f"{shape_of(a)} sharded along {self._dim(a)}" for a in gathered)
+        sizes += f" -> {', '.join(str(list(v.shape)) for v in values_of(node) if isinstance(v, torch.Tensor))}"
+        self.whole.append(MadeWhole(str(node.target), nbytes, sizes, source_place(node), tuple(inputs)))
+
+    def _dim(self, node: fx.Node) -> str:
+        """The dim along which a value is sharded, as text."""
+        place = self.place[node]
+        assert isinstance(place, Shard)
+        return f"dim {place.dim}" + (f" in {place.groups} groups" if place.groups > 1 else "")
 
     def _asked(self, node: fx.Node) -> list[Shard]:
         """The placements that are requested of a result: as an output and, if it reads partial values, as part of the

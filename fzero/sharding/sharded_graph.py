@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from fzero.sharding.placements import Placement, Shard
+from fzero.trace.guards.user_frames import Place
 from fzero.trace.recorder import Recorded
 
 
@@ -26,12 +27,20 @@ Wanted = OutputPlacement | Placement
 
 @dataclass(frozen=True)
 class MadeWhole:
-    """An op that every rank computes on replicated inputs, for which `nbytes` bytes were gathered. `line` is the user's
-    line, or "" if it is not known. `inputs` are the indices of the function's sharded inputs that the op depends on."""
+    """An op that every rank computes on replicated inputs.
+
+    Attributes:
+        op: its name.
+        nbytes: the bytes that were gathered for it.
+        sizes: the values that were gathered, as text.
+        place: the user's line, if it is known.
+        inputs: the indices of the function's sharded inputs that the op depends on.
+    """
 
     op: str
     nbytes: int
-    line: str
+    sizes: str
+    place: Place | None
     inputs: tuple[int, ...]
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroValueError
+from fzero._compat import compat
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.sharding.factors import Factors, Labels, factors_of, labelled
 from fzero.sharding.operations import Operation, shape_of
 from fzero.trace.guards.user_frames import line
-from fzero.trace.recorder import FROM
+from fzero.trace.recorder import source_place
 
 _REDUCTIONS = ("sum", "max", "min")
 
@@ -32,6 +33,7 @@ def sharding_rule(op: Any, labels: str, *, blocked: Collection[str] = (), reduce
         reduce: how the results of the shards of a reduced label are combined: `"sum"`, `"max"` or `"min"`.
 
     Raises:
+        FzeroTypeError: `op` is not an operator; `labels` is not a string.
         FzeroValueError: there is no such operator, or the labels do not fit its schema. Labels that do not fit the
             shapes of a call are an error while the step is lowered, which names the user's line and the sizes.
 
@@ -42,6 +44,7 @@ def sharding_rule(op: Any, labels: str, *, blocked: Collection[str] = (), reduce
         ...     return x @ w
         >>> fz.sharding_rule("docs::project", "b s d, d e -> b s e")
     """
+    _check_types(op, labels, blocked)
     overload = _overload(op)
     left, arrow, right = labels.partition("->")
     ins, outs = ([tuple(tensor.split()) for tensor in side.split(",")] for side in (left, right))
@@ -62,10 +65,21 @@ def sharding_rule(op: Any, labels: str, *, blocked: Collection[str] = (), reduce
     labelled(overload)(factors)
 
 
+def _check_types(op: Any, labels: Any, blocked: Any) -> None:
+    problems = [] if isinstance(labels, str) else [f"labels={labels!r}: a string such as 'b s d, d e -> b s e'"]
+    if not (isinstance(blocked, Collection) and all(isinstance(label, str) for label in blocked)):
+        problems.append(f"blocked={blocked!r}: a collection of labels")
+    if not (isinstance(op, str) or compat.is_operator(op) or compat.is_operator(getattr(op, "default", None))):
+        problems.append(f"op={op!r}: not an operator")
+    if problems:
+        fix = 'e.g. fz.sharding_rule("mylib::project", "b s d, d e -> b s e")'
+        raise FzeroTypeError("sharding_rule", "invalid arguments", problems, fix)
+
+
 def _overload(op: Any) -> Any:
     """The operator with this name."""
     if not isinstance(op, str):
-        return op
+        return op if compat.is_operator(op) else op.default
     namespace, _, name = op.partition("::")
     name, _, overload = name.partition(".")
     try:
@@ -89,6 +103,8 @@ def _problems(op: Any, ins: list[Labels], outs: list[Labels], blocked: set[str],
     unknown = {label for of in outs for label in of} - known - {"_"}
     found += [f"no argument has the label {label!r} of a result" for label in sorted(unknown)]
     found += [f"blocked: no argument has the label {label!r}" for label in sorted(blocked - known)]
+    if op._schema.is_mutable:
+        found.append("it writes its arguments, and is recorded as an operator that does not: that one needs the rule")
     if reduce not in _REDUCTIONS:
         found.append(f"reduce={reduce!r} is none of {', '.join(map(repr, _REDUCTIONS))}")
     return found
@@ -111,7 +127,7 @@ def _check_sizes(op: Operation, operands: list[tuple[Any, Labels]], outs: list[L
             if label != "_" and size != other:
                 problems.append(f"{label!r} is {other} in {where} and {size} in {text}")
     if problems:
-        place = op.node.meta.get(FROM) or op.node.meta.get("place")
+        place = source_place(op.node)
         at = f" at {line(place)}" if place else ""
         fix = "labels of the same dims must have the same size; '_' is a dim without a label"
         raise FzeroValueError("sharding_rule", f"{labels!r} does not fit {op.target}{at}", problems, fix)

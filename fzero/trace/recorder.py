@@ -431,6 +431,11 @@ class Recorder(compat.TorchDispatchMode):
         self.constant(name, copy, out)
 
 
+def source_place(node: fx.Node) -> Place | None:
+    """Returns the user's line that an op was recorded for, if it is known."""
+    return node.meta.get(FROM) or node.meta.get("place")
+
+
 def line_of(tensor: Any) -> str | None:
     """The user's line that computed a tensor in the running trace. None if there is no trace, or if the line is not
     known, as for a result of a block."""

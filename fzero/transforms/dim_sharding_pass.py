@@ -8,8 +8,9 @@ together with those over the batch axes (transforms/zero_pass.py).
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,8 @@ from fzero.sharding.placements import (
 )
 from fzero.sharding.placements import Placement as AxisPlacement
 from fzero.sharding.propagation import EndPlacements
-from fzero.sharding.sharded_graph import Exchanged, OutputPlacement, ShardedGraph, Wanted
+from fzero.sharding.sharded_graph import Exchanged, MadeWhole, OutputPlacement, ShardedGraph, Wanted
+from fzero.trace.guards.user_frames import Place, line
 from fzero.transforms.dim_sharding import DimSharding
 from fzero.transforms.zero_placement import Zero
 
@@ -182,8 +184,7 @@ class _ToParts:
         self.known: dict[Any, ShardedGraph] = {}
         self.segments: dict[ShardedGraph, Segments] = {}
         self.index: Value | None = None
-        # operations computed unsharded: (subgraph, operation, source line) -> bytes
-        self.whole: dict[tuple[str, str, str], int] = {}
+        self.whole: dict[tuple[str, str, Place | None], MadeWhole] = {}  # the largest of each subgraph and line
         self.stream = spec.stream
         # For each value: the exchanged copies of it that subgraphs return for other subgraphs, and those that others
         # read.
@@ -209,12 +210,11 @@ class _ToParts:
         if self.index is not None:
             index = Instruction("axis_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
             ops.insert(0, index)
+        every = f"is computed unsharded on every rank of {self.axis}"
         notes = tuple(
-            (
-                f"{self.spec.name}: {target} of {fn} is computed unsharded on "
-                f"every rank of {self.axis}: {size(nbytes)}{where}"
-            )
-            for (fn, target, where), nbytes in self.whole.items()
+            # Without the folder of the file: ranks compare their programs, and their folders may differ.
+            f"{self.spec.name}: {x.op} of {fn} {every}: {size(x.nbytes)}{_at(x.place, os.path.basename)}"
+            for (fn, *_), x in self.whole.items()
         )
         functions = self.functions.by_name
         notes = (*self.program.notes, *notes)
@@ -392,8 +392,8 @@ class _ToParts:
             like = [x.meta["val"] for x in self.program.functions[op.fn].graph.outputs]
             self.segments[made] = segments(made, [*like, *(x.meta["val"] for x in made.graph.outputs[len(like) :])])
         for x in made.whole:
-            of = op.fn, x.op, f", {x.line}" if x.line else ""
-            self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
+            of = op.fn, x.op, x.place
+            self.whole[of] = max(self.whole.get(of, x), x, key=lambda x: x.nbytes)
         more = [self._handed_on(v, x) for v in op.out for x in self.exchanged.get(v.name, ())]
         given = [self.name_of[a, x] for a in op.args for x in self.exchanged.get(a, ())]
         op = replace(op, args=(*op.args, *given), out=(*op.out, *more))
@@ -548,15 +548,20 @@ class _ToParts:
     def _check(self) -> None:
         """Raises if every rank would compute operations on unsharded values of more bytes than the spec allows, and
         names them."""
-        large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.max_replicated_bytes}
+        large = {of: x for of, x in self.whole.items() if x.nbytes > self.spec.max_replicated_bytes}
         if not large:
             return
-        problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
+        problems = [f"{x.op} of {fn}: {size(x.nbytes)}, {x.sizes}{_at(x.place)}" for (fn, *_), x in large.items()]
         most = size(self.spec.max_replicated_bytes)
         what = f"operations would be computed unsharded on every rank of {self.axis!r}, of more than {most}"
-        allowed = f"fz.{self.spec.name}(..., max_replicated_bytes='{size(max(large.values()))}')"
+        allowed = f"fz.{self.spec.name}(..., max_replicated_bytes='{size(max(x.nbytes for x in large.values()))}')"
         fix = f"{self.spec.way_out}, or allow it: {allowed}"
         raise FzeroValueError(self.spec.name, what, problems, fix)
+
+
+def _at(place: Place | None, shown: Callable[[str], str] = str) -> str:
+    """A user's line as the end of a sentence. `shown` returns the file's path as it is shown."""
+    return f", at {shown(place[0])}{line(place).removeprefix(place[0])}" if place else ""
 
 
 def _is_sharded_in_rows(place: AxisPlacement) -> bool:

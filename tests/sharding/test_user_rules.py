@@ -83,6 +83,25 @@ def test_labels_that_do_not_fit_the_schema(labels: str, options: dict, said: str
         fz.sharding_rule("fzero_tests::project", labels, **options)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((print, FORWARD), "op=<built-in function print>: not an operator"),
+        (("fzero_tests::project", ["b s d", "b s e"]), "labels=.*: a string such as"),
+        (("fzero_tests::project", FORWARD, 3), "blocked=3: a collection of labels"),
+    ],
+)
+def test_arguments_of_another_type(given: tuple, said: str) -> None:
+    op, labels, *blocked = given
+    with pytest.raises(fz.errors.FzeroTypeError, match=rf"{said}(.|\n)*Fix: "):
+        fz.sharding_rule(op, labels, **({"blocked": blocked[0]} if blocked else {}))
+
+
+def test_an_operator_that_writes_its_argument() -> None:
+    with pytest.raises(fz.errors.FzeroValueError, match="it writes its arguments"):
+        fz.sharding_rule(torch.ops.aten.relu_, "a -> a")
+
+
 def test_an_operator_that_does_not_exist() -> None:
     with pytest.raises(fz.errors.FzeroValueError, match="there is no such operator"):
         fz.sharding_rule("fzero_tests::nothing", FORWARD)
@@ -102,4 +121,9 @@ def test_labels_that_do_not_fit_the_shapes() -> None:
 
     sharded = fz.tensor_parallel(fz.train_step(doubled, fz.optim.sgd(0.1)), rules={"up": 1})
     with pytest.raises(fz.errors.FzeroValueError, match=r"test_user_rules.py:(.|\n)*'d' is 16 .* and 32 in"):
+        fz.lower(sharded, fz.AbstractMesh(model=2), params(), batch())
+    fz.sharding_rule("fzero_tests::twice", "b s -> b s")
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"test_user_rules.py:(.|\n)*has 3 dims, and .* have 2(.|\n)*Fix: "
+    ):
         fz.lower(sharded, fz.AbstractMesh(model=2), params(), batch())

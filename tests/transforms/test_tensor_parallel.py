@@ -182,8 +182,11 @@ def test_what_cannot_be_meant():
         tensor.step(fz.data_parallel(axis="model"))
     with pytest.raises(FzeroValueError, match=r"unknown mesh axis\n  'model': the mesh has data=2"):
         lowered(AbstractMesh(data=2), fz.data_parallel())
-    with pytest.raises(FzeroValueError, match=r"dim 0 of 24 is not a multiple of 5"):
+    with pytest.raises(FzeroValueError, match=r"dim 0 of 24 is not a multiple of 5: 5 shards, over model along 0"):
         lowered(AbstractMesh(model=5))
+    with pytest.raises(FzeroValueError, match=r"no parameter has a dim that is divisible by 5, the size of"):
+        step = fz.tensor_parallel(fz.train_step(lambda p, x: (x @ p).square().mean(), fz.optim.sgd(0.1)))
+        fz.lower(step, AbstractMesh(model=5), torch.zeros(4, 4), torch.zeros(2, 4))
 
     def tied(params: Any, x: torch.Tensor) -> torch.Tensor:
         return (x @ params["a"] @ params["b"].T).square().mean()
@@ -192,6 +195,48 @@ def test_what_cannot_be_meant():
     step = fz.tensor_parallel(fz.train_step(tied, fz.optim.sgd(0.1)), rules={"a": 0, "b": 1})
     with pytest.raises(TransformError, match="tied parameters have two rules"):
         fz.lower(step, AbstractMesh(model=2), {"a": w, "b": w}, torch.zeros(2, 4))
+
+
+def test_heads_that_the_ranks_do_not_divide_are_named_with_line_and_sizes():
+    """Three ranks divide the width of 12, and not the 4 heads of 3."""
+
+    @fz.block
+    def attention(p, x):
+        q, k, v = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).unbind(-3)
+        return (q * k + v).flatten(-2)
+
+    made = fz.tensor_parallel(
+        fz.train_step(lambda p, x: attention(p, x).square().mean(), fz.optim.sgd(0.1)), rules={"qkv": (1, 3)}
+    )
+    arguments = {"qkv": torch.empty(12, 36)}, torch.empty(2, 5, 12)
+    (note, *_) = fz.lower(made, AbstractMesh(model=3), *arguments).program.notes
+    said = r'test_tensor_parallel.py:\d+: q, k, v = \(x @ p\["qkv"\]\).unflatten'
+    assert re.search(rf"aten.view.default of \w+ is computed unsharded .*: 1.4 KiB, at {said}", note)
+    sizes = re.escape("[2, 5, 36] sharded along dim 2 in 3 groups -> [2, 5, 3, 4, 3]")
+    with pytest.raises(FzeroValueError, match=rf"aten.view.default of \w+: 1.4 KiB, {sizes}, at /.*{said}(.|\n)*Fix: "):
+        fz.lower(strict(made), AbstractMesh(model=3), *arguments)
+
+
+def strict(step: Any) -> Any:
+    """The step with no operation that may be computed unsharded."""
+    (spec,) = step.transforms
+    return replace(step, transforms=(replace(spec, max_replicated_bytes=0),))
+
+
+def test_moments_of_8_bits_are_kept_in_32_for_what_is_sharded():
+    """As the error says how to."""
+    params, batch = {"up": torch.empty(64, 128), "down": torch.empty(128, 64)}, torch.empty(4, 64)
+
+    def step(optimizer: Any) -> Any:
+        loss = lambda p, x: (torch.relu(x @ p["up"]) @ p["down"]).square().mean()  # noqa: E731
+        return fz.tensor_parallel(fz.train_step(loss, optimizer), rules={"up": 1})
+
+    with pytest.raises(FzeroValueError, match=r"8-bit moments(.|\n)*\['up'\](.|\n)*Fix: .*fz.optim.partition"):
+        fz.lower(step(fz.optim.adamw(1e-2, state_dtype="int8")), AbstractMesh(model=2), params, batch)
+    both = {dtype: fz.optim.adamw(1e-2, state_dtype=dtype) for dtype in ("fp32", "int8")}
+    mixed = fz.optim.partition(both, lambda path, leaf: "fp32" if "up" in path else "int8")
+    found = fz.lower(step(mixed), AbstractMesh(model=2), params, batch).program
+    assert {v.dtype for v in found.inputs if "opt_state" in v.name} >= {torch.int8, torch.uint8, torch.float32}
 
 
 ON_RANKS = {  # besides: in a loop with shard_params below, by position

@@ -22,7 +22,7 @@ from fzero.plan.inductor.fusion import compiler, given_to, kernels
 from fzero.plan.inductor.nodes import maker_of
 from fzero.trace.flops import product_flops
 from fzero.trace.guards.user_frames import Place
-from fzero.trace.recorder import FROM
+from fzero.trace.recorder import source_place
 
 KINDS = ("forward", "backward", "forward and backward", "outside blocks", "update", "other", "host", "transfer", "wait")
 """What an op is for: computing a block, computing outside of blocks, updating the state, casts and other small ops,
@@ -144,7 +144,7 @@ def place_of(node: fx.Node) -> Place | None:
     for _ in range(_FAR):
         nearer = list[fx.Node]()
         for n in todo:
-            if (place := n.meta.get(FROM) or n.meta.get("place")) is not None:
+            if (place := source_place(n)) is not None:
                 return place
             nearer += n.all_input_nodes
         todo = nearer
