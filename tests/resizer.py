@@ -22,7 +22,7 @@ import survivor
 import torch
 
 import fzero as fz
-from fzero.comm import collective_sequence
+from fzero._utils import procfs
 from fzero.elastic.run_context import Run
 
 ROWS = 12
@@ -68,7 +68,7 @@ def train(run: Run, out: Path, steps: int, path: Path | None = None) -> int:
 
 def main() -> None:
     if (here := os.environ.get("SURVIVOR_HOST")) is not None:  # as if it knew no process of the other hosts
-        collective_sequence._host = lambda: (here, "")
+        procfs.host_id = lambda: (here, "")
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
     apart: dict[str, Any] = {"shared_memory": False} if "RESIZER_SHARED" in os.environ else {}
     print("returned", fz.run(lambda run: train(run, out, steps), timeout=120, **apart))

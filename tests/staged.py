@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import fzero as fz
-from fzero.comm import collective_sequence
+from fzero._utils import procfs
 from fzero.comm.transport import transport
 from fzero.elastic.run_context import Run
 
@@ -101,7 +101,7 @@ def train(run: Run, out: Path, steps: int, faults: dict[str, str] | None = None,
 
 def main() -> None:
     if (here := os.environ.get("SURVIVOR_HOST")) is not None:  # as if it knew no process of the other hosts
-        collective_sequence._host = lambda: (here, "")
+        procfs.host_id = lambda: (here, "")
     out, steps, faults = Path(sys.argv[1]), int(sys.argv[2]), dict(text.split(":") for text in sys.argv[3:])
     lives = out / f"lives-{os.environ.get('RANK', '0')}"
     with lives.open("a") as f:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import fzero as fz
+from fzero._utils import procfs
 from fzero.checkpoint import saving
-from fzero.comm import collective_sequence
 from fzero.elastic import host_directory
 from fzero.elastic.run_context import Run
 
@@ -106,7 +106,7 @@ def main() -> None:
     if "SURVIVOR_SAVES" in os.environ:
         slow_disk()
     if (here := os.environ.get("SURVIVOR_HOST")) is not None:  # as if it knew no process of the other host
-        collective_sequence._host = lambda: (here, "")
+        procfs.host_id = lambda: (here, "")
     out, steps, faults = Path(sys.argv[1]), int(sys.argv[2]), dict(text.split(":") for text in sys.argv[3:])
     lives = out / f"lives-{os.environ.get('RANK', '0')}"
     with lives.open("a") as f:

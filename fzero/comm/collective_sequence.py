@@ -19,11 +19,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fzero._utils import procfs
 from fzero.comm.control_messages import Notes, timed_out
 from fzero.errors import DivergenceError, RankLost
 
@@ -233,7 +233,7 @@ class CollectiveSequence:
 
     def _say(self, left: bool = False) -> None:
         assert self.store is not None
-        note = _Note(self._number, self._kind, self._about, left, (*_host(), os.getpid()))
+        note = _Note(self._number, self._kind, self._about, left, (*procfs.host_id(), os.getpid()))
         _notes(self.store, self._rank).write("of", note._asdict())
         self._said = True
 
@@ -272,15 +272,6 @@ def before_leaving(act: Callable[[], object]) -> None:
         _first.append(act)
 
 
-def _host() -> tuple[str, str]:
-    """Returns an identifier of the host within which process numbers are comparable: the boot ID of the running kernel,
-    and the PID namespace."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "", str(os.getpid())
-
-
 def tell_of_death(store: dist.Store, rank: int) -> None:
     """Marks in `store`, the store of an earlier mesh, the previous process of this rank as dead.
 
@@ -289,20 +280,16 @@ def tell_of_death(store: dist.Store, rank: int) -> None:
     notes = _notes(store, rank)
     if notes.come("of", [rank]):
         note = notes.read("of", [rank], _Note)[rank]
-        if note.process != (*_host(), os.getpid()):
+        if note.process != (*procfs.host_id(), os.getpid()):
             notes.write("of", note._replace(died=True)._asdict())
 
 
 def _has_died(note: _Note) -> bool:
     """Whether a rank's process has been replaced or, if it ran on this host, no longer exists or is a zombie."""
     *host, number = note.process
-    if note.died or tuple(host) != _host():
+    if note.died or tuple(host) != procfs.host_id():
         return note.died
-    try:
-        # The state follows the name of the process, which is in parentheses and may contain spaces and parentheses.
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+    return not procfs.is_alive(number)
 
 
 def _brief(error: BaseException, rank: int) -> str:

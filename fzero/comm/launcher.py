@@ -7,7 +7,6 @@ it through torchrun's own summary, which is the last output on the screen. Other
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero._utils import procfs
 from fzero.comm.launcher_environment import restarts_left
 from fzero.errors import DivergenceError, FzeroError, VerifyError
 
@@ -32,7 +32,6 @@ _OURS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).paren
 _STDLIB = str(Path(os.__file__).parent) + os.sep
 # torchrun forwards these signals to the ranks and exits
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _parent = os.getppid()
 _store: dist.Store | None = None
@@ -63,7 +62,7 @@ def die_with_parent() -> None:
     Raises:
         DivergenceError: torchrun has died since fzero was imported.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    procfs.die_with_parent()
     if os.getppid() != _parent:  # torchrun died before prctl took effect
         raise DivergenceError(
             "make_mesh", "torchrun, which started this process, has exited", fix="start the job again"

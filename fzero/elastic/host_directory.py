@@ -10,13 +10,11 @@ that process, while all other processes may restart. If its owner is gone, the n
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import tempfile
@@ -25,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero._utils import procfs
 from fzero._utils.path_permissions import exposed, make_private_directory
 
 MEMORY, SUPERVISOR = "FZERO_RUN_MEMORY", "FZERO_RUN_SUPERVISOR"
@@ -32,7 +31,6 @@ MEMORY, SUPERVISOR = "FZERO_RUN_MEMORY", "FZERO_RUN_SUPERVISOR"
 that the process has a supervisor."""
 
 _NAMES = 100  # how many names of a directory are tried
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LAST_SYSTEM_USER = 999
 _LOGINCTL = 5.0  # seconds to wait for an answer of loginctl
 
@@ -53,14 +51,14 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     # torchrun's agent outlives the ranks and supervisors that it restarts, so all of them find the same directory.
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory but not process ids
-    name = f"{here}-{owner}-{started(owner)}"  # with the start time, because process ids are used again
+    here = procfs.pid_namespace()  # containers may share this memory but not process ids
+    name = f"{here}-{owner}-{procfs.start_time(owner)}"  # with the start time, because process ids are used again
     roots = _roots(base if given is None else Path(given).absolute())
     root = _root(roots, name)
     for other in (x for one in roots if one.is_dir() and exposed(one, 0o077) is None for x in one.iterdir()):
         names, _, process = other.name.partition("-")
         pid, _, born = process.partition("-")
-        if names == here and pid.isdigit() and born != started(int(pid)):
+        if names == here and pid.isdigit() and born != procfs.start_time(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
     found = root / name
     found.mkdir(mode=0o700, exist_ok=True)
@@ -160,20 +158,6 @@ def not_a_directory(given: str) -> list[str]:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", given):
         return [f"memory={given!r}: must be a directory of this host, not a URL"]
     return []
-
-
-def started(pid: int) -> str:
-    """Returns the start time of a process in clock ticks of its kernel, or "" if there is no such process."""
-    try:
-        # Field 22 of proc_pid_stat(5). The fields after the name, which may contain spaces, begin with field 3.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process a signal when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_absent(memory: Path, rank: int) -> None:

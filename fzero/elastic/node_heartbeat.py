@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero._utils import bounded_json
+from fzero._utils import bounded_json, procfs
 from fzero._utils.bounded_json import Malformed, parsed
 from fzero.elastic import host_directory as host
 
@@ -102,7 +102,7 @@ class Watch:
             ]
             self._started = time.monotonic()
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, preexec_fn=host.die_with_parent, process_group=host.own_group()
+                command, stdin=subprocess.PIPE, preexec_fn=procfs.die_with_parent, process_group=host.own_group()
             )
         return True
 

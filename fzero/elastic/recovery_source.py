@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._utils import procfs
 from fzero._utils.bounded_json import formed, parsed
 from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, StoredPart, parse, to_json
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.storage import storage_of
-from fzero.comm import collective_sequence
 from fzero.comm.all_ranks import Ranks, together
 from fzero.elastic import memory_checkpoint
 from fzero.elastic.memory_checkpoint import held, is_whole
@@ -160,7 +160,7 @@ def _told(index: Index) -> dict[str, Any]:
 def _name(memory: Path) -> tuple[str, str, int, int]:
     """Returns an identifier of a memory that is equal on exactly those ranks that can read it."""
     here = os.stat(memory)
-    return *collective_sequence._host(), here.st_dev, here.st_ino
+    return *procfs.host_id(), here.st_dev, here.st_ino
 
 
 def check(index: Index) -> None:

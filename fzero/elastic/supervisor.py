@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fzero._utils import procfs
 from fzero._utils.deprecation import renamed_flags
 from fzero.comm.launcher_environment import restarts_left
 from fzero.elastic import host_directory, node_heartbeat
@@ -74,7 +75,7 @@ class Supervisor:
         signal.signal(signal.SIGTERM, self._hear)
         signal.signal(signal.SIGINT, self._hear)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            host_directory.die_with_parent(signal.SIGTERM)
+            procfs.die_with_parent(signal.SIGTERM)
             # torchrun ended before the kernel was asked to tell.
             if os.getppid() != self._parent:
                 host_directory.remove(self._memory)
@@ -133,7 +134,7 @@ class Supervisor:
         self._process = subprocess.Popen(
             self._command,
             env={**os.environ, **own, **node_heartbeat.environment()},
-            preexec_fn=host_directory.die_with_parent,
+            preexec_fn=procfs.die_with_parent,
             process_group=host_directory.own_group(),
         )
         if self._stop_requested:  # the stop was requested after the process before had ended

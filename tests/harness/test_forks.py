@@ -145,9 +145,9 @@ def test_a_script_that_starts_others(tmp_path: Path) -> None:
 def test_a_child_of_a_killed_fork_hears_of_it(tmp_path: Path) -> None:
     """By the kernel's signal at the death of a parent, which it asks for before it begins."""
     code = (
-        "import subprocess, sys, time\nfrom fzero.elastic import host_directory as host\n"
+        "import subprocess, sys, time\nfrom fzero._utils import procfs\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(100)']\n"
-        "child = subprocess.Popen(command, preexec_fn=host.die_with_parent)\n"
+        "child = subprocess.Popen(command, preexec_fn=procfs.die_with_parent)\n"
         "print(child.pid, flush=True), time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment()) as one:

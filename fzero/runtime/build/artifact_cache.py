@@ -27,6 +27,7 @@ import torch
 
 from fzero._compat import compat
 from fzero._utils.path_permissions import exposed, make_private_directory, not_writable
+from fzero._utils.procfs import boot_id
 from fzero._utils.units import parse_bytes
 from fzero.errors import FzeroValueError
 from fzero.ir.program import Function
@@ -127,7 +128,7 @@ class Cache:
         """Returns a value that is equal for processes that see the same folder: the device and inode numbers, and the
         kernel that assigned them."""
         about = self.folder.stat()
-        return host(), about.st_dev, about.st_ino
+        return boot_id(), about.st_dev, about.st_ino
 
 
 def _decode(data: bytes) -> CacheEntry | None:
@@ -234,10 +235,3 @@ def _triton() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return ""
-
-
-def host() -> str:
-    """Returns an identifier that is the same in all processes of one running kernel, including those in containers."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()

@@ -16,13 +16,14 @@ import torch.fx as fx
 
 from fzero import random
 from fzero._compat import compat
+from fzero._utils.procfs import boot_id
 from fzero._utils.progress import shown
 from fzero.comm.local_device import idle
 from fzero.errors import FzeroError
 from fzero.ir.program import Function
 from fzero.mesh import Mesh
 from fzero.runtime.build import compile_worker, cpp_kernels, graph_pickle
-from fzero.runtime.build.artifact_cache import Cache, CacheEntry, host, key, logger, open_cache
+from fzero.runtime.build.artifact_cache import Cache, CacheEntry, key, logger, open_cache
 from fzero.runtime.build.calling_convention import as_called
 from fzero.runtime.build.shared_compilation import Share
 from fzero.runtime.build.wrapper_shortening import shortened
@@ -49,7 +50,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     costs = {keys[name]: float(len(graph.graph.nodes)) for name, (_, graph) in functions.items()}
     # Without a cache, the rank takes the place of the cache's identity, so that no two ranks seem to share one and each
     # compiles everything.
-    share = Share(mesh, host(), cache.identity() if cache is not None else mesh.rank, costs)
+    share = Share(mesh, boot_id(), cache.identity() if cache is not None else mesh.rank, costs)
     if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
         logger.warning("fzero.compile: %s", text)
     num_compiled, progress = 0, _Progress(mesh.size > 1)
