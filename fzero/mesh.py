@@ -28,7 +28,7 @@ from fzero._utils import cpu_affinity
 from fzero._utils.arguments import flag, number, plain_numbers, python_numbers
 from fzero.comm import launcher
 from fzero.comm.collective_sequence import CollectiveSequence, leave_all
-from fzero.comm.control_messages import gathered
+from fzero.comm.control_group import ALONE, ControlGroup, shared_process_group
 from fzero.comm.groups import group_along
 from fzero.comm.launcher_environment import LOCAL, Processes
 from fzero.comm.local_device import choose_device, compare, crowded, one_visible, unsupported
@@ -129,6 +129,7 @@ class Context:
         copies: copies data between the device and the host (memory/device_copies.py).
         graphs: captures steps as CUDA graphs (runtime/cuda_graphs.py).
         collective_sequence: numbers the collective actions of the ranks (comm/collective_sequence.py).
+        control: exchanges small values between the ranks (comm/control_group.py).
         peer_replicas: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if
             nothing stores it.
         holder: has an object of the call that has exclusive use of the mesh, if there is one.
@@ -142,6 +143,7 @@ class Context:
         self.copies: Any = None
         self.graphs: Any = None
         self.collective_sequence: CollectiveSequence | None = None
+        self.control: ControlGroup | None = None
         self.peer_replicas: Keeps | None = None
         self.holder: dict[str, object] = {}
 
@@ -249,6 +251,12 @@ class Mesh(AbstractMesh):
             store = None if self.size == 1 else self.store
             self.context.collective_sequence = CollectiveSequence(store, self.rank, self.size, self.timeout)
         return self.context.collective_sequence
+
+    @property
+    def control(self) -> ControlGroup:
+        """The group through which the ranks exchange small values, separate from those that move tensors."""
+        self.check_open()
+        return ALONE if self.context.control is None else self.context.control
 
     def check_open(self) -> None:
         """Raises FzeroValueError if the process group in which this mesh was made no longer exists."""
@@ -447,7 +455,8 @@ def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
     if device == "cuda":  # kernels of two communicators run concurrently, and must start in the same order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():  # its store may contain keys that an earlier start wrote
-        drawn = _drawn(rank, world)
+        control = _control(rank, world, timeout)
+        drawn = control.all_gather_bytes(secrets.token_bytes(40), "make_mesh")[0]
         store = dist.PrefixStore(f"fzero/generation/{drawn[:8].hex()}", compat.default_store())
         launcher.tell_through(store)
         compare(store, rank, world, where, sizes, timeout)
@@ -458,7 +467,8 @@ def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
         )
-        drawn = _drawn(rank, world)
+        control = _control(rank, world, timeout)
+        drawn = control.all_gather_bytes(secrets.token_bytes(40), "make_mesh")[0]
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -469,6 +479,9 @@ def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
     gathers = None if options is None else groups_along(sizes, timeout, options)
     settings = mesh.shared_memory, gathers, mesh.unified_memory
     made = Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:], symmetric)
+    made.context.control = control
+    control.sequence = made.collective_sequence
+    control.sequence.control = control
     if device == "cuda":
         _connect(made)
     return made
@@ -486,13 +499,10 @@ def _connect(mesh: Mesh) -> None:
         raise FzeroValueError("make_mesh", what, str(error).splitlines()[:3], fix) from error
 
 
-def _drawn(rank: int, world: int) -> bytes:
-    """Returns 40 random bytes that rank 0 draws, the same on every rank.
-
-    They are sent over the process group ([Note: the open store] in comm/control_messages.py).
-    """
+def _control(rank: int, world: int, timeout: float) -> ControlGroup:
+    """Creates the group through which the ranks of a mesh exchange small values."""
     try:
-        return gathered(secrets.token_bytes(40))[0]
+        return ControlGroup(rank, world, timeout, shared_process_group())
     except RuntimeError as error:  # raised by the process group when a connection is lost
         raise left("make_mesh", rank, world) from error
 

@@ -1,43 +1,38 @@
 """Asynchronous saves: a background thread writes a checkpoint from a copy in host memory, while training continues.
 
 A step updates its state in place, so the tensors to save are copied first. This copy is all that the caller waits
-for. The thread then does what a synchronous save does. The ranks tell each other of success or failure through the
-store and never by a collective, because collectives belong to the steps. At most one save runs at a time.
+for. The thread then does what a synchronous save does. The ranks tell each other of success or failure through a
+process group of the thread, because the other groups belong to the steps. At most one save runs at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
-import secrets
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fzero._compat import compat
 from fzero._utils.host_memory import host_bytes
 from fzero.checkpoint.storage_paths import Place
-from fzero.comm.all_ranks import Ranks, together
-from fzero.comm.collective_sequence import before_leaving, latest
-from fzero.comm.control_messages import STRANGERS, Notes, timed_out
+from fzero.comm.collective_sequence import before_leaving
+from fzero.comm.control_group import ControlGroup, new_process_group, run_on_all_ranks
+from fzero.comm.control_messages import timed_out
 from fzero.errors import CheckpointError
 from fzero.sharding.layout import leaf_of, place
 
 _ALIGNMENT = 64  # bytes
-_LOOK = 1.0  # seconds between two checks whether the ranks that are waited for are still there
-_TIMEOUT = 600.0  # seconds that ranks wait for each other if there is no mesh whose timeout applies
+_LOOK = 1.0  # seconds between two checks whether the save has ended
 
 _log = logging.getLogger("fzero")
 one_at_a_time = threading.RLock()  # held from waiting for the running save until the next one has started
 _last: AsyncSave | None = None
 # The memory for the copies. It is kept from save to save, because allocating its pages costs more than a copy.
 _memory: torch.Tensor | None = None
+_group: tuple[Any, Any] | None = None  # the process groups of a mesh's exchanges, and of its saving threads
 
 
 class AsyncSave:
@@ -131,45 +126,46 @@ class AsyncSave:
 
 
 def start(
-    ranks: Ranks,
+    ranks: ControlGroup,
     step: int,
     tensors: Mapping[str, torch.Tensor],
-    save: Callable[[Ranks, dict[str, torch.Tensor]], Place],
+    save: Callable[[ControlGroup, dict[str, torch.Tensor]], Place],
     what: str,
     undo: Callable[[], object],
 ) -> AsyncSave:
     """Starts an asynchronous save.
 
     Args:
-        ranks: the ranks that save together, with their collective exchange.
+        ranks: the ranks that save together.
         step: of the state.
         tensors: the tensors that this rank reads for the save, by name. They are copied before this returns.
         save: does the rest of the save from those copies, on the ranks that it is given.
         what, undo: the message for errors, and what to call after one.
 
-    Communication: one exchange of a few bytes.
+    Communication: one exchange of a few bytes; the first time, the creation of a process group.
     """
     global _last
     copies: dict[str, torch.Tensor] = {}
-
-    def copy() -> tuple[str, str]:
-        copies.update(_copied(tensors))
-        return uuid.uuid4().hex, secrets.token_hex(32)
-
-    # Every rank proposes a name and a secret; those of rank 0 are used.
-    name, secret = together(ranks, "checkpoint.save", what, copy, undo, tuple[str, str])[0]
-
-    among = _Apart(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
-
-    def run() -> Place:
-        with among as ranks:
-            return save(ranks, copies)
-
-    saving = _last = AsyncSave(step, run)
-    # The thread uses the store of the process group, so a rank must not leave the group before it ends.
+    run_on_all_ranks(
+        ranks, "checkpoint.save", lambda: copies.update(_copied(tensors)), undo, what=what, failure=CheckpointError
+    )
+    group = _group_of(ranks)
+    saving = _last = AsyncSave(step, lambda: save(group, copies))
+    # The thread uses a process group, so a rank must not leave before it ends.
     before_leaving(_finish_and_let_go)
     saving._begin()
     return saving
+
+
+def _group_of(ranks: ControlGroup) -> ControlGroup:
+    """Returns the group of the threads that save on these ranks. All ranks call it; the first save creates the group,
+    which later ones use again."""
+    global _group
+    if ranks.size == 1:
+        return ranks
+    if _group is None or _group[0] is not ranks.group:
+        _group = ranks.group, new_process_group()
+    return _SaveGroup(ranks, _group[1])
 
 
 def finish() -> None:
@@ -193,15 +189,15 @@ def settle() -> None:
 
 
 def _finish_and_let_go() -> None:
-    global _last, _memory
+    global _last, _memory, _group
     settle()
-    _last = _memory = None
+    _last = _memory = _group = None
 
 
 def _forked() -> None:
     """Resets the module in a process that has just been forked, which has none of the threads."""
-    global _last, one_at_a_time
-    _last, one_at_a_time = None, threading.RLock()
+    global _last, _group, one_at_a_time
+    _last, _group, one_at_a_time = None, None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -233,88 +229,25 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: copies[id(x)] for name, x in tensors.items()}
 
 
-class _Apart:
-    """A context in which ranks exchange values through the store, independently of their sequence of collectives.
+class _SaveGroup(ControlGroup):
+    """The group of the threads that write a checkpoint. Its exchanges are not numbered among the collective actions of
+    the mesh, because steps go on meanwhile."""
 
-    The values are signed ([Note: the open store] in comm/control_messages.py).
+    def __init__(self, mesh: ControlGroup, group: Any):
+        super().__init__(mesh.rank, mesh.size, mesh.timeout, group)
+        self._sequence = mesh.sequence
 
-    Args:
-        name: of this save, unique over the whole life of the store and its restarts.
-        secret: the key that these ranks share.
-    """
+    def _look(self, owner: str) -> None:
+        """Raises CheckpointError if a rank has left. Safe to call from any thread."""
+        if self._sequence is not None and (gone := self._sequence.gone()):
+            raise self._failed([f"rank {r} has left" for r in sorted(gone)])
 
-    def __init__(self, ranks: Ranks, name: str, secret: bytes):
-        self._rank, self._ranks = ranks.rank, range(ranks.size)
-        self._turns = latest()
-        kept = self._turns.store if self._turns is not None else None
-        store = compat.default_store() if kept is None else kept
-        self._notes = Notes(store, f"fzero/save/{name}", ranks.rank, secret, self._refused)
-        self._number, self._failed = 0, False
+    def _left(self, owner: str) -> CheckpointError:
+        return self._failed(["another rank has left"])
 
-    def __enter__(self) -> Ranks:
-        return Ranks(self._rank, len(self._ranks), self._exchange)
+    def _timed_out(self, owner: str) -> CheckpointError:
+        return self._failed([f"a rank {timed_out(self.timeout)}"])
 
-    def __exit__(self, *_: object) -> None:
-        """Waits, on rank 0, whose process may keep the store, until all ranks have read the last exchange."""
-        # The other ranks have given up too, or will time out. Rank 0 would wait for messages that never come.
-        if self._failed:
-            return
-        with contextlib.suppress(CheckpointError), self._store_is_there():
-            self._notes.write("read", None)
-            if self._rank == 0:
-                self._await("read")
-                for key in (*self._notes.keys(self._number - 1, self._ranks), *self._notes.keys("read", self._ranks)):
-                    self._notes.store.delete_key(key)
-
-    def _exchange(self, mine: Any, form: Any) -> list[Any]:
-        """Exchanges one value per rank through the store, and returns the values in order of rank."""
-        number = self._number
-        self._number += 1
-        with self._store_is_there():
-            self._notes.write(number, mine)
-            self._await(number)
-            if number:  # by now all ranks have read the exchange before this one
-                self._notes.clear(number - 1)
-            return [*self._notes.read(number, self._ranks, form).values()]
-
-    def _refused(self, lines: list[str]) -> CheckpointError:
-        """Returns the error for messages that were not sent by the ranks of this save."""
-        self._notes.write("refused", None)  # tells the other ranks, which may have read the genuine message before
-        return CheckpointError("checkpoint.save", "messages in the store are not from this save", lines, STRANGERS)
-
-    @contextlib.contextmanager
-    def _store_is_there(self) -> Iterator[None]:
-        """A context that turns the loss of the store into an error that says what to do."""
-        try:
-            yield
-        except CheckpointError:
-            self._failed = True
-            raise
-        except RuntimeError as error:  # a DistError too
-            self._failed = True
-            what = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
-            fix = "look at that process's errors; if none is newer, the checkpoint before this one is the latest"
-            raise CheckpointError("checkpoint.save", what, fix=fix) from error
-
-    def _await(self, what: int | str) -> None:
-        """Waits until all ranks have written the message.
-
-        Raises:
-            CheckpointError: a rank left, died or timed out without writing it.
-        """
-        timeout = _TIMEOUT if self._turns is None else self._turns.timeout
-        began = looked = time.monotonic()
-        nap = 1e-3
-        while not self._notes.come(what, self._ranks):
-            now = time.monotonic()
-            if now - looked > _LOOK:
-                looked, gone = now, self._turns.gone() if self._turns is not None else set()
-                absent = [r for r in self._ranks if not self._notes.come(what, [r])]
-                lost = [f"rank {r} has left" for r in absent if r in gone]
-                lost += [f"rank {r} has given up" for r in absent if self._notes.come("refused", [r])]
-                lost = lost or [f"rank {r} {timed_out(timeout)}" for r in absent if now - began > timeout]
-                if lost:
-                    fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
-                    raise CheckpointError("checkpoint.save", "not every rank has written its shards", lost, fix)
-            time.sleep(nap)
-            nap = min(2 * nap, 0.1)
+    def _failed(self, lines: list[str]) -> CheckpointError:
+        fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
+        return CheckpointError("checkpoint.save", "not every rank has written its shards", lines, fix)

@@ -20,7 +20,7 @@ from fzero._utils.bounded_json import Malformed, parsed
 from fzero.checkpoint.async_save import settle
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, LONGEST_INDEX, SET_ASIDE, STEP, Place, as_path
-from fzero.comm.all_ranks import together, world
+from fzero.comm.control_group import all_gather_values, world
 from fzero.errors import CheckpointError
 
 logger = logging.getLogger("fzero")
@@ -135,7 +135,8 @@ def find(path: str | os.PathLike[str]) -> Place | None:
             logger.warning(text, root, LATEST, _contents(root))
         return None
 
-    found = together(ranks, "checkpoint", f"cannot tell what is saved in {path}", look, form=str)[0]
+    what = f"cannot tell what is saved in {path}"
+    found = all_gather_values(ranks, "checkpoint", look, form=str | None, what=what, failure=CheckpointError)[0]
     return None if found is None else as_path(found)
 
 

@@ -27,7 +27,7 @@ from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import CHUNK, CODES
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import GIVE, INDEX, LONGEST_INDEX, Place
-from fzero.comm.all_ranks import ALONE, Ranks, together, world
+from fzero.comm.control_group import ALONE, ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
@@ -146,7 +146,7 @@ def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> 
     return agreed(ALONE if mesh is None or mesh.device_mesh is None else world(), path)
 
 
-def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
+def agreed(ranks: ControlGroup, path: str | os.PathLike[str] | Index) -> Index:
     """Does `describe` on ranks that must read the same checkpoint, or checks that the index which each of them has is
     the same."""
     found: list[Index] = []
@@ -161,14 +161,21 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
         return found[0]
     first: str | None = None
     if not isinstance(path, Index):  # a save in progress may rewrite `latest`, so only one rank reads it
-        what = f"cannot read {path}"
-        first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None, form=str)[0]
-    seen = together(
+        first = all_gather_values(
+            ranks,
+            "checkpoint",
+            lambda: locate(path).name if ranks.rank == 0 else None,
+            form=str | None,
+            what=f"cannot read {path}",
+            failure=CheckpointError,
+        )[0]
+    seen = all_gather_values(
         ranks,
         "checkpoint",
-        f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found",
         lambda: look(first),
         form=tuple[str, str],
+        what=f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found",
+        failure=CheckpointError,
     )
     if any(digest != seen[0][1] for _, digest in seen):
         problems = [

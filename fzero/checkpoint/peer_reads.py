@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.comm.all_ranks import ALONE, world
 from fzero.comm.point_to_point import exchange
 from fzero.mesh import Mesh
 
@@ -51,7 +50,7 @@ class PeerReads:
     ):
         self.mesh, self.owner, self.what = mesh, owner, what
         self._holder, self._take, self._done = holder, take, done
-        self._ranks = world() if mesh.size > 1 else ALONE
+        self._ranks = mesh.control
 
     def fetch(self, jobs: Mapping[str, Sequence[Piece]]) -> list[str]:
         """Fills the pieces of each file, and returns the problems with those that this rank sent or read itself. Every
@@ -76,7 +75,7 @@ class PeerReads:
                     asks.setdefault(holder, []).append((file, piece.offset, piece.out.numel()))
                     outs.setdefault(holder, []).append(piece.out)
         names = sorted({p.leaf for ps in jobs.values() for p in ps})
-        gathered = self._ranks.exchange((asks, names), tuple[dict[int, list[Asked]], list[str]])
+        gathered = self._ranks.all_gather((asks, names), tuple[dict[int, list[Asked]], list[str]], self.owner)
         # bytes by (holder, requesting rank)
         sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(gathered) for h, asked in of.items()}
 

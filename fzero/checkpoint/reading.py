@@ -16,8 +16,8 @@ from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, agreed, describe, differences, fitting, is_gone, mismatch
 from fzero.checkpoint.peer_reads import Piece
 from fzero.checkpoint.storage import storage_of
-from fzero.comm import agreement
-from fzero.comm.all_ranks import ALONE, Ranks, together, world
+from fzero.comm import control_group
+from fzero.comm.control_group import ALONE, ControlGroup, run_on_all_ranks, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
 from fzero.mesh import Mesh
@@ -152,7 +152,7 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
 
 
 def _read_as(
-    ranks: Ranks,
+    ranks: ControlGroup,
     path: str | os.PathLike[str] | Index,
     wanted: Mapping[str, Leaf],
     mesh: Mesh,
@@ -162,11 +162,12 @@ def _read_as(
     """Does `read` on these ranks: all of them agree on the checkpoint first, and if one raises an error, all do."""
     out: dict[str, torch.Tensor] = {}
     index = agreed(ranks, path)
-    together(
+    run_on_all_ranks(
         ranks,
         _reader(index),
-        f"cannot read {index if index.peer_reads else index.directory}",
         lambda: out.update(_read(index, wanted, mesh, cast, into or {})),
+        what=f"cannot read {index if index.peer_reads else index.directory}",
+        failure=CheckpointError,
     )
     return out
 
@@ -216,7 +217,7 @@ def _read(
         )
     out: dict[str, torch.Tensor] = {}
     # A rank that fails between transfers would leave the other ranks waiting in one.
-    guard = contextlib.nullcontext() if index.peer_reads is None else agreement.unbroken(mesh)
+    guard = contextlib.nullcontext() if index.peer_reads is None else control_group.unbroken(mesh)
     with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
         sizes = {

@@ -19,7 +19,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
@@ -35,7 +35,7 @@ from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
 from fzero.checkpoint.tensor_digests import differing, digested, replicas_of
-from fzero.comm.all_ranks import Ranks, together, world
+from fzero.comm.control_group import ControlGroup, all_gather_values, run_on_all_ranks, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
 from fzero.mesh import Mesh
@@ -93,7 +93,7 @@ class SavePlan:
 class Job:
     """A save that has begun: every rank has the same plan, and the staging for its files exists."""
 
-    ranks: Ranks
+    ranks: ControlGroup
     root: Place
     staging: Staging
     plan: SavePlan
@@ -104,6 +104,10 @@ class Job:
     @property
     def what(self) -> str:
         return f"cannot save step {self.plan.step} to {self.root}"
+
+    def run_on_all_ranks(self, act: Callable[[], object]) -> None:
+        """Runs a phase of the save. If it fails on any rank, every rank removes the new checkpoint and raises."""
+        run_on_all_ranks(self.ranks, "checkpoint.save", act, self.undo, what=self.what, failure=CheckpointError)
 
     def undo(self) -> None:
         """Removes everything of the new checkpoint."""
@@ -179,9 +183,10 @@ def save(
             otherwise files have the permissions that the umask leaves. Existing directories are not changed. Not for an
             object store, whose own policies determine who may read.
 
-    Communication: a few bytes through the store; five exchanges of small objects; each rank writes the shards it holds,
+    Communication: five exchanges of small objects; each rank writes the shards it holds,
         and of the replicas of a shard or of an unsharded tensor one rank writes, spread over the ranks by size. With
-        `wait=False`, two of the exchanges take place before it returns, and the others go through the store.
+        `wait=False`, two of the exchanges take place before it returns, and the others go through a process group of
+        the thread.
 
     Memory: one buffer of at most 16 MiB on the host, and two if tensors are stored on disk; with an object store about
         80 MiB, or five 9000ths of this rank's file if that is more. With `wait=False`, also the tensors that this rank
@@ -212,14 +217,14 @@ def save(
         if wait:
             return carry_out(job)
 
-        def rest(ranks: Ranks, copies: dict[str, torch.Tensor]) -> Place:
+        def rest(ranks: ControlGroup, copies: dict[str, torch.Tensor]) -> Place:
             return carry_out(replace(job, ranks=ranks, plan=replace(job.plan, tensors=copies)))
 
         return async_save.start(job.ranks, job.plan.step, _read(job), rest, job.what, job.undo)
 
 
 def begin(
-    ranks: Ranks,
+    ranks: ControlGroup,
     path: str | os.PathLike[str],
     state: Any,
     *,
@@ -259,7 +264,9 @@ def begin(
     # The lambda reads these variables when it is called: `act` may fail before or after it begins the staging.
     undo = lambda: _undo(ranks, root, staging)  # noqa: E731
     what = f"cannot save to {path}"
-    begun = together(ranks, "checkpoint.save", what, act, undo, tuple[str, tuple[str, str] | None])
+    begun = all_gather_values(
+        ranks, "checkpoint.save", act, undo, form=tuple[str, tuple[str, str] | None], what=what, failure=CheckpointError
+    )
     digests, staged = [digest for digest, _ in begun], begun[0][1]
     assert root is not None and plan is not None and staged is not None
     staging = Staging(as_path(staged[0]), staged[1])
@@ -278,26 +285,25 @@ def carry_out(job: Job) -> Place:
     ranks, plan = job.ranks, job.plan
     if job.check_replicas and ranks.size > 1:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
-        together(ranks, "checkpoint.save", job.what, lambda: held.update(digested(replicas_of(plan.tensors))), job.undo)
-        if problems := differing(held, plan.axes, ranks.size, ranks.exchange):
+        job.run_on_all_ranks(lambda: held.update(digested(replicas_of(plan.tensors))))
+        if problems := differing(held, plan.axes, ranks, "checkpoint.save"):
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
             what = f"{job.what}: the ranks hold different values of the same tensors"
             raise CheckpointError("checkpoint.save", what, problems, fix)
     # Rank 0 commits only after every rank has reported its file as durable.
-    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.staging, plan, ranks.rank), job.undo)
-    done = together(
-        ranks,
-        "checkpoint.save",
-        job.what,
-        lambda: str(commit(job.root, job.staging, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else "",
-        job.undo,
-        str,
+    job.run_on_all_ranks(lambda: write_rank_file(job.staging, plan, ranks.rank))
+
+    def publish() -> str:
+        return str(commit(job.root, job.staging, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else ""
+
+    done = all_gather_values(
+        ranks, "checkpoint.save", publish, job.undo, form=str, what=job.what, failure=CheckpointError
     )
     return as_path(done[0])
 
 
-def _undo(ranks: Ranks, root: Place | None, staging: Staging | None) -> None:
+def _undo(ranks: ControlGroup, root: Place | None, staging: Staging | None) -> None:
     if ranks.rank == 0 and root is not None and staging is not None:
         storage_of(root).undo(root, staging)
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._utils.bounded_json import formed
-from fzero.comm.agreement import StoreChannel
+from fzero.comm.control_group import ControlGroup, run_on_all_ranks
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.sharding.layout import leaf_of
@@ -62,8 +61,8 @@ def digested(held: Held) -> dict[str, tuple[str, tuple[str, ...]]]:
 def differing(
     digests: Mapping[str, tuple[str, tuple[str, ...]]],
     sizes: Mapping[str, int],
-    size: int,
-    exchange: Callable[[Any, Any], list[Any]],
+    group: ControlGroup,
+    owner: str,
 ) -> list[str]:
     """Returns a message for each name whose value differs between two ranks: the same messages on every rank.
 
@@ -71,9 +70,8 @@ def differing(
         digests: what `digested` returned. The names should be the same on every rank; those that a rank lacks are
             reported as well.
         sizes: of the axes of the mesh.
-        size: the number of ranks.
-        exchange: returns every rank's value in order of rank, checked against the form that it is given
-            (bounded_json.py).
+        group: the ranks.
+        owner: the name of the public call, for errors.
 
     Communication: one exchange of about a hundred bytes; if anything differs, another one of 50 bytes per name.
     """
@@ -83,8 +81,8 @@ def differing(
         # only if a group differs.
         groups["/".join(axes)].append(name)
     mine = {axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()}
-    notes = exchange(mine, dict[str, str])
-    first = {axes: _first_holders(axes, sizes, size) for note in notes for axes in note}
+    notes = group.all_gather(mine, dict[str, str], owner)
+    first = {axes: _first_holders(axes, sizes, group.size) for note in notes for axes in note}
     if all(
         notes[rank].get(axes) == notes[holder].get(axes)
         for axes, holders in first.items()
@@ -92,7 +90,7 @@ def differing(
     ):
         return []
     told = {n: (axes, digests[n][0]) for axes, names in groups.items() for n in names}
-    tables = exchange(told, dict[str, tuple[str, str]])
+    tables = group.all_gather(told, dict[str, tuple[str, str]], owner)
     out = []
     for name in dict.fromkeys(n for table in tables for n in table):
         others: dict[int, list[int]] = defaultdict(list)
@@ -112,7 +110,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     `held` returns them. It is called once, also on a mesh of one device. If it raises on one rank, the other ranks
     are told.
 
-    Communication: about a hundred bytes through the store; if anything differs, 30 more bytes per name. Memory and
+    Communication: two exchanges of about a hundred bytes; if anything differs, 30 more bytes per name. Memory and
         time: see `digest`.
 
     Raises:
@@ -121,13 +119,8 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     if mesh.size == 1:
         held()
         return
-    channel = StoreChannel(mesh, owner)
-
-    def exchange(note: Any, form: Any) -> list[Any]:
-        notes = channel.everyone({owner: note})
-        return [formed(notes[rank].get(owner), form) for rank in range(mesh.size)]
-
-    if problems := differing(channel.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
+    digests = run_on_all_ranks(mesh.control, owner, lambda: digested(held()), failure=DivergenceError)
+    if problems := differing(digests, mesh.axes, mesh.control, owner):
         raise DivergenceError(
             owner, "the ranks hold different values of tensors that must be the same on all ranks", problems, fix
         )

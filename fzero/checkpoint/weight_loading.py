@@ -26,7 +26,7 @@ from fzero.checkpoint.safetensors_format import ElementRun, Entry
 from fzero.checkpoint.storage import Reader, storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_files import entries_of
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
@@ -66,7 +66,7 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
     Raises:
         CheckpointError: files that are missing, truncated or malformed; all of them in one error.
     """
-    entries, tied = agreement.run_on_all_ranks(mesh, "load", lambda: entries_of(path))
+    entries, tied = control_group.run_on_all_ranks(mesh.control, "load", lambda: entries_of(path))
     found = Weights(as_path(path), entries, tied)
     seen = {name: (file.name, *vars(entry).values()) for name, (file, entry) in entries.items()}
     tensor_digests.same(

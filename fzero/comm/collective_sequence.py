@@ -1,7 +1,7 @@
 """Numbers the collective actions of the ranks, so that ranks that do different things raise an error.
 
-A collective action, here called a turn, is a run of a program, an exchange of control messages, or a checkpoint. Its
-number is the same on all ranks.
+A collective action, here called a turn, is a run of a program or an exchange of control messages
+(comm/control_group.py). Its number is the same on all ranks, and counting it costs nothing.
 
 A rank that waits in a turn writes to the store which turn it is in, and reads what the other ranks have written. If
 ranks do different things, or if one has left while others wait for it, each of them raises an error that names both
@@ -16,21 +16,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import os
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from fzero._utils import procfs
-from fzero.comm.control_messages import Notes, timed_out
+from fzero.comm.control_messages import Notes
 from fzero.errors import DivergenceError, RankLost
 
-_ENDED = "fzero/collectives/ended"
-_FIRST_LOOK = 0.02  # seconds; short, because a launcher that sees a rank die soon ends the ranks that could report it
-_LONGEST_NAP = 0.1  # seconds between two queries of the store; shorter at first
+if TYPE_CHECKING:
+    from fzero.comm.control_group import ControlGroup
 
+_ENDED = "fzero/collectives/ended"
+FIRST_LOOK = 0.02  # seconds; short, because a launcher that sees a rank die soon ends the ranks that could report it
+
+
+SAME_CALLS = (
+    "every rank must make the same calls in the same order and number, with batches of one shape and under the same "
+    "settings of PyTorch"
+)
 
 watcher: Any = None
 """Notified of every turn, and of every check of the other ranks while this rank waits (elastic/host_directory.py's
@@ -63,85 +70,29 @@ class CollectiveSequence:
         self.store, self.timeout = store, timeout
         self._rank, self._size = rank, size
         self._number, self._kind, self._about, self._said = 0, "", "", False
-        self._last_go: str | None = None
+        self.control: ControlGroup | None = None  # exchanges the control messages of the same ranks
         self._ended = ""  # why there is no further turn, as far as this rank knows; empty while turns may continue
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
             _open.append(self)
             self._say()
 
-    def begin(self, kind: str, about: str = "", say: bool = True) -> None:
+    def begin(self, kind: str, about: str = "") -> None:
         """Begins the next turn.
 
         Args:
             kind: ranks whose turns have the same number but different kinds have diverged.
             about: a description for error messages; defaults to `kind`.
-            say: whether to publish the turn in the store immediately.
         """
         self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
         if watcher is not None:
             watcher.beat()
-        if say:
-            self._say()
 
-    def meet(self, owner: str) -> None:
-        """Returns when all ranks are in the same turn.
-
-        Communication: one round trip to the store, and another one for the last rank to arrive.
-
-        Raises:
-            DivergenceError: the ranks are in different turns, or a rank timed out.
-        """
-        assert self.store is not None
-        here = f"fzero/collectives/{self._number}/"
-        go = here + "go"
-        # Each kind has its own counter, so ranks in turns of different kinds do not complete each other's count.
-        if self.store.add(here + self._kind, 1) == self._size:
-            self.store.set(go, "")
-            self.store.delete_key(here + self._kind)
-            if self._last_go is not None:  # all ranks have passed it
-                self.store.delete_key(self._last_go)
-        self._last_go = go
-        if self.absent([go], owner):
-            places = dict.fromkeys(range(self._size), 0) | {r: x.number for r, x in self._places().items()}
-            came = [f"rank {r} {timed_out(self.timeout)}" for r, number in places.items() if number < self._number]
-            fix = (
-                "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
-                "rank == 0`: all of them take part"
-            )
-            error = DivergenceError(owner, f"not every rank has arrived: {self._about}", came, fix)
-            self.end(error)
-            raise error
-
-    def absent(self, keys: Sequence[str], owner: str) -> list[int]:
-        """Waits until all keys are set in the store. Returns the positions of the keys that were not set before the
-        timeout.
-
-        An error raised by `look` ends the wait early.
-        """
-        assert self.store is not None
-        deadline, nap = time.monotonic() + self.timeout, 1e-4
-        patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
-        left = list(range(len(keys)))
-        try:
-            while left and not self.store.check([keys[i] for i in left]):
-                while left and self.store.check([keys[left[0]]]):
-                    left.pop(0)
-                if time.monotonic() > deadline:
-                    return [i for i in left if not self.store.check([keys[i]])]
-                if time.monotonic() - looked > patience:
-                    self.look(owner)
-                    patience, looked = min(2 * patience, self.pause), time.monotonic()
-                time.sleep(nap)
-                nap = min(1.5 * nap, _LONGEST_NAP)
-        except (dist.DistError, RuntimeError) as error:
-            if isinstance(error, DivergenceError):
-                self.end(error)
-                raise
-            text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
-            raise DivergenceError(
-                owner, text, fix="look at that process's errors; continue from the last checkpoint"
-            ) from error
+    def behind(self) -> list[int]:
+        """Returns the ranks that have not reached this turn, as far as the store shows."""
+        with contextlib.suppress(dist.DistError):
+            numbers = dict.fromkeys(range(self._size), 0) | {r: x.number for r, x in self._places().items()}
+            return [r for r, number in numbers.items() if number < self._number and r != self._rank]
         return []
 
     def look(self, owner: str) -> None:
@@ -179,14 +130,12 @@ class CollectiveSequence:
         lines = [parted[r] for r in sorted(parted)]
         if self._ended and self._ended != "; ".join(lines):
             lines.append(self._ended)
-        fix = (
-            "every rank must make the same calls in the same order and number, "
-            "with batches of one shape and under the same "
-            "settings of PyTorch"
-        )
         what = "another rank has left" if gone else "the ranks make different calls"
         raise (RankLost if gone else DivergenceError)(
-            owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix
+            owner,
+            what,
+            lines,
+            "look at that rank's errors first; if it had none, " + SAME_CALLS if gone else SAME_CALLS,
         )
 
     def gone(self) -> set[int]:
@@ -238,6 +187,26 @@ class CollectiveSequence:
         self._said = True
 
 
+def finish(work: Any, look: Callable[[], object], first: float = CollectiveSequence.pause) -> None:
+    """Waits for a gloo collective, which blocks the host, and calls `look` periodically, which may raise.
+
+    Args:
+        first: seconds before the first look; twice as long before each further one, up to a second.
+    """
+    patience = min(first, CollectiveSequence.pause)
+    while True:
+        try:
+            work.wait(datetime.timedelta(seconds=patience))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed, or completed at this very moment
+                break
+        # Only the wait has timed out; the collective continues.
+        look()
+        patience = min(2 * patience, CollectiveSequence.pause)
+    work.wait()
+
+
 _open: list[CollectiveSequence] = []
 _first: list[Callable[[], object]] = []
 
@@ -253,8 +222,11 @@ def leave_all() -> None:
     while _first:
         _first.pop()()
     while _open:
-        if (sequence := _open.pop()).is_open:
+        sequence = _open.pop()
+        if sequence.is_open:
             sequence.leave()
+        if sequence.control is not None:
+            sequence.control.close()
 
 
 def _forked() -> None:

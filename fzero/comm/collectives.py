@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fzero._compat import compat
 from fzero._utils.host_memory import host_bytes
-from fzero.comm.collective_sequence import before_leaving
+from fzero.comm.collective_sequence import before_leaving, finish
 from fzero.comm.groups import group_along, ranks_along
 from fzero.errors import DivergenceError
 
@@ -104,9 +104,7 @@ class ProcessGroups:
         """Called before a program runs."""
         if self._mesh.size > 1:
             number = pool._fzero_number  # type: ignore[attr-defined]
-            self._mesh.collective_sequence.begin(
-                f"program {number}", f"runs {self._names[number]}, program {number}", say=False
-            )
+            self._mesh.collective_sequence.begin(f"program {number}", f"runs {self._names[number]}, program {number}")
 
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
@@ -293,7 +291,7 @@ class ProcessGroups:
             groups = [*self._sends.values(), *(x for x in self._pairs.values() if x is not None)]
             if self._mesh.device.type == "cpu":
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
-            threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
+            threading.Thread(target=outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """Returns the smallest free buffer that is large enough, or a new one. Buffers are reused from step to step."""
@@ -321,7 +319,7 @@ class ProcessGroups:
         if not on_host:
             work.wait()
             return
-        finish(self._mesh, work)
+        finish(work, lambda: self._mesh.collective_sequence.look("step"))
 
 
 def _ends(values: Sequence[torch.Tensor]) -> list[int]:
@@ -340,25 +338,11 @@ def _packs(ends: Sequence[int]) -> bool:
     return len(ends) > 1 and ends[-1] <= _PACKED
 
 
-def finish(mesh: Mesh, work: Any) -> None:
-    """Waits for a gloo collective, which blocks the host, and checks periodically what the other ranks do."""
-    while True:
-        try:
-            work.wait(datetime.timedelta(seconds=mesh.collective_sequence.pause))
-            return
-        except RuntimeError:
-            if work.is_completed():  # it failed, or completed at this very moment
-                break
-        # Only the wait has timed out; the collective continues.
-        mesh.collective_sequence.look("step")
-    work.wait()
-
-
 def _done(works: Sequence[Any]) -> bool:
     return all(work.is_completed() for work in works)
 
 
-def _outlast(works: Sequence[Any], groups: Sequence[Any]) -> None:
+def outlast(works: Sequence[Any], groups: Sequence[Any]) -> None:
     """Keeps references to process groups until all these collectives are done.
 
     It polls and does not wait: a thread that returns from C++ after the interpreter has shut down crashes the process.

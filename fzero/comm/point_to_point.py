@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero.comm.collectives import finish
+from fzero.comm.collective_sequence import finish
 
 if TYPE_CHECKING:
     from fzero.mesh import Mesh
@@ -65,7 +65,8 @@ def exchange(
         for r, part in enumerate(out.split(counts[0])):
             if part.numel():
                 goes[r][0].move(part)
-        finish(mesh, dist.all_to_all_single(into, out, counts[1], counts[0], async_op=True))
+        work = dist.all_to_all_single(into, out, counts[1], counts[0], async_op=True)
+        finish(work, lambda: mesh.collective_sequence.look("step"))
         for r, part in enumerate(into.split(counts[1])):
             if part.numel():
                 comes[r][0].move(part)

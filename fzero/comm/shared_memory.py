@@ -152,9 +152,7 @@ class SharedMemory:
         """
         self._pool = pool._fzero_pool  # type: ignore[attr-defined]
         number = self._pool.number  # type: ignore[union-attr]
-        self._mesh.collective_sequence.begin(
-            f"program {number}", f"runs {self._names[number]}, program {number}", say=False
-        )
+        self._mesh.collective_sequence.begin(f"program {number}", f"runs {self._names[number]}, program {number}")
         self._runs += 1
         at = self._runs % 2 * _NUMBER  # two entries suffice: no rank is two runs ahead of another
         # Written before the notification, after which the others read it.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm import agreement, collective_sequence, launcher
+from fzero.comm import collective_sequence, control_group, launcher
 from fzero.elastic import host_directory
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
 from fzero.mesh import Mesh, close_mesh, make_mesh
@@ -108,7 +108,7 @@ def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
 
     A script may call `fz.run` several times, and a rank that is restarted begins with the first run.
     """
-    runs = agreement.all_gather_values(mesh, "run", lambda: ended)
+    runs = control_group.all_gather_values(mesh.control, "run", lambda: ended)
     if len(set(runs)) == 1:
         return None
     problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(runs)]

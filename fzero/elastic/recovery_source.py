@@ -25,7 +25,7 @@ from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, StoredPart, parse, to_json
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.storage import storage_of
-from fzero.comm.all_ranks import Ranks, together
+from fzero.comm.control_group import ControlGroup, all_gather_values
 from fzero.elastic import memory_checkpoint
 from fzero.elastic.memory_checkpoint import held, is_whole
 from fzero.errors import CheckpointError
@@ -48,7 +48,7 @@ class Held(NamedTuple):
     problem: str | None
 
 
-def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
+def newest(memory: Path, mesh: Mesh, ranks: ControlGroup) -> tuple[Index | None, str]:
     """Returns the newest state that is complete in the memories of all hosts together, as this rank reads it.
 
     If there is none, returns None and a message that says what is lost, or "" if nothing was stored. A damaged
@@ -116,10 +116,10 @@ def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[memory_checkpoi
         return []
 
 
-def found(memory: Path, ranks: Ranks) -> list[Held]:
+def found(memory: Path, ranks: ControlGroup) -> list[Held]:
     """Returns the contents of all memories, each reported by the first rank that can read it."""
     what, form = "cannot find the memory of a host", tuple[str, str, int, int]
-    names = together(ranks, "run", what, lambda: _name(memory), form=form)
+    names = all_gather_values(ranks, "run", lambda: _name(memory), form=form, what=what, failure=CheckpointError)
     # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
 
@@ -142,7 +142,7 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
         return Held(those, indices, formed(content["problem"], str | None))
 
     what = "cannot read the memory of a host"
-    told = together(ranks, "run", what, look, form=Any)
+    told = all_gather_values(ranks, "run", look, what=what, failure=CheckpointError)
     try:
         return [heard(those) for those in readers]
     except _WRONG as error:  # the same error on every rank: all have received the same data

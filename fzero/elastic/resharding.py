@@ -15,7 +15,7 @@ from fzero.checkpoint.index import Index, StoredPart
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import as_bytes
 from fzero.checkpoint.saving import SavePlan, make_plan
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import Mesh
 from fzero.runtime.compiled_step import CompiledStep
@@ -126,7 +126,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
         _check(state, mesh)
         return make_plan(state, mesh.rank, mesh.size)
 
-    plan = agreement.run_on_all_ranks(mesh, "reshard", act)
+    plan = control_group.run_on_all_ranks(mesh.control, "reshard", act)
     held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
     tensor_digests.same(mesh, "reshard", lambda: held, "give the same state on every rank")
     return plan

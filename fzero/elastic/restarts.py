@@ -18,7 +18,7 @@ import torch
 
 from fzero._utils.arguments import function, number, path_like, plain_numbers, shown
 from fzero._utils.deprecation import keyword_aliases
-from fzero.comm import agreement, collective_sequence, launcher
+from fzero.comm import collective_sequence, control_group, launcher
 from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
@@ -207,7 +207,7 @@ def _until_it_returns(
                     host_directory.forget(memory, ended)
                 with freed(mesh):
                     result = main(run)
-                run._end(any(agreement.all_gather_values(mesh, "run", lambda: signals.came)))
+                run._end(any(control_group.all_gather_values(mesh.control, "run", lambda: signals.came)))
                 return result, run.stopping
         except Exception as error:
             why = ""

@@ -13,7 +13,7 @@ from fzero._utils.arguments import shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.storage_paths import Url
-from fzero.comm import agreement, launcher
+from fzero.comm import control_group, launcher
 from fzero.data.sample_order import Steps
 from fzero.errors import CheckpointError, FzeroValueError, StorageError, parted
 from fzero.mesh import Mesh
@@ -67,7 +67,7 @@ class RunCheckpoints:
         note = saved.meta.get(_NOTE, {})
         if self._data is not None and "data" in note:
             data = self._data
-            return agreement.run_on_all_ranks(self._mesh, "run", lambda: data.resume(note["data"]))
+            return control_group.run_on_all_ranks(self._mesh.control, "run", lambda: data.resume(note["data"]))
         # A checkpoint that no run has saved has no note: it has seen as many batches as it has taken steps.
         return note.get("seen", saved.step)
 

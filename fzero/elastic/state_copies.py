@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from fzero import tree
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.comm.launcher_environment import Processes
 from fzero.comm.transport import transport
 from fzero.elastic import host_directory
@@ -61,7 +61,7 @@ def reserve_copies(
         except OSError as error:
             raise _no_room(memory, error) from error
 
-    agreement.run_on_all_ranks(mesh, "run", reserve)
+    control_group.run_on_all_ranks(mesh.control, "run", reserve)
     if replica is not None:  # now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile
         transport(mesh).connect(replica.spec.axis)
     mesh.context.peer_replicas = checkpoint.peer_replicas

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint.index import Index
-from fzero.comm import agreement, collective_sequence
-from fzero.comm.all_ranks import together, world
+from fzero.comm import collective_sequence, control_group
 from fzero.comm.launcher_environment import Processes
 from fzero.elastic import recovery_source
 from fzero.elastic.health import Finding
@@ -57,17 +56,21 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
         return InMemory()
     here = Processes.of()
     mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
-    reached = max(agreement.all_gather_values(mesh, "run", lambda: mine))  # after this no rank still writes a slot
+    reached = max(
+        control_group.all_gather_values(mesh.control, "run", lambda: mine)
+    )  # after this no rank still writes a slot
     what = "cannot check the memory of a host"
     look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
-    damaged = together(world(), "run", what, look, form=list[Damage])
+    damaged = control_group.all_gather_values(
+        mesh.control, "run", look, form=list[Damage], what=what, failure=CheckpointError
+    )
     for rank, seen, leaves, sent in (x for those in damaged for x in those):
         how = "sent of its state" if sent else "kept"
         after = f"after {seen} batches" if seen >= 0 else "after an unknown number of batches"
         text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
         text += ", ".join(leaves[:5])
         note(Finding("slot", seen, (rank,), text))
-    kept, lost = recovery_source.newest(memory, mesh, world())
+    kept, lost = recovery_source.newest(memory, mesh, mesh.control)
     if kept is None and not lost and reached:
         ranks = ", ".join(map(str, range(mesh.size)))
         lost = f"of the state after {reached} batches no host's memory has the shards of rank{'s' * (mesh.size > 1)} "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.control_messages import exchanged, gathered_tensors
+from fzero.comm.control_group import world
 from fzero.errors import FzeroTypeError
 from fzero.hf.data_parallel_ranks import Exchange
 from fzero.trace.guards.value_keys import exact
@@ -70,13 +70,13 @@ class Kinds:
     def _learned(self, here: Mapping[Kind, Entries]) -> list[Kind]:
         """Returns the kinds that were not known before. If some rank has no batch of a new kind, all ranks are sent
         one."""
-        held = exchanged([kind for kind in here if kind not in self._known], list[Kind], "hf.Trainer")
+        held = world().all_gather([kind for kind in here if kind not in self._known], list[Kind], "hf.Trainer")
         new = sorted({kind for some in held for kind in some})
         for kind in new:
             having = [rank for rank, some in enumerate(held) if kind in some]
             tensors = {n: x.detach().cpu() for n, x in tensors_of(here.get(kind, {})).items()}
             if len(having) < len(held):
-                tensors = gathered_tensors(tensors)[having[0]]
+                tensors = world().all_gather_tensors(tensors, "hf.Trainer")[having[0]]
             self._known[kind] = {name: tensors.get(name) for name, _ in kind}
         return new
 

@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero._compat.allocator import return_freed_memory
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import FzeroTypeError
 from fzero.hf.models import Pretrained
 from fzero.mesh import Mesh
@@ -99,7 +99,7 @@ def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
     """Returns the full tensor of a state on the mesh's device. Every rank calls it."""
     if mesh is None:
         return tensor.detach()
-    with mesh.alone("gather"), agreement.unbroken(mesh):
+    with mesh.alone("gather"), control_group.unbroken(mesh):
         return gather.whole(tensor, mesh).to(mesh.device)
 
 

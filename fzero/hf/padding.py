@@ -22,7 +22,7 @@ import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
-from fzero.comm.control_messages import gathered_tensors
+from fzero.comm.control_group import world
 from fzero.errors import FzeroValueError
 from fzero.hf.data_parallel_ranks import Exchange
 from fzero.hf.traced_loss import Losses
@@ -191,7 +191,9 @@ class Padding:
         batch = min(parts, key=length)
         if not self.ranks.alone:
             device = next(iter(batch.values())).device
-            batch = {n: x.to(device) for n, x in min(gathered_tensors(batch), key=length).items()}
+            batch = {
+                n: x.to(device) for n, x in min(world().all_gather_tensors(batch, "hf.Trainer"), key=length).items()
+            }
         padded = {n: x.shape[1] for n, x in batch.items() if n in shape} | {"": _rows(batch)}
         for n in names:  # to twice its length, or the model's longest, so that a small effect of padding shows
             twice = 2 * padded[n]

@@ -17,7 +17,7 @@ from fzero._utils.arguments import plain_numbers
 from fzero.checkpoint import saving
 from fzero.checkpoint.storage_paths import local
 from fzero.checkpoint.weight_export import export_tensors
-from fzero.comm.all_ranks import Ranks, together, world
+from fzero.comm.control_group import ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError, FzeroTypeError
 from fzero.hf import adapters, weight_conversions
 from fzero.hf.gathered_module import whole
@@ -127,10 +127,10 @@ def save_pretrained(
         return files
 
     # If the first rank finds a problem, all ranks raise it, before any of them writes.
-    together(ranks, "hf.save_pretrained", what, prepare)
+    _on_all_ranks(ranks, what, prepare)
     try:
         saving.save(temporary, _Parameters(0, params))
-        return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
+        return [Path(file) for file in _on_all_ranks(ranks, what, write)]
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -187,9 +187,9 @@ def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any)
                     old.unlink()
         fresh.rmdir()
 
-    together(ranks, "hf.save_pretrained", what, clear)
+    _on_all_ranks(ranks, what, clear)
     save_pretrained(fresh, model, state, tokenizer=tokenizer)
-    together(ranks, "hf.save_pretrained", what, move)
+    _on_all_ranks(ranks, what, move)
 
 
 def _save_adapters(
@@ -199,13 +199,13 @@ def _save_adapters(
     out: Path,
     tokenizer: Any,
     dtype: torch.dtype | None,
-    ranks: Ranks,
+    ranks: ControlGroup,
     prepare: Callable[[], None],
 ) -> list[Path]:
     """Gathers the tensors of adapters on all ranks, and writes them on the first."""
     values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
     what = f"cannot save to {out}"
-    together(ranks, "hf.save_pretrained", what, prepare)
+    _on_all_ranks(ranks, what, prepare)
     flat = dict(tree.with_names(params))
     for name, leaf in wanted.items():
         at = leaf_of(flat[leaf])
@@ -219,7 +219,13 @@ def _save_adapters(
         _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
         return [str(file) for file in files]
 
-    return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
+    return [Path(file) for file in _on_all_ranks(ranks, what, write)]
+
+
+def _on_all_ranks(ranks: ControlGroup, what: str, act: Callable[[], list[str] | None]) -> list[str]:
+    """Runs `act` on every rank, and returns the result of the first. If it fails on any rank, all raise."""
+    form = list[str] | None
+    return all_gather_values(ranks, "hf.save_pretrained", act, form=form, what=what, failure=CheckpointError)[0] or []
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

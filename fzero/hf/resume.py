@@ -13,7 +13,8 @@ from transformers.trainer import TRAINER_STATE_NAME  # pyright: ignore[reportMis
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
 from fzero._utils import bounded_json
-from fzero.comm.all_ranks import together, world
+from fzero.comm.control_group import all_gather_values, world
+from fzero.errors import CheckpointError
 
 logger = logging.getLogger("fzero")
 
@@ -64,7 +65,7 @@ def newest_finished(given: str | bool, output_dir: str) -> str | bool | None:
         return [str(found) if found else None]
 
     what = "cannot tell which checkpoint to resume from"
-    found = together(ranks, "hf.Trainer", what, look, form=list[str | None])[0]
+    found = all_gather_values(ranks, "hf.Trainer", look, form=list[str | None], what=what, failure=CheckpointError)[0]
     return found[0] if found else given
 
 

@@ -20,8 +20,8 @@ import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero._utils.arguments import python_numbers, shown
-from fzero.comm.all_ranks import together, world
-from fzero.errors import FzeroValueError
+from fzero.comm.control_group import run_on_all_ranks, world
+from fzero.errors import CheckpointError, FzeroValueError
 from fzero.hf import data_parallel_ranks, step_recipe, trainer_checkpoint, trainer_options, training_step
 from fzero.hf.evaluator import Evaluator
 from fzero.hf.loss_guard import LossInputs
@@ -311,7 +311,8 @@ class Trainer(Base):
         super()._save_rng_state(output_dir)
         # transformers writes trainer_state.json next, which marks the checkpoint as finished (resume.py), so all ranks
         # must have written their files by now.
-        together(world(), "hf.Trainer", f"cannot save to {output_dir}", lambda: None)
+        what = f"cannot save to {output_dir}"
+        run_on_all_ranks(world(), "hf.Trainer", lambda: None, what=what, failure=CheckpointError)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Does nothing, because the loss scale is part of the state."""

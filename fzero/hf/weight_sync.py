@@ -21,7 +21,7 @@ import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
 from fzero._utils.arguments import shown
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import FzeroValueError
 from fzero.hf.data_parallel_ranks import Exchange
 from fzero.hf.stale_weights import GRADIENT, StaleWeights
@@ -167,7 +167,7 @@ class Sync:
             weights.put_back()
             return
         mesh, slots = trainer._mesh(), trainer.functional.slots(trainer.model)
-        with mesh.alone("gather"), agreement.unbroken(mesh):
+        with mesh.alone("gather"), control_group.unbroken(mesh):
             whole = dict(tree.with_names(gather.whole(trainer.train_state.params, mesh)))
         weights.put_back({name: whole[slot.name] for name, slot in slots.items()})
 

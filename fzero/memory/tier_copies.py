@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fzero._utils.host_memory import SECTOR, padded
-from fzero.comm.control_messages import exchanged
 from fzero.errors import TierError
 from fzero.memory.device_copies import copies
 from fzero.memory.disk import aligned
@@ -132,14 +130,11 @@ class TierTransport:
             return None
         failed, self._failed = self._failed, None
         failures = [_said(failed)] if failed else []
-        # Every step of an offloaded program makes this all_reduce, also if nothing failed: otherwise the ranks would
+        # Every step of an offloaded program makes this exchange, also if nothing failed: otherwise the ranks would
         # not agree on whether to raise.
         if self._mesh.size > 1:
-            count = torch.tensor(len(failures), device="cpu")
-            dist.all_reduce(count)
-            if count.item():
-                everyone = exchanged(failures, list[str], "step")
-                failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
+            everyone = self._mesh.control.all_gather(failures, list[str], "step")
+            failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if not failures:
             return None
         fix = "continue from the last checkpoint, with more space or on another path: the state is lost"

@@ -26,7 +26,7 @@ from fzero._utils.arguments import number
 from fzero._utils.bounded_json import parsed
 from fzero._utils.cpu_affinity import cores_at_start
 from fzero._utils.path_permissions import not_writable, unwritable_file
-from fzero.comm.control_messages import gathered
+from fzero.comm.control_group import world
 from fzero.errors import FzeroValueError
 from fzero.memory.disk import check
 from fzero.mesh import Mesh, close_mesh, make_mesh
@@ -78,7 +78,7 @@ def calibrate(
     file = Path(path) if path is not None else calibration_path(mesh.device_type)
     why = _unwritable(file) if mesh.rank == 0 else ""
     if mesh.size > 1:
-        why = gathered(why.encode())[0].decode()  # every rank raises, before any of them measures
+        why = mesh.control.all_gather(why, str, "calibrate")[0]  # every rank raises, before any of them measures
     if why:
         raise FzeroValueError("calibrate", f"{file} cannot be written: {why}", fix="path= names a file that can be")
     together = _places(mesh.device_type)
@@ -147,7 +147,7 @@ def _host_memory() -> int:
 
 def _of_first(measured: dict[str, Any]) -> dict[str, Any]:
     """Returns rank 0's measurements on every rank, so that all ranks plan alike."""
-    return _measurements(gathered(json.dumps(measured, default=vars).encode())[0])
+    return _measurements(world().all_gather_bytes(json.dumps(measured, default=vars).encode(), "calibrate")[0])
 
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None) -> dict[str, Any]:

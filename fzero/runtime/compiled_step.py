@@ -101,7 +101,7 @@ class CompiledStep(Compiled):
             key: int64[3]; by default `fz.random.key(0)`. The init function receives the key unchanged; the state's key
                 is derived from it.
 
-        Communication: about a hundred bytes through the store, to compare the arguments between the ranks. For the
+        Communication: about a hundred bytes between the ranks, to compare the arguments between the ranks. For the
         comparison the leaves are read once, which takes 2.5 s of a core for 6 GB. Every rank computes its own shards.
         Memory: this rank's shard of the state and, for an init function, at most one unsharded leaf. Random draws and
         pointwise operations are computed shard by shard, in pieces of 32 MiB for leaves off the device; other leaves
@@ -148,7 +148,7 @@ class CompiledStep(Compiled):
                 its parameters are made up from stored tensors (`fz.hf`: renamed and fused weights too).
 
         Communication: a parameter that several ranks hold is read by them in pieces and gathered, so that all ranks
-        together read each byte once; in addition a few hundred bytes through the store.
+        together read each byte once; in addition a few hundred bytes between the ranks.
         Memory: this rank's shard of the state, and 44 MiB.
 
         Raises:
@@ -239,7 +239,7 @@ class CompiledStep(Compiled):
     def gather(self, state: State) -> State:
         """Returns the unsharded state as plain host tensors, on every rank.
 
-        Communication: one all_gather per sharded leaf, and a few bytes through the store. Memory: the unsharded state
+        Communication: one all_gather per sharded leaf, and a few bytes between the ranks. Memory: the unsharded state
         in host memory: for small models and tests.
 
         Raises:
@@ -336,7 +336,7 @@ class CompiledStep(Compiled):
         Args:
             state: as in a step. Leaves on disk are skipped, and leaves of which no two ranks hold the same shard.
 
-        Communication: about a hundred bytes through the store. The leaves are read once, where they are stored: on a
+        Communication: about a hundred bytes between the ranks. The leaves are read once, where they are stored: on a
         CPU this takes 2.5 s of a core for 6 GB.
 
         Raises:

@@ -24,7 +24,7 @@ import torch
 
 from fzero import tree
 from fzero._compat import compat
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.comm.collective_sequence import before_leaving
 from fzero.errors import FzeroValueError
 from fzero.ir.ops import COPIES, OPS, from_to
@@ -154,7 +154,7 @@ class Replayed:
         self._num_runs += 1
         if self._num_runs != WARM_UP + 1:
             return
-        reasons = agreement.all_gather_values(self._mesh, "step", lambda: self._capture(trees))
+        reasons = control_group.all_gather_values(self._mesh.control, "step", lambda: self._capture(trees))
         if not any(reasons):
             return
         self.drop()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero._utils.host_memory import host_pool
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.comm.transport import transport
 from fzero.ir.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, replicated_leaves
 from fzero.ir.printer import name_of, source
@@ -80,7 +80,7 @@ def executable(
             replayed.prepare(*trees)
         # If the body raises, `unbroken` marks the mesh, so that the other ranks get an error at their next call instead
         # of waiting for a collective that never comes.
-        with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
+        with control_group.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin()
             running.attempt.begin(aside)

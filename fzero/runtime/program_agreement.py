@@ -9,7 +9,7 @@ from typing import Any
 
 from fzero._utils.bounded_json import parsed
 from fzero.comm import collective_sequence
-from fzero.comm.agreement import StoreChannel, unbroken
+from fzero.comm.control_group import ControlGroup, differing, run_on_all_ranks, unbroken
 from fzero.errors import DivergenceError
 from fzero.ir.printer import show
 from fzero.ir.program import Program
@@ -31,8 +31,9 @@ def made_together(
     it.
 
     `make` returns a `Lowered` and a function that builds it. That function returns another one, which connects the
-    built program with the other ranks. An error in any of the three is raised here and reported to the other ranks.
-    Only the last function waits for the other ranks, after all of them have built.
+    built program with the other ranks. An error in any of the three is raised here, and by the other ranks
+    as a DivergenceError. Only the last function
+    waits for the other ranks, after all of them have built.
 
     Args:
         why: says why this rank makes a program. The other ranks see it in their errors.
@@ -40,7 +41,7 @@ def made_together(
         entries: the entries of the batch (`batch_entries`). They are compared first, because a function that cannot
             be traced with one rank's batch would raise an error of its own on that rank only.
 
-    Communication: a few hundred bytes through the store, four times; the texts of two programs if they differ.
+    Communication: five exchanges of 512 bytes; the texts of two programs if they differ.
 
     Raises:
         DivergenceError: a rank's batch or program differs (showing the first differing line), a rank failed, or one
@@ -51,32 +52,33 @@ def made_together(
         return lowered, build()()
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.builds()
-    channel = StoreChannel(mesh, "compile", why)
-    if (other := channel.differing(json.dumps(list(entries.items())))) is not None:
+    control = mesh.control
+    if (other := differing(control, "compile", json.dumps(list(entries.items())), why)) is not None:
         rank, *texts = other
         first, theirs = (dict(parsed(text, list[tuple[str, str]])) for text in texts)
         fix = "give every rank a batch with the same entries, shapes and dtypes; drop or pad a shorter last batch"
         what = f"the batch of rank {rank} differs from that of rank 0"
         raise DivergenceError(owner, what, differing_entries(first, theirs, "rank 0", f"rank {rank}"), fix)
-    # If this rank fails, the others learn the reason from the store, and raise too instead of waiting in the
-    # comparison.
-    lowered, build = channel.reporting(make)
+    lowered, build = _together(control, make)
     text = describe(*lowered.programs)
-    if (other := channel.differing(text)) is not None:
+    if (other := differing(control, "compile", text, why)) is not None:
         rank, first, theirs = other
         what, fix = (
             f"rank {rank} would run a different program than rank 0",
             "run the same code, flags and batch shapes on every rank",
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
-    connect = channel.reporting(build)
     # No rank may start to connect before all are built: connecting is a collective, in which a rank that failed to
     # build would be missing.
-    channel.everyone({"built": True})
+    connect = _together(control, build)
     with unbroken(mesh):
-        connected = channel.reporting(connect)
-    channel.everyone({"ok": True})
-    return lowered, connected
+        return lowered, _together(control, connect)
+
+
+def _together(group: ControlGroup, act: Callable[[], Any]) -> Any:
+    """Runs a phase on all ranks. A rank that fails raises its own error, the others a DivergenceError that names it."""
+    what = "not every rank is ready to run"
+    return run_on_all_ranks(group, "compile", act, what=what, failure=DivergenceError)
 
 
 def differing_entries(first: Mapping[str, str], other: Mapping[str, str], one: str, another: str) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import FzeroValueError
 from fzero.ir.printer import name_of
 from fzero.ir.program import Program
@@ -70,7 +70,7 @@ class ReadValues:
                 else f"runs {name_of(program)} {program.name}"
             )
             # every rank raises, even if a value changed on only one rank
-            agreement.run_on_all_ranks(mesh, self._owner, lambda: self._check(traced), about)
+            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(traced), about=about)
 
     def _check(self, traced: Settings) -> None:
         """Raises if a value differs from the one at trace time."""

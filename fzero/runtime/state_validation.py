@@ -11,7 +11,7 @@ import torch
 from fzero import tree
 from fzero.checkpoint import tensor_digests
 from fzero.checkpoint.tensor_digests import Held, replicas_of
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.abstract_values import abstract_params
 from fzero.compiler.combined_transforms import zero_of
 from fzero.ir.from_graph import Inputs
@@ -50,7 +50,7 @@ def check_first_step(
         return
     trained = step.trains(abstract_params(params))
     # All ranks raise if the shard of one is not finite: the others would wait for it in the step.
-    agreement.run_on_all_ranks(mesh, "step", lambda: check_finite(state.params, params, trained, mesh))
+    control_group.run_on_all_ranks(mesh.control, "step", lambda: check_finite(state.params, params, trained, mesh))
     compare_replicas(state, mesh)
     _compare_batch(batch, step, mesh)
     # The tensors are keys of a weak dictionary, so remembering them does not keep their memory.

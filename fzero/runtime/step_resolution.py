@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.abstract_values import abstract_params, batch_inputs
 from fzero.compiler.auto_compress import check_links_known, open_formats
 from fzero.compiler.auto_offload import check_auto, resolve
@@ -101,8 +101,8 @@ class StepResolution:
         if self._budget is None and (asked or self._limits != (None, None, None)):
             # Hosts may have been calibrated differently, and with different rates the ranks would choose different
             # programs.
-            device = agreement.broadcast_from_rank0(
-                self._mesh, "compile", lambda: get_device(None, self._mesh.device_type).to_json()
+            device = control_group.broadcast_from_rank0(
+                self._mesh.control, "compile", lambda: get_device(None, self._mesh.device_type).to_json()
             )
             nbytes, host, disk = self._limits
             self._budget = Budget(nbytes, Device.from_json(device), self._backend, host, disk)

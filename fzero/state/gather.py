@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.comm.collectives import gather
 from fzero.comm.groups import ranks_along
 from fzero.mesh import Mesh
@@ -24,10 +24,10 @@ def gathered(state: State, mesh: Mesh) -> State:
     """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
     error."""
     check_state(state, "gather a state that train.init, train.restore or a step returned", "gather")
-    # This exchange through the store names a rank that does not come; in a gather, the others would only time out.
+    # This exchange names a rank that does not come; in a gather, the others would only time out.
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
-        agreement.run_on_all_ranks(mesh, "gather", lambda: None)
-    with agreement.unbroken(mesh):
+        control_group.run_on_all_ranks(mesh.control, "gather", lambda: None)
+    with control_group.unbroken(mesh):
         return whole(state, mesh)
 
 

@@ -19,7 +19,7 @@ from fzero._compat.allocator import return_freed_memory
 from fzero.checkpoint import tensor_digests
 from fzero.checkpoint.tensor_digests import Held
 from fzero.checkpoint.weight_loading import WINDOW, Weights, open_weights
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.abstract_values import abstract_params, recorded
 from fzero.compiler.state_layouts import opt_state_inputs
 from fzero.compiler.state_slots import slots_of
@@ -119,7 +119,7 @@ def params_of_load(
     found = InitialParams(*recorded(params, mesh.device_type), key) if callable(params) else None
     found = found or InitialParams(params, None, key)
     check_params(found.values, "load")
-    agreement.run_on_all_ranks(mesh, "load", lambda: check_model("load", model, found.values))
+    control_group.run_on_all_ranks(mesh.control, "load", lambda: check_model("load", model, found.values))
     return weights, found
 
 
@@ -197,11 +197,13 @@ def _first_state(
 
     stored = dict[int, torch.Tensor]()
     # Reading weight files is a collective operation, in which a rank that fails would leave the others waiting.
-    with nullcontext() if read is None else agreement.unbroken(mesh):
+    with nullcontext() if read is None else control_group.unbroken(mesh):
         if read is not None:
-            stored = agreement.run_on_all_ranks(mesh, owner, lambda: read(put))
+            stored = control_group.run_on_all_ranks(mesh.control, owner, lambda: read(put))
         # if a disk or a file fails on one rank, every rank raises the error
-        made, opt = agreement.run_on_all_ranks(mesh, owner, make_leaves) if places or read else make_leaves()
+        made, opt = (
+            control_group.run_on_all_ranks(mesh.control, owner, make_leaves) if places or read else make_leaves()
+        )
     # The init function received the key itself. The state needs another one, or the first step would draw the numbers
     # that the parameters were made of.
     rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}

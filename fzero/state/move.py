@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Home, Leaf, extent_of, home_of, in_slot, leaf_of, leave, place, ties
@@ -34,7 +34,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
         path: for "nvme" a directory, or several over which the leaves are striped. Leaves that a step keeps on disk go
             back to their original location there.
 
-    Communication: none between ranks except a few bytes through the store. Each leaf moves once over the link or to the
+    Communication: none between ranks except a few bytes. Each leaf moves once over the link or to the
     disk. On a mesh whose device is the CPU, host and device are one memory, and nothing is copied between the two.
     Memory: the new storage, the old storage of each leaf until the leaf has been moved, and two buffers of 16 MiB if a
     disk is involved.
@@ -73,7 +73,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
         # unchanged.
         places = iter(tensor_storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
         moved = (
-            agreement.run_on_all_ranks(mesh, "move", run)
+            control_group.run_on_all_ranks(mesh.control, "move", run)
             if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves)
             else run()
         )

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero.checkpoint import tensor_digests
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.mesh import Mesh
 from fzero.sharding.layout import leaf_of, shard
 from fzero.state import tensor_storage
@@ -20,7 +20,7 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
 
     The values are unsharded, and the same on every rank.
 
-    Communication: a few hundred bytes through the store. Memory: one shard of the largest parameter.
+    Communication: a few hundred bytes between the ranks. Memory: one shard of the largest parameter.
 
     Raises:
         DivergenceError: the ranks give different values.
@@ -41,7 +41,7 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
                 tensor_storage.fill(copies[name], tensor_storage.cast(leaves[name], copies[name].dtype))
 
     with torch.no_grad():
-        agreement.run_on_all_ranks(mesh, "overwrite", write)
+        control_group.run_on_all_ranks(mesh.control, "overwrite", write)
 
 
 def _named(values: object) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from fzero import checkpoint, tree
 from fzero.checkpoint import Index
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.abstract_values import abstract
 from fzero.compiler.state_layouts import opt_state_inputs
 from fzero.compiler.state_slots import Slots, slots_of
@@ -31,7 +31,7 @@ def describe(path: str | os.PathLike[str] | Index, mesh: Mesh, model: Any) -> In
     """Returns the index of the checkpoint that a state is restored from, the same on all ranks. Raises if `model` has
     changed."""
     index = checkpoint.describe(path, mesh)
-    agreement.run_on_all_ranks(mesh, "restore", lambda: check_model("restore", model))
+    control_group.run_on_all_ranks(mesh.control, "restore", lambda: check_model("restore", model))
     return index
 
 

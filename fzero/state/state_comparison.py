@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero._compat.compat import memory_of
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.abstract_values import abstract_params
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.state_layouts import leaves_made_anew, opt_state_inputs
@@ -163,7 +163,7 @@ def assembled(
         put = lambda value, leaf: tensor_storage.put(value, leaf, places, mesh)  # noqa: E731
         return {leaves[i].path: x for i, x in tensor_init.slots(step, params, slots, wanted, load, mesh, put).items()}
 
-    rest |= agreement.run_on_all_ranks(mesh, owner, begin) if places and leaves else begin()
+    rest |= control_group.run_on_all_ranks(mesh.control, owner, begin) if places and leaves else begin()
     on = lambda leaf: rest[leaf.path] if leaf.path in places else rest[leaf.path].to(mesh.device)  # noqa: E731
     few = {p: place(on(leaf), leaf, mesh, extent_of(rest[p])) for p, leaf in slots.leaves.items()}
     anew = leaves_made_anew(step, mesh, params)
@@ -174,7 +174,7 @@ def assembled(
 
     extras = {
         name: params.rebuild(
-            agreement.run_on_all_ranks(mesh, owner, lambda name=name: make(name)) if places else make(name)
+            control_group.run_on_all_ranks(mesh.control, owner, lambda name=name: make(name)) if places else make(name)
         )
         for name in anew
     }

@@ -19,7 +19,7 @@ from fzero._utils.host_memory import host_tensors
 from fzero._utils.progress import moved
 from fzero._utils.units import exact_size, size
 from fzero.checkpoint.safetensors_format import as_bytes
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.compiler.combined_transforms import offloads
 from fzero.compiler.state_layouts import leaves_made_anew, mirrors
 from fzero.compiler.state_slots import slots_of
@@ -100,7 +100,7 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
 
     Every rank calls it; if it fails on one rank it fails on all.
 
-    Communication: if there are leaves off the device, up to three exchanges of a few bytes through the store.
+    Communication: if there are leaves off the device, up to three exchanges of a few bytes between the ranks.
 
     Raises:
         FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks,
@@ -115,13 +115,15 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
             sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
-        agreement.run_on_all_ranks(
-            mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local))
+        control_group.run_on_all_ranks(
+            mesh.control, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local))
         )
-        places["disk"] = iter(agreement.run_on_all_ranks(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
+        places["disk"] = iter(
+            control_group.run_on_all_ranks(mesh.control, owner, lambda: disk.rest(on_disk, mesh, directories))
+        )
     if on_host:
-        made = agreement.run_on_all_ranks(
-            mesh, owner, lambda: host_tensors([(leaf.stored_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
+        made = control_group.run_on_all_ranks(
+            mesh.control, owner, lambda: host_tensors([(leaf.stored_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
         )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
@@ -145,7 +147,7 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
     Every rank calls it with the same leaves. If there is no room on one rank, no rank gets extents, and the log says
     so.
 
-    Communication: if some tensors have no second extent yet, two exchanges of a few bytes through the store.
+    Communication: if some tensors have no second extent yet, two exchanges of a few bytes between the ranks.
     """
     by_files: dict[Any, list[tuple[torch.Tensor, Extent]]] = {}
     for x in tensors:
@@ -169,8 +171,8 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
 
     try:
         # All ranks first check, then all take: either every rank gets the extents or none does.
-        agreement.run_on_all_ranks(mesh, "offload", room)
-        agreement.run_on_all_ranks(mesh, "offload", take)
+        control_group.run_on_all_ranks(mesh.control, "offload", room)
+        control_group.run_on_all_ranks(mesh.control, "offload", take)
     except FzeroValueError as error:
         logger.warning(
             "fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write "

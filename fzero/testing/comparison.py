@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.control_messages import exchanged
 from fzero.compiler.auto_stages import open_stages
 from fzero.mesh import Mesh
 from fzero.runtime.compile import compile
@@ -104,4 +103,4 @@ def most_skipped(step: Step) -> int:
 
 def all_gather_notes(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
     """Returns the messages of each rank, on every rank. `form`: the type of a message (bounded_json.py)."""
-    return [mine] if mesh.size == 1 else exchanged(mine, list[form], "check_equivalent")
+    return [mine] if mesh.size == 1 else mesh.control.all_gather(mine, list[form], "check_equivalent")

@@ -9,7 +9,7 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.comm.agreement import run_on_all_ranks
+from fzero.comm.control_group import run_on_all_ranks
 from fzero.compiler.abstract_values import batch_inputs
 from fzero.compiler.auto_tensor_parallel import choose_rules
 from fzero.compiler.combined_transforms import zero_of
@@ -94,7 +94,9 @@ def setting_of(
         whole_batch, batch = batch, parts_of(step, simulated, batch)[0]
     else:
         if mesh.axis_size(axes) > 1:
-            run_on_all_ranks(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
+            run_on_all_ranks(
+                mesh.control, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record)
+            )
         # The plain step sees all samples at once, on every rank.
         whole_batch = gathered(batch, mesh, axes, has_rows)
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.agreement import all_gather_values
+from fzero.comm.control_group import all_gather_values
 from fzero.errors import DivergenceError, FzeroTypeError
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
@@ -48,7 +48,7 @@ def check_deterministic(train: CompiledStep, state: State, batch: Any) -> None:
     first, second = (dict(tree.with_names({"loss": metrics["loss"], **after._asdict()})) for after, metrics in results)
     differing = [name for name in first if not torch.equal(_bits(first[name]), _bits(second[name]))]
     found = all_gather_values(
-        train.mesh, "check_deterministic", lambda: differing[:1] and [differing[0], len(differing)]
+        train.mesh.control, "check_deterministic", lambda: differing[:1] and [differing[0], len(differing)]
     )
     problems = [f"rank {rank}: {x[0]} (tensors that differ: {x[1]})" for rank, x in enumerate(found) if x]
     if problems:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.control_messages import gathered_tensors
 from fzero.compiler.abstract_values import batch_inputs
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
@@ -40,7 +39,7 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     flat, structure = tree.flatten(batch)
     index = torch.tensor(mesh.index(axes), device="cpu")
     here = {"index": index, **{str(i): x for i, x in enumerate(flat)}}
-    parts = {int(part["index"]): part for part in gathered_tensors(here)}
+    parts = {int(part["index"]): part for part in mesh.control.all_gather_tensors(here, "check_equivalent")}
     # Keyed by the index along the batch axes. Ranks that differ only along other axes have the same part, which counts
     # once.
     in_order = [[parts[i][str(n)] for n in range(len(flat))] for i in sorted(parts)]

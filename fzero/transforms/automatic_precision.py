@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.comm import agreement
+from fzero.comm import control_group
 from fzero.errors import message
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Leaf
@@ -186,14 +186,14 @@ class Promotion:
             leaves: the parameters.
             counts: the counters of the state.
 
-        Communication: a few bytes through the store.
+        Communication: a few bytes between the ranks.
         """
         record = find(step.transforms, AutomaticPrecision)
         if record is None:
             return step
         highest = [max(pair) for pair in zip(*(x.tolist() for x in counts), strict=True)]
         mine = [x.path for x, count in zip(leaves, highest, strict=True) if count >= LIMIT and record.selects(x)]
-        safer = tuple(agreement.broadcast_from_rank0(self._mesh, "mixed_precision", lambda: mine))
+        safer = tuple(control_group.broadcast_from_rank0(self._mesh.control, "mixed_precision", lambda: mine))
         return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
 
     def before_build(

@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import async_save, directory, saving
 from fzero.checkpoint.index import read_index as index_of
-from fzero.comm.all_ranks import Ranks
 from fzero.comm.collective_sequence import leave_all
 from fzero.errors import CheckpointError
 from fzero.sharding.layout import Layout, Leaf
@@ -336,52 +334,6 @@ def on_two_ranks(root: Path) -> None:
 
 def test_on_two_ranks(tmp_path: Path, run_ranks: Any) -> None:
     run_ranks(2, on_two_ranks, tmp_path)
-
-
-class Store:
-    """One store as a rank has it. `wait`: before it reads."""
-
-    def __init__(self, store: dist.Store, wait: Any = None):
-        self._store, self._wait, self.gone = store, wait, False
-
-    def __getattr__(self, name: str) -> Any:
-        if self.gone:
-            raise dist.DistNetworkError("Broken pipe")
-        if name == "multi_get" and self._wait is not None:
-            assert self._wait(20)
-        return getattr(self._store, name)
-
-
-def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, whole = threading.Event(), dist.HashStore()
-    stores, got = iter([Store(whole), Store(whole, go.wait)]), dict[int, Any]()
-    monkeypatch.setattr(async_save.compat, "default_store", lambda: next(stores))
-    notes = [async_save._Apart(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
-
-    def act(rank: int) -> None:
-        with notes[rank] as ranks:
-            got[rank] = [ranks.exchange((rank, i), tuple[int, int]) for i in range(3)]
-
-    threads = [threading.Thread(target=act, args=(r,)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    threads[0].join(0.2)
-    assert threads[0].is_alive()
-    go.set()
-    for thread in threads:
-        thread.join(20)
-    assert got[0] == got[1] == [[(0, i), (1, i)] for i in range(3)]
-    assert whole.num_keys() == 0
-
-
-def test_a_store_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(dist.HashStore())
-    monkeypatch.setattr(async_save.compat, "default_store", lambda: store)
-    with async_save._Apart(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
-        ranks.exchange(1, int)
-        store.gone = True
-        with pytest.raises(CheckpointError, match="the store is gone"):
-            ranks.exchange(2, int)
 
 
 ENDS = """

@@ -34,7 +34,7 @@ from fzero import checkpoint, optim, tree
 from fzero._utils.bounded_json import dumped, parsed
 from fzero.checkpoint import index, reading, safetensors_format, saving, treespec
 from fzero.checkpoint.weight_files import entries_of
-from fzero.comm.all_ranks import Ranks, world
+from fzero.comm.control_group import ControlGroup, world
 from fzero.errors import CheckpointError, FzeroError
 from fzero.mesh import Mesh, make_mesh
 from fzero.sharding.layout import Layout, Leaf, leaf_of, place, shard
@@ -117,19 +117,22 @@ def meshes(**axes: int) -> list[Mesh]:
 
 
 def as_ranks(size: int, act: Any) -> list[Any]:
-    """`act(Ranks)` in one thread per rank; a rank that hangs fails the test. Returns results, or exceptions."""
+    """`act(ControlGroup)` in one thread per rank; a rank that hangs fails the test. Returns results, or exceptions."""
     barrier, slots, out = threading.Barrier(size, timeout=30), [""] * size, [None] * size
 
     def run(rank: int) -> None:
-        def exchange(mine: Any, form: Any) -> list[Any]:
-            slots[rank] = dumped(mine)
-            barrier.wait()
-            everyone = [parsed(text, form) for text in slots]
-            barrier.wait()
-            return everyone
+        class Threads(ControlGroup):
+            def all_gather(self, value: Any, form: Any = Any, owner: str = "", about: str = "") -> list[Any]:
+                slots[rank] = dumped(value)
+                barrier.wait()
+                everyone = [parsed(text, form) for text in slots]
+                barrier.wait()
+                return everyone
 
+        group = Threads()
+        group.rank, group.size = rank, size
         try:
-            out[rank] = act(Ranks(rank, size, exchange))
+            out[rank] = act(group)
         except Exception as error:
             out[rank] = error  # type: ignore[call-overload]
 
@@ -141,7 +144,7 @@ def as_ranks(size: int, act: Any) -> list[Any]:
     return out
 
 
-def save_as(ranks: Ranks, root: Any, state: Any) -> Any:
+def save_as(ranks: ControlGroup, root: Any, state: Any) -> Any:
     return saving.carry_out(saving.begin(ranks, root, state))
 
 

@@ -29,7 +29,7 @@ import fzero as fz
 from fzero import checkpoint, optim
 from fzero.checkpoint import saving, storage
 from fzero.checkpoint.storage_paths import Url, as_path
-from fzero.comm.all_ranks import world
+from fzero.comm.control_group import world
 from fzero.errors import CheckpointError, StorageError
 from fzero.sharding.layout import Layout, Leaf
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._compat import allocator, compat
+from fzero.comm.control_group import ALONE
 from fzero.comm.local_device import choose_device, crowded, device_problems, idle, one_visible, unsupported
 from fzero.elastic import abort_transfers
 from fzero.errors import FzeroValueError
@@ -101,7 +102,7 @@ def test_updates_on_the_host_of_a_gpu_say_that_cores_are_idle(
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     cpu = torch.device("cpu")
-    mesh: Any = SimpleNamespace(size=1, rank=0, device=torch.device("cuda", 0) if gpu else cpu)
+    mesh: Any = SimpleNamespace(size=1, rank=0, control=ALONE, device=torch.device("cuda", 0) if gpu else cpu)
     with caplog.at_level(logging.WARNING, "fzero"):
         inductor.compiled({}, mesh, cpu)
     texts = [r.getMessage() for r in caplog.records]

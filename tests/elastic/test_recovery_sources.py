@@ -15,7 +15,7 @@ import torch
 import fzero as fz
 from fzero.checkpoint.index import Index, StoredPart
 from fzero.comm import point_to_point
-from fzero.comm.all_ranks import world
+from fzero.comm.control_group import world
 from fzero.elastic import recovery_source
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint, is_whole
 from fzero.sharding.shard_regions import Boxes, DimShard, claimed, whole

@@ -119,7 +119,7 @@ def test_an_error_of_one_rank_has_one_fix_on_the_others(run_ranks: Any) -> None:
     assert second.type == "FzeroTypeError" and first.type == "DivergenceError"
     for told in (first, second):
         assert told.message.count("Fix: ") == 1 and told.message.endswith("Fix: correct it")
-    assert "rank 1: FzeroTypeError: fzero.step: a mistake of rank 1" in first.message and "a detail" in first.message
+    assert "rank 1: fzero.step: a mistake of rank 1" in first.message and "a detail" in first.message
 
 
 def _swapped() -> None:

@@ -76,7 +76,7 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
         backend: "inductor" or "eager".
         mesh: the mesh whose device they run on.
 
-    Communication: a few hundred bytes through the store.
+    Communication: a few hundred bytes between the ranks.
 
     Raises:
         FzeroError: a subgraph cannot be compiled.

@@ -70,13 +70,16 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     then = "; then cached" if cache is not None and cache.limit else ""
     far = shown("fzero.compile", lambda: f"{progress}{then} (backend='eager' starts without compiling)")
     with far if mesh.rank == 0 else contextlib.nullcontext():
-        if cache is not None:
-            with share.delivering():
+
+        def mine() -> None:
+            if cache is not None:
                 # The division is computed from the keys of all subgraphs, including those that are cached, so that
                 # ranks which find different entries in the cache still agree on it.
                 make(cache, {n for n in functions if n not in built and load.keys[n] in share.mine})
-            # From here on, the cache also holds what other ranks have compiled.
-            share.wait()
+
+        share.deliver(mine)
+        if cache is not None:
+            # The cache now also holds what other ranks have compiled.
             built |= load(cache, built)
             # `_Loader` has changed these keys, because an artifact of another GPU does not work on this one. No other
             # rank compiles them.

@@ -1,20 +1,18 @@
 """Divides compilation among the ranks of one host: which of them see the same cache, which rank compiles what, and
 which have delivered.
 
-Messages go through the store, so that a rank that fails or dies while others wait for it is an error that names it.
-There are no locks that could be left behind.
+A rank that fails or dies while others wait for it is an error that names it. There are no locks that could be left
+behind.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from fzero._utils.cpu_affinity import listed, own_cores, share_of, spelled
-from fzero.comm.control_messages import Notes, timed_out
-from fzero.errors import DivergenceError
+from fzero.comm import control_group
 from fzero.mesh import Mesh
 
 
@@ -40,53 +38,37 @@ class Share:
         self.ranks, own = [mesh.rank], own_cores()
         everyone, needs = [own], {mesh.rank: costs}
         if mesh.size > 1:
-            # Every rank counts its own divisions. The counts agree because all ranks construct these objects in the
-            # same order, so keys of an earlier division are never read again.
-            number = mesh.store.add(f"fzero/share/counts/{mesh.rank}", 1)
-            self._notes = Notes(mesh.store, f"fzero/share/{number}", mesh.rank)
-            given = {"host": host, "cache": _digest(cache), "needs": _digest(sorted(costs.items()))}
-            notes = self._exchange("note", {**given, "cores": spelled(own)}, range(mesh.size))
-            together = {r: note for r, note in notes.items() if (note["host"], note["cache"]) == (host, given["cache"])}
-            self.ranks, needs = [*together], dict.fromkeys(together, costs)
-            # The costs of thousands of keys are exchanged only if the ranks need different subgraphs; usually the
-            # digests are equal.
-            if any(note["needs"] != given["needs"] for note in together.values()):
-                texts = self._exchange("needs", {key: str(cost) for key, cost in costs.items()}, self.ranks)
-                needs = {r: {key: float(cost) for key, cost in text.items()} for r, text in texts.items()}
-            everyone = [listed(note["cores"]) for note in notes.values() if note["host"] == host]
+            mine = _Needs(host, _digest(cache), _digest(sorted(costs.items())), spelled(own))
+            notes = dict(enumerate(mesh.control.all_gather(mine, _Needs, "compile")))
+            self.ranks = [r for r, note in notes.items() if (note.host, note.cache) == (host, mine.cache)]
+            needs = dict.fromkeys(self.ranks, costs)
+            # The costs of thousands of keys are exchanged only if ranks need different subgraphs; usually the digests
+            # are equal.
+            if any(note.needs != notes[0].needs for note in notes.values()):
+                all_costs = mesh.control.all_gather(dict(costs), dict[str, float], "compile")
+                needs = {r: all_costs[r] for r in self.ranks}
+            everyone = [listed(note.cores) for note in notes.values() if note.host == host]
         self.mine = divided(needs)[mesh.rank]
         self.cores = share_of(own, everyone)
 
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Runs a body in which this rank delivers its keys. If the body fails, the other ranks are told why."""
-        try:
-            yield
-        except BaseException as error:
-            # The others wait for this rank in `wait`, up to the timeout of the mesh.
-            if len(self.ranks) > 1:
-                self._notes.write("done", {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
-            raise
-
-    def wait(self) -> None:
-        """Waits until all ranks have delivered.
+    def deliver(self, act: Callable[[], object]) -> None:
+        """Runs `act`, in which this rank delivers its keys, and returns after all ranks have delivered theirs.
 
         Raises:
-            DivergenceError: ranks failed or timed out; names them.
+            FzeroValueError: ranks failed; names them.
         """
-        if len(self.ranks) > 1:
-            self._exchange("done", {}, self.ranks)
+        control_group.run_on_all_ranks(
+            self._mesh.control, "compile", act, what="not every rank has compiled its share", about="compiles functions"
+        )
 
-    def _exchange(self, topic: str, note: dict[str, str], ranks: Sequence[int]) -> dict[int, dict[str, str]]:
-        self._notes.write(topic, note)
-        missing = {ranks[i] for i in self._mesh.collective_sequence.absent(self._notes.keys(topic, ranks), "compile")}
-        notes = self._notes.read(topic, [r for r in ranks if r not in missing], dict[str, str])
-        problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
-        problems += [f"rank {r} {timed_out(self._mesh.timeout)}" for r in sorted(missing)]
-        if problems:
-            fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
-            raise DivergenceError("compile", "not every rank has compiled its share", problems, fix)
-        return notes
+
+class _Needs(NamedTuple):
+    """What a rank tells the others: its host, digests of its cache and of the costs of its keys, and its cores."""
+
+    host: str
+    cache: str
+    needs: str
+    cores: str
 
 
 def _digest(what: Any) -> str:
