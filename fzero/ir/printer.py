@@ -89,7 +89,7 @@ def show(program: Program, *, fold: bool = True, full: bool = False) -> str:
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
         raise FzeroTypeError("show", f"prints a program, not {type(program).__name__}", fix=fix)
     body = _full(program) if full else folded(program) if fold else _flat(program.instructions, program, 1)
-    lines = [*_header(program), _signature(program), *(p.render() for p in body)]
+    lines = [*_header(program), "", _signature(program), *(p.render() for p in body)]
     return "\n".join([*lines, *_wrapped(_returns(program, full), "")]) + "\n"
 
 
@@ -243,12 +243,10 @@ def _wrapped(code: str, comment: str) -> list[str]:
     open_at = code.index("(", max(assigned, 0))
     head, rest = code[: open_at + 1], code[open_at + 1 :]
     rest = _INDEX.sub(lambda m: m.group().replace(" ", "\0"), rest)  # not within an index
-    return [_noted(head, comment), *(line.replace("\0", " ") for line in _filled(indent + rest, indent))]
-
-
-def _filled(text: str, indent: str) -> list[str]:
-    """Breaks text at its spaces into lines of readable width. `indent`: of the lines after the first."""
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    body = textwrap.wrap(
+        indent + rest, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [_noted(head, comment), *(line.replace("\0", " ") for line in body)]
 
 
 _INDEX = re.compile(r"\[[^\[\],']*\]")
@@ -271,9 +269,7 @@ def _header(program: Program) -> list[str]:
         f"transforms: {transforms}",
         f"sent per step: {', '.join(_sent(program)) or 'nothing'}",
     ]
-    kept = (re.sub(r"(?<=\d) (?=[KMGT]?i?B\b)", "\0", line) for line in lines)
-    wrapped = [text.replace("\0", " ") for line in kept for text in _filled(line, "    ")]
-    return [f"# {text}".rstrip() for text in (*wrapped, *(f"  {note}" for note in program.notes))]
+    return [f"# {line}" for line in (*lines, *(f"  {note}" for note in program.notes))]
 
 
 def _state(program: Program) -> tuple[str, str]:
@@ -394,4 +390,5 @@ def _indexed(p: Printed, steps: list[int], variable: str) -> Printed:
         return re.sub(r"\{([^}]*)\}", r"\1", re.sub(r"(?<=\])_(\d+)", r"[\1]", marked))
 
     code, out = rewrite(p.code), tuple(rewrite(name) for name in p.out)
-    return Printed(p.depth + 1, code, out, p.types, p.remark)
+    types = tuple(rewrite(kind) for kind in p.types)
+    return Printed(p.depth + 1, code, out, types, rewrite(p.remark))
