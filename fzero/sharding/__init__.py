@@ -3,9 +3,9 @@
 One propagation (`propagation.py`) visits the ops of a graph for one mesh axis and chooses, for each op, the strategy
 whose conversions send the fewest bytes. The strategies come from one table of rules, which label the dims of an op's
 operands and results, as in einops. Tensor and sequence parallelism are placements of a graph's inputs. Expert
-parallelism uses the same rules for two dims at once. *Flat* shards (ZeRO, the sharded optimizer), contiguous pieces of
-a flattened tensor, are handled by `flat_propagation.py`. The result is a graph with markers for collectives, which a
-pass turns into ops of a program. This folder knows nothing about programs: it imports nothing from `ir/`.
+parallelism uses the same rules for two dims at once, and *flat* shards (ZeRO, the sharded optimizer), contiguous pieces
+of a flattened tensor, for ops that keep the order of elements. The result is a graph with markers for collectives,
+which a pass turns into ops of a program. This folder knows nothing about programs: it imports nothing from `ir/`.
 
 | file | what it does |
 |---|---|
@@ -26,6 +26,7 @@ pass turns into ops of a program. This folder knows nothing about programs: it i
 | `expert_propagation.py` | the same for an axis that also shards the batch, whose ranks exchange tokens |
 | `flat_propagation.py` | propagates flat shards through an optimizer's update, its init, or an init function |
 | `update_scalars.py` | distinguishes parameter arithmetic from scalars in a recorded update |
+| `shape_constants.py` | replaces ops that read only the shape of a value by constants |
 | `sharded_graph.py` | the function of one rank, with the placements of its outputs |
 | `graph_writer.py` | writes ops on shards, layout conversions and collective markers into a graph |
 | `collective_partitions.py` | partitions a graph at its collectives into subgraphs |

@@ -29,8 +29,9 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Marker: the reduction ("sum", "max" or "min") of the `x` of all ranks."""
+def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...] = ()) -> torch.Tensor:
+    """Marker: the reduction ("sum", "max" or "min") of the `x` of all ranks along these axes, by default along the axis
+    of the propagation."""
     raise AssertionError("a marker is not executable")
 
 

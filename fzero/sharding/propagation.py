@@ -30,7 +30,6 @@ from fzero._compat import compat
 from fzero.random import DRAW
 from fzero.sharding.bodies import body_of
 from fzero.sharding.factors import Rule, rule_of, strategies
-from fzero.sharding.flat_propagation import constants_for_shapes
 from fzero.sharding.graph_writer import RESHAPES, GraphWriter
 from fzero.sharding.layer_rules import independent_results
 from fzero.sharding.operations import (
@@ -54,6 +53,7 @@ from fzero.sharding.placements import (
     local_shape,
     through_view,
 )
+from fzero.sharding.shape_constants import constants_for_shapes
 from fzero.sharding.sharded_graph import Exchanged, MadeWhole, OutputPlacement, ShardedGraph, Wanted, Way
 from fzero.trace.flops import product_flops
 from fzero.trace.meta_cache import FakeResults
@@ -185,8 +185,7 @@ class Propagation:
         attention: Attention | None = None,
         given: Sequence[Sequence[Exchanged]] = (),
     ):
-        names = [x.name for x in source.inputs]
-        self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
+        self.source = self.prepared(extract(source, source.inputs, source.outputs, [x.name for x in source.inputs]))
         self.n, self.places, self.stream = n, places, stream
         self.attention: Attention | None = attention
         self.wanted = [OutputPlacement(w) if isinstance(w, str) else w for w in wanted]
@@ -220,6 +219,10 @@ class Propagation:
                 self.made[x][stream] = self.write.converted(self.made[x][REPLICATE], REPLICATE, stream)
 
     # --- inputs and outputs ---
+
+    def prepared(self, source: Recorded) -> Recorded:
+        """Changes the copied original function before it is propagated through."""
+        return constants_for_shapes(source)
 
     def _input(self, x: fx.Node, place: Placement, leaf: bool) -> None:
         value = x.meta["val"]

@@ -11,8 +11,7 @@ import torch.fx as fx
 
 from fzero.random import DERIVE
 from fzero.sharding.flat_propagation import (
-    REDUCTIONS,
-    all_reduce,
+    FULL_REDUCTIONS,
     draw_start,
     gather,
     is_reduction,
@@ -20,6 +19,7 @@ from fzero.sharding.flat_propagation import (
     num_valid,
     take_shard,
 )
+from fzero.sharding.graph_writer import all_reduce
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
         if node.op != "call_function" or num_elements(node) != 1 or "shard" in node.meta or node.target in MARKERS:
             continue
         stages = {found[a] for a in node.all_input_nodes if a in found}
-        if len(stages) == 1 and node.target in REDUCTIONS:
+        if len(stages) == 1 and node.target in FULL_REDUCTIONS:
             node.meta["reduction"] = True
         elif len(stages) == 1 and node.target not in (aten.stack.default, aten.cat.default):
             found[node] = stages.pop()

@@ -25,8 +25,9 @@ from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
 from fzero.ops.block_quantization import granule
 from fzero.random import DERIVE
-from fzero.sharding.flat_propagation import Sharded, aten, constants_for_shapes, propagate, take_shard
+from fzero.sharding.flat_propagation import Sharded, aten, propagate, take_shard
 from fzero.sharding.layout import Leaf, Sharding, shard
+from fzero.sharding.shape_constants import constants_for_shapes
 from fzero.sharding.shard_regions import part_shape
 from fzero.step import Step
 from fzero.trace.functionalization import AGAIN

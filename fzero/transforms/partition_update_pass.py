@@ -24,7 +24,8 @@ from fzero.ir.attributes import Attrs, CastAttrs, DrawAttrs, ReduceAttrs, ShardO
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
-from fzero.sharding.flat_propagation import Sharded, all_reduce, draw_start, gather, num_valid, propagate, take_shard
+from fzero.sharding.flat_propagation import Sharded, draw_start, gather, num_valid, propagate, take_shard
+from fzero.sharding.graph_writer import all_reduce
 from fzero.sharding.layout import TIERS, Sharding, sharding_over
 from fzero.sharding.update_scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
 from fzero.trace.recorder import Recorded
