@@ -19,8 +19,6 @@ from tyro.conf import arg
 
 from fzero._utils import bounded_json
 from fzero.cli.target import UsageError, users_code
-from fzero.hf.moe import is_mixture
-from fzero.hf.transformers_import import library
 from fzero.step import Step
 
 _SEQ = 4096  # tokens, if the configuration allows that many
@@ -242,6 +240,8 @@ def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
         # planned]
         exec(compile(f"{made.model}\n{made.batch}", "<the script of --hf>", "exec"), found)
     model = found["model"]
+    from fzero.hf.moe import is_mixture  # here, because the other commands work without fzero.hf
+
     return Target(found["step"], model.params, found["batch"], len(model.blocks)), is_mixture(model.module)
 
 
@@ -270,6 +270,8 @@ _FLAGS = {
 
 def _configuration(given: str) -> tuple[Path, Any]:
     """Returns the path of a configuration, a directory or a file, and the configuration itself."""
+    from fzero.hf.transformers_import import library
+
     AutoConfig = library("plan --hf").AutoConfig
     path = Path(given).expanduser()
     file = path / "config.json" if path.is_dir() else path
@@ -376,6 +378,8 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
     arguments lacks it and has not renamed it. Old files of the library have such keys too, so they are reported and
     not rejected.
     """
+    from fzero.hf.transformers_import import library
+
     generation = library("plan --hf").GenerationConfig()
     data = bounded_json.read(path / "config.json" if path.is_dir() else path)
     for name, given, part in _parts(data, config):

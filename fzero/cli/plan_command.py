@@ -25,7 +25,6 @@ from fzero.cli.target import UsageError, load, users_code
 from fzero.compiler.abstract_values import abstract
 from fzero.compiler.auto_mesh import choose_mesh
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import get_devices
 from fzero.plan.page.html_page import check_charts
@@ -145,6 +144,8 @@ class PlanCommand(StepCommand):
             else:
                 of = self.model.of_all(number)
                 with usage_errors():
+                    from fzero.hf.transformers_import import library
+
                     library("plan --hf")
                 made, (step, params, batch, _) = planned(of, {"data": 1}, device.devices_per_host, {})
                 unknown += made.unknown

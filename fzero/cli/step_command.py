@@ -24,7 +24,6 @@ from fzero.compiler.lower import lower
 from fzero.compiler.lowered import Lowered
 from fzero.compiler.passes import FIRST, passes_of
 from fzero.compiler.state_budget import check_at_rest, shortage
-from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
 from fzero.plan.calibration import elsewhere
 from fzero.plan.device_lookup import Device, get_device, get_devices
@@ -132,6 +131,8 @@ class StepCommand:
                     zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
                 )
                 with usage_errors():
+                    from fzero.hf.transformers_import import library
+
                     library("plan --hf")  # imported now, so that the resident memory includes it
                 if self.budget is None:
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
