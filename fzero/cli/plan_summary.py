@@ -216,10 +216,9 @@ class Answer:
             elif host_peak + process <= budget.host:
                 text += f"; of {size(budget.host)} of host memory {size(host_peak + process)} are used"
             else:
-                text += (
-                    f"; of {size(budget.host)} of host memory {size(host_peak)} are used, and {size(process)} besides "
-                )
-                text += "by the process"
+                total, rest = size(host_peak + process), (budget.host - process) // 10**9
+                text += f"; {total} of host memory are used with the process, more than {size(budget.host)}"
+                text += f": if the host has no more, plan with --host-budget {rest}GB" if rest > 0 else ""
         return text
 
     def text(self) -> str:
