@@ -150,7 +150,7 @@ def test_the_legend_of_programs_is_complete() -> None:
         word for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for word in re.findall(r"`[^`\w]*(\w+)", row)
     }
     ops = {name for name, op in OPS.items() if op.in_text and name not in OWNERS}
-    placements = {*re.findall(r"# \w+\[[^\]]*\] (\w+)\(", printed)}
+    placements = {*re.findall(r"# +(?:<<< )?\w+\[[^\]]*\] (\w+)\(", printed)}
     assert {"partial", "shard"} <= placements
     assert ops - {"rollback"} <= legend
     assert placements <= legend
