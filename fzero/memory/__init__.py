@@ -11,6 +11,6 @@ the compiler decides where a value is stored and when its memory may be overwrit
 | `pinned_staging.py` | copies batches to a GPU through page-locked buffers, so that the host does not wait |
 | `disk.py` | stores tensors on disk: allocates, reads and writes them in bounded memory |
 | `scratch_files.py` | reads and writes the scratch files of a rank in background threads |
-| `scratch_directories.py` | makes private directories for scratch files, and removes those of killed runs |
+| `scratch_allocation.py` | allocates anonymous scratch files, which the kernel frees when their process ends |
 | `simulated_copies.py` | simulates the asynchronous copies of a GPU on a CPU, so that tests notice missing waits |
 """

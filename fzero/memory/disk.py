@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroValueError, TierError
-from fzero.memory.scratch_directories import ALIGNMENT, PIECE, aligned, check, padded
+from fzero.memory.scratch_allocation import ALIGNMENT, PIECE, aligned, check, padded
 from fzero.memory.scratch_files import ScratchFiles, Transfer
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Extent, Leaf, extent_of, leaf_of, place

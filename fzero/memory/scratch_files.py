@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroValueError, TierError
-from fzero.memory import scratch_directories
-from fzero.memory.scratch_directories import ALIGNMENT, PIECE, ScratchFile
+from fzero.memory import scratch_allocation
+from fzero.memory.scratch_allocation import ALIGNMENT, PIECE, ScratchFile
 
 Runs = Iterable[tuple[int, torch.Tensor]]
 _FIX = "the state is lost; continue from the last checkpoint; free space or use another path"
@@ -30,9 +30,9 @@ _FIX = "the state is lost; continue from the last checkpoint; free space or use 
 class ScratchFiles:
     """Bytes 0 to `nbytes` on disk, private to this process and striped over directories in pieces of 4 MiB.
 
-    Blocks are allocated immediately; bytes that were never written read as zeros. The files are private (0600, in a
-    separate directory). They are removed by `close`, when the last reference to this object goes away, at exit, and
-    after a crash by the next run on the same path.
+    Blocks are allocated immediately; bytes that were never written read as zeros. The files have no names, so no other
+    process can open them. They are freed by `close`, when the last reference to this object goes away, and when the
+    process ends, however it ends.
 
     Args:
         directories: one or several existing directories, ideally on separate disks.
@@ -53,8 +53,8 @@ class ScratchFiles:
     Example:
         >>> import tempfile
         >>> files = ScratchFiles(tempfile.gettempdir(), 8192)
-        >>> files.write([(4096, scratch_directories.aligned(4096).fill_(7))]).wait()
-        >>> found = scratch_directories.aligned(8192)
+        >>> files.write([(4096, scratch_allocation.aligned(4096).fill_(7))]).wait()
+        >>> found = scratch_allocation.aligned(8192)
         >>> files.read([(0, found)]).wait()
         >>> found[4094:4098].tolist()
         [0, 0, 7, 7]
@@ -73,14 +73,13 @@ class ScratchFiles:
                 "offload", f"{nbytes} bytes, moved by {num_threads} threads", fix="give at least 0 bytes and 1 thread"
             )
         self.directories, self.nbytes, self._num_threads = (
-            scratch_directories.paths(directories),
-            scratch_directories.padded(nbytes),
+            scratch_allocation.paths(directories),
+            scratch_allocation.padded(nbytes),
             num_threads,
         )
-        self._parts = scratch_directories.allocate(self.directories, self.nbytes)
+        self._parts = scratch_allocation.allocate(self.directories, self.nbytes)
         self.direct = all(part.direct for part in self._parts)
         self._open = _Open(self._parts)
-        # A finalizer instead of `__del__`: it also runs at exit, when the files must be removed.
         self._finalizer = weakref.finalize(self, self._open.close)
 
     def read(self, runs: Runs) -> Transfer:
@@ -112,8 +111,8 @@ class ScratchFiles:
                 unchanged.
         """
         begin = self.nbytes
-        scratch_directories.extend(self._parts, begin, begin + scratch_directories.padded(nbytes))
-        self.nbytes = begin + scratch_directories.padded(nbytes)
+        scratch_allocation.extend(self._parts, begin, begin + scratch_allocation.padded(nbytes))
+        self.nbytes = begin + scratch_allocation.padded(nbytes)
         return begin
 
     def close(self) -> None:
@@ -258,7 +257,7 @@ class _FilePiece:
         except BaseException as error:
             if isinstance(error, OSError):  # its traceback would keep the memory alive
                 error = error.with_traceback(None)
-            failure = (error, f"{self.part.directory}: {self.nbytes} bytes at offset {self.offset}")
+            failure = (error, f"{self.part.path}: {self.nbytes} bytes at offset {self.offset}")
         self.transfer.ended(failure)
 
 

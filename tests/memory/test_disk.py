@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import logging
 import mmap
@@ -28,7 +29,7 @@ import torch
 
 import fzero as fz
 from fzero.errors import FzeroValueError, TierError
-from fzero.memory import disk, scratch_directories, scratch_files
+from fzero.memory import disk, scratch_allocation, scratch_files
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Layout, Leaf, extent_of, leaf_of, place
 
@@ -52,7 +53,10 @@ def read(found: disk.ScratchFiles, offset: int = 0, nbytes: int | None = None) -
 
 
 def ours(path: Path) -> list[Path]:
-    return sorted(path.glob("fzero-*"))
+    """The scratch files of this process under a path. They have no names, but can be opened through these links."""
+    links = sorted(Path("/proc/self/fd").iterdir(), key=lambda link: int(link.name))
+    targets = {link: os.readlink(link) for link in links if os.path.islink(link)}
+    return [link for link, to in targets.items() if to.startswith(f"{path}/") and to.endswith(" (deleted)")]
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -100,7 +104,7 @@ def test_files_of_a_stripe_hold_what_lies_there(tmp_path: Path) -> None:
     found = disk.ScratchFiles(paths, 9 * MIB)
     value = pattern(9 * MIB)
     found.write([(0, value)]).wait()
-    first, second = (bytearray((ours(path)[0] / "data").read_bytes()) for path in paths)
+    first, second = (bytearray(ours(path)[0].read_bytes()) for path in paths)
     assert torch.equal(torch.frombuffer(first, dtype=torch.uint8), torch.cat([value[: 4 * MIB], value[8 * MIB :]]))
     assert torch.equal(torch.frombuffer(second, dtype=torch.uint8), value[4 * MIB : 8 * MIB])
     found.close()
@@ -118,7 +122,7 @@ def test_runs_go_where_they_should(
     """In any order, with gaps in the file and in memory, against a plain array; with small stripes, so that there are
     many ends."""
     monkeypatch.setattr(scratch_files, "PIECE", 4 * BLOCK)
-    monkeypatch.setattr(scratch_directories, "PIECE", 4 * BLOCK)
+    monkeypatch.setattr(scratch_allocation, "PIECE", 4 * BLOCK)
     total = sum(gap + size for gap, size in sizes) * BLOCK
     found, expected = disk.ScratchFiles([tmp_path] * num, total), torch.zeros(total, dtype=torch.uint8)
     memory, runs, at = pattern(total), [], 0
@@ -175,7 +179,7 @@ def test_bytes_that_were_never_written_are_zeros(root: Path) -> None:
 
 def test_blocks_are_there_from_the_start(root: Path) -> None:
     found = disk.ScratchFiles(root, 3 * MIB + 1)
-    status = (ours(root)[0] / "data").stat()
+    status = ours(root)[0].stat()
     assert status.st_size == found.nbytes == 3 * MIB + BLOCK and status.st_blocks * 512 >= found.nbytes
     found.close()
 
@@ -285,10 +289,8 @@ def test_only_this_user_can_look(root: Path) -> None:
         found = disk.ScratchFiles(root, MIB)
     finally:
         os.umask(before)
-    (directory,) = ours(root)
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in [directory, *directory.iterdir()]}
-    assert modes == {directory.name: 0o700, "data": 0o600, "fzero.lock": 0o600}
-    assert directory.name.startswith(f"fzero-{os.getpid()}-")
+    (file,) = ours(root)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.stat().st_nlink == 0 and not list(root.iterdir())
     found.close()
 
 
@@ -333,48 +335,14 @@ HOLD = """
 """
 
 
-def test_killed_runs_are_cleared_and_live_ones_are_not(tmp_path: Path) -> None:
-    foreign = {
-        tmp_path / f"fzero-1-{'0' * 16}": "notes",
-        tmp_path / "fzero-old": "fzero.lock",
-        tmp_path / f"fzero-2-{'1' * 16}": None,
-    }
-    for path, name in foreign.items():  # not made by a run: no lock file, another name, nothing in it
-        path.mkdir()
-        if name:
-            (path / name).write_text("mine")
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "fzero.lock").write_text("mine")
-    (tmp_path / f"fzero-3-{'2' * 16}").symlink_to(outside)
-    killed, live = run(HOLD, tmp_path), run(HOLD, tmp_path)
-    for process in (killed, live):
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+def test_the_kernel_frees_the_files_of_a_killed_run(tmp_path: Path) -> None:
+    killed = run(HOLD, tmp_path)
+    assert killed.stdout is not None and killed.stdout.readline() == "ready\n"
+    assert not list(tmp_path.iterdir()), "they have no names"
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    left = ours(tmp_path)
-    assert len([p for p in left if f"-{killed.pid}-" in p.name]) == 2
-    own = disk.ScratchFiles(tmp_path, MIB)
-    others = [p for p in ours(tmp_path) if f"-{os.getpid()}-" not in p.name]
-    assert others == [p for p in left if f"-{killed.pid}-" not in p.name], "only the killed run's are gone"
-    out, _ = live.communicate()
-    assert live.returncode == 0 and out == "True\n", "the live run still has its bytes"
-    own.close()
-    assert (
-        set(ours(tmp_path)) == {*foreign, tmp_path / f"fzero-3-{'2' * 16}"}
-        and (outside / "fzero.lock").read_text() == "mine"
-    )
-
-
-def test_what_others_put_there_stays(tmp_path: Path) -> None:
-    """In a directory of ours as well: only what runs make is removed."""
-    found = disk.ScratchFiles(tmp_path, MIB)
-    note = ours(tmp_path)[0] / "notes"
-    note.write_text("mine")
-    found.close()
-    assert [p.name for p in note.parent.iterdir()] == ["notes"]
-    disk.ScratchFiles(tmp_path, MIB).close()
-    assert note.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        Path(f"/proc/{killed.pid}/fd").stat()
 
 
 def test_nothing_is_left_at_exit(tmp_path: Path) -> None:
@@ -423,24 +391,7 @@ def test_a_fork_leaves_its_parents_files_alone(tmp_path: Path) -> None:
         tmp_path,
     )
     out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and out == "1 True\n" and not list(tmp_path.iterdir())
-
-
-def test_a_lock_taken_in_between_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another run takes the new directory for a stale one before it is held: this one makes another."""
-    hold, times = scratch_directories._hold, []
-
-    def late(lock: int) -> bool | None:
-        if not times:
-            times.append(1)
-            scratch_directories._sweep(tmp_path)  # the other run's, which comes to its end
-        return hold(lock)
-
-    monkeypatch.setattr(scratch_directories, "_hold", late)
-    found = disk.ScratchFiles(tmp_path, MIB)
-    assert len(ours(tmp_path)) == 1 and times
-    assert torch.equal(read(found), torch.zeros(MIB, dtype=torch.uint8))
-    found.close()
+    assert process.returncode == 0 and out == "0 True\n"
 
 
 # --- direct, or not ---
@@ -451,7 +402,7 @@ def test_memory_is_not_direct_and_that_is_said_once(
 ) -> None:
     if not os.access(MEMORY, os.W_OK):
         pytest.skip("this machine has no file system in memory")
-    monkeypatch.setattr(scratch_directories, "_told", set())
+    monkeypatch.setattr(scratch_allocation, "_told", set())
     with caplog.at_level(logging.WARNING, "fzero"):
         for _ in range(2):
             found = disk.ScratchFiles([MEMORY, MEMORY], MIB)
@@ -464,22 +415,22 @@ def test_memory_is_not_direct_and_that_is_said_once(
 
 @pytest.mark.parametrize("refuses", ["open", "write"])
 def test_without_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refuses: str) -> None:
-    """A file system that does not open files so, or opens them and then refuses."""
+    """A file system that refuses the flag, or accepts it and then refuses to write."""
     if refuses == "open":
-        real = os.open
+        real = fcntl.fcntl
 
-        def open_(path: Any, flags: int, mode: int = 0o777, **keywords: Any) -> int:
-            if flags & os.O_DIRECT:
+        def fcntl_(fd: int, command: int, flags: int = 0) -> int:
+            if command == fcntl.F_SETFL and flags & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "Invalid argument")
-            return real(path, flags, mode, **keywords)
+            return real(fd, command, flags)
 
-        monkeypatch.setattr(os, "open", open_)
+        monkeypatch.setattr(fcntl, "fcntl", fcntl_)
         found = disk.ScratchFiles(tmp_path, MIB)
     else:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", fails(errno.EINVAL))
             found = disk.ScratchFiles(tmp_path, MIB)
-    assert not found.direct and [p.name for p in sorted(ours(tmp_path)[0].iterdir())] == ["data", "fzero.lock"]
+    assert not found.direct and len(ours(tmp_path)) == 1
     found.write([(0, pattern(MIB))]).wait()
     assert torch.equal(read(found), pattern(MIB))
     found.close()
@@ -490,7 +441,7 @@ def test_direct_io_goes_past_the_page_cache(tmp_path: Path) -> None:
     if not found.direct:
         pytest.skip("temporary files of this machine are not written directly")
     found.write([(0, pattern(MIB))]).wait()
-    data = ours(tmp_path)[0] / "data"
+    data = ours(tmp_path)[0]
     assert not cached_pages(data), (
         "asked before anything reads it, for a read that may not wait starts one all the same"
     )
@@ -536,7 +487,6 @@ def test_a_fault_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     """One error, with what, where and what now; afterwards the same threads serve the same files."""
     found, value = disk.ScratchFiles(tmp_path, 40 * MIB), pattern(40 * MIB)
     found.write([(0, value)]).wait()
-    directory = ours(tmp_path)[0]
     with monkeypatch.context() as patch:
         name = "pwritev" if operation == "write" else "preadv"
         patch.setattr(os, name, fails(code, after=3, name=name))
@@ -546,7 +496,7 @@ def test_a_fault_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
                 transfer.wait()
             text = str(caught.value)
             assert text.startswith(
-                f"fzero.offload: a {operation} of scratch files failed: {os.strerror(code)}\n  {directory}: {4 * MIB} "
+                f"fzero.offload: a {operation} of scratch files failed: {os.strerror(code)}\n  {tmp_path}: {4 * MIB} "
                 f"bytes at offset "
             )
             assert int(text.split("at offset ")[1].split()[0]) % (4 * MIB) == 0 and "last checkpoint" in text
@@ -620,7 +570,7 @@ def test_a_transfer_that_does_not_go_on_is_an_error(monkeypatch: pytest.MonkeyPa
 def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     """By someone else; really."""
     found = disk.ScratchFiles(tmp_path, 8 * MIB)
-    os.truncate(ours(tmp_path)[0] / "data", 5 * MIB)
+    os.truncate(ours(tmp_path)[0], 5 * MIB)
     with pytest.raises(TierError, match=f"it stopped after {MIB} of {4 * MIB} bytes"):
         read(found)
     assert read(found, 0, MIB).numel() == MIB
@@ -689,7 +639,7 @@ def test_what_is_free_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    monkeypatch.setattr(scratch_directories, "_free", lambda path: 8 * MIB)
+    monkeypatch.setattr(scratch_allocation, "_free", lambda path: 8 * MIB)
     disk.check(paths, 8 * MIB)
     with pytest.raises(FzeroValueError, match=f"{paths[0]}, {paths[1]}: 12.0 MiB needed, 8.0 MiB free"):
         disk.check(paths, 12 * MIB)
@@ -857,4 +807,4 @@ def shards_at_rest(path: str) -> tuple[int, int, bool]:
 
 
 def test_ranks_on_one_path_do_not_meet(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(2, shards_at_rest, str(tmp_path)) == [(2, 11, True)] * 2
+    assert run_ranks(2, shards_at_rest, str(tmp_path)) == [(0, 11, True)] * 2

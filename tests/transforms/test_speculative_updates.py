@@ -249,7 +249,7 @@ def test_a_state_is_saved_moved_and_restored_between_its_extents(tmp_path: Path)
 def test_without_room_for_a_second_extent_updates_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fzero.memory import scratch_directories as scratch
+    from fzero.memory import scratch_allocation as scratch
 
     def full(parts: Any, before: int, nbytes: int) -> None:
         raise FzeroValueError(f"{nbytes - before} bytes more needed")

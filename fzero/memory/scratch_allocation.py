@@ -1,15 +1,7 @@
-"""Manages private directories for scratch files. There is one under each path that the user gives:
+"""Allocates anonymous scratch files in the directories that the user gives.
 
-    <path>/fzero-<pid>-<random>/    0700
-        fzero.lock                  held by an flock for as long as its process lives
-        data                        0600, preallocated
-
-If the lock of a directory can be acquired, the directory was left behind by a killed run, and the next run removes it.
-A directory whose lock is held is never touched, nor is anything that was not made as above by the same user.
-
-[Note: meeting] For a moment a lock file exists before its lock is held, and another run may then take it for a stale
-one. Therefore whoever acquires a lock checks whether the lock file is still linked. A process that came second to
-remove the directory does nothing; a process whose new directory was removed makes another one.
+A file has no name (`O_TMPFILE`, or a name that is removed at once), so no other process can open it, and the kernel
+frees it when its process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,9 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
-import re
-import secrets
-import stat
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,8 +28,6 @@ from fzero.errors import FzeroValueError
 PIECE = 1 << 22
 _HUGE = 1 << 21  # bytes of a huge page
 
-_NAME = re.compile(r"fzero-\d+-[0-9a-f]{16}")
-_LOCK, _DATA, _PROBE = "fzero.lock", "data", "probe"
 _SPACE = "free space, or give other paths"
 
 logger = logging.getLogger("fzero")
@@ -52,27 +40,16 @@ class ScratchFile:
 
     Attributes:
         path: the path that the user gave.
-        directory: the private directory of the file.
         fd: the descriptor of the file.
-        lock: the descriptor of the lock file.
         direct: whether I/O bypasses the page cache.
     """
 
     path: Path
-    directory: Path
     fd: int
-    lock: int
     direct: bool
-
-    @property
-    def data(self) -> Path:
-        return self.directory / _DATA
 
     def remove(self) -> None:
         os.close(self.fd)
-        # The lock is released last: until then no other run takes the directory for a stale one.
-        _remove(self.directory)
-        os.close(self.lock)
 
 
 def paths(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -170,7 +147,6 @@ def allocate(directories: Sequence[Path], nbytes: int) -> list[ScratchFile]:
     problems = []
     for path, share in zip(directories, shares(nbytes, len(directories)), strict=True):
         try:
-            _sweep(path)
             parts.append(_make(path, share))
         except OSError as error:
             problems.append(f"{path}: {error.strerror or error}: {size(share)} needed, {size(_free(path))} free")
@@ -226,11 +202,10 @@ def _free(path: Path) -> int:
 
 
 def _make(path: Path, nbytes: int) -> ScratchFile:
-    """Makes a directory of this process under a path, with a file of `nbytes` whose blocks are allocated."""
-    directory, lock = _claim(path)
-    fds = [lock]
-    try:
-        direct = _is_direct(directory / _PROBE)
+    """Makes a file of `nbytes` under a path, whose blocks are allocated."""
+    with tempfile.TemporaryFile(dir=path, buffering=0) as file:
+        direct = _is_direct(file.fileno())
+        os.ftruncate(file.fileno(), 0)
         if not direct and (name := str(path.resolve())) not in _told:
             _told.add(name)
             logger.warning(
@@ -238,114 +213,43 @@ def _make(path: Path, nbytes: int) -> ScratchFile:
                 "memory for what rests there",
                 name,
             )
-        plain = os.open(directory / _DATA, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fds.append(plain)
         if nbytes:
             # Allocates the blocks now, so that a full disk is found here and not in the middle of a step.
-            os.posix_fallocate(plain, 0, nbytes)
-        if not direct:
-            return ScratchFile(path, directory, plain, lock, False)
-        fd = os.open(directory / _DATA, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        os.close(plain)
-        return ScratchFile(path, directory, fd, lock, True)
-    except BaseException:
-        _remove(directory)
-        for fd in reversed(fds):
-            os.close(fd)
-        raise
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        return ScratchFile(path, os.dup(file.fileno()), direct)
 
 
-def _claim(path: Path) -> tuple[Path, int]:
-    """Makes a new directory. Returns it with the descriptor that holds its lock."""
-    while True:
-        directory = path / f"fzero-{os.getpid()}-{secrets.token_hex(8)}"
-        directory.mkdir(mode=0o700)
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if _hold(lock) is not False:  # if locks are not supported (None), no other run can take it for a stale one
-            return directory, lock
-        os.close(lock)  # [Note: meeting]
+def _is_direct(fd: int) -> bool:
+    """Makes I/O of an empty file bypass the page cache, and returns whether it really does.
 
-
-def _hold(lock: int) -> bool | None:
-    """Whether this process now holds the lock of a lock file that still exists; None if files cannot be locked."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    # Another process may have removed the file between the open and the lock. [Note: meeting]
-    return os.fstat(lock).st_nlink > 0
-
-
-def _is_direct(probe: Path) -> bool:
-    """Whether direct I/O really works here.
-
-    Opening a file with O_DIRECT proves nothing, and neither does a read of an odd size, which finds a hole on every
-    file system. If I/O is direct, a block can be written and read back, and an odd number of bytes cannot be written.
-    File systems that only accept the flag (such as those in memory) allow both.
+    Setting O_DIRECT proves nothing, and neither does a read of an odd size, which finds a hole on every file system. If
+    I/O is direct, a block can be written and read back, and an odd number of bytes cannot be written. File systems that
+    only accept the flag (such as those in memory) allow both.
     """
     if not hasattr(os, "O_DIRECT"):
         return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     block = aligned(2 * ALIGNMENT)
     written, found = block[:ALIGNMENT].fill_(0x5A).numpy().data, block[ALIGNMENT:].fill_(0).numpy().data
+    direct = False
     try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if os.pwritev(fd, [written], 0) == ALIGNMENT == os.preadv(fd, [found], 0) and found == written:
+            direct = not _writes_odd_sizes(fd, written)
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        with suppress(FileNotFoundError):  # some file systems create the file before they reject the flag
-            os.unlink(probe)
-        return False
+    if not direct:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return direct
+
+
+def _writes_odd_sizes(fd: int, block: memoryview) -> bool:
     try:
-        if os.pwritev(fd, [written], 0) != ALIGNMENT or os.preadv(fd, [found], 0) != ALIGNMENT or found != written:
-            return False
-        try:
-            # A filesystem that accepts an unaligned write only pretends to support O_DIRECT, and goes through its page
-            # cache.
-            os.pwritev(fd, [written[1:100]], ALIGNMENT)
-        except OSError as error:
-            return error.errno == errno.EINVAL
-        return False
+        os.pwritev(fd, [block[1:100]], ALIGNMENT)
     except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-        return False
-    finally:
-        os.close(fd)
-        os.unlink(probe)
+        return error.errno != errno.EINVAL
+    return True
 
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-# --- removal ---
-
-
-def _sweep(path: Path) -> None:
-    """Removes the directories that killed runs of this user left under a path."""
-    with os.scandir(path) as entries:
-        found = [Path(e.path) for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
-    for directory in found:
-        with suppress(OSError):  # another run may be removing it, or it may belong to another user
-            if os.lstat(directory).st_uid != os.geteuid():
-                continue
-            # Not through a link, which another user might have put there.
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if stat.S_ISREG(os.fstat(lock).st_mode) and _hold(lock):
-                    _remove(directory)
-            finally:
-                os.close(lock)
-
-
-def _remove(directory: Path) -> None:
-    """Removes a directory whose lock this process holds, with its files.
-
-    The lock file goes last, so that an interrupted removal can be completed later.
-    """
-    for name in (_PROBE, _DATA, _LOCK):
-        with suppress(OSError):
-            os.unlink(directory / name)
-    with suppress(OSError):
-        directory.rmdir()
