@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ class Context:
         control: exchanges small values between the ranks (comm/control_group.py).
         peer_replicas: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if
             nothing stores it.
-        holder: has an object of the call that has exclusive use of the mesh, if there is one.
+        lock: held by the call that has exclusive use of the mesh.
         groups: the process group along each axis, cached because a DeviceMesh of several axes takes a millisecond to
             find it.
     """
@@ -145,7 +146,7 @@ class Context:
         self.collective_sequence: CollectiveSequence | None = None
         self.control: ControlGroup | None = None
         self.peer_replicas: Keeps | None = None
-        self.holder: dict[str, object] = {}
+        self.lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,15 +278,12 @@ class Mesh(AbstractMesh):
         """
         if self.context.collective_sequence is not None:
             self.context.collective_sequence.check(owner)
-        holder, this_call = self.context.holder, object()
+        if not self.context.lock.acquire(blocking=False):
+            raise _busy(owner)
         try:
-            if holder.setdefault("call", this_call) is not this_call:  # atomic: of two threads, one comes first
-                raise _busy(owner)
             yield
         finally:
-            # This calls no function, so Python raises no KeyboardInterrupt before the mesh is released.
-            if "call" in holder and holder["call"] is this_call:
-                del holder["call"]
+            self.context.lock.release()
 
     def __eq__(self, other: object) -> bool:
         return self is other

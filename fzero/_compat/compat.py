@@ -494,17 +494,6 @@ def inductor_compile(
         return standalone_compile(graph, fakes, dynamic_shapes="from_example_inputs", fake_mode=mode)
 
 
-def inductor_cache_folder() -> str:
-    """Returns the folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else one with the
-    user's name below the directory for temporary files.
-    """
-    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return given  # checked first: the import below creates this folder, or fails half-way if it cannot
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return default_cache_dir()
-
-
 def artifact_bytes(artifact: Any) -> bytes:
     """Returns an Inductor artifact as bytes."""
     with tempfile.TemporaryDirectory() as folder:

@@ -418,9 +418,10 @@ def test_an_artifact_travels_as_bytes(artifact):
 
 def test_an_artifact_of_a_gpu_is_loaded_for_another_and_leaves_nothing(artifact):
     from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     def kept() -> set[Path]:
-        return {p for kind in ("fxgraph", "aotautograd") for p in Path(compat.inductor_cache_folder(), kind).rglob("*")}
+        return {p for kind in ("fxgraph", "aotautograd") for p in Path(cache_dir(), kind).rglob("*")}
 
     data = of_a_gpu(artifact, 1)
     here = compat.load_artifact(data, torch.device("cuda", 1))
@@ -779,13 +780,3 @@ def test_what_is_recorded_has_no_repetitions() -> None:
     assert joints
     for graph in joints:
         assert len(fx_graph_cse(graph).nodes) == len(graph.nodes)
-
-
-def test_where_inductor_keeps_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
-    assert compat.inductor_cache_folder() == cache_dir()
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert compat.inductor_cache_folder() == cache_dir() and Path(compat.inductor_cache_folder()).parent == tmp_path
