@@ -20,12 +20,11 @@ import logging
 import mmap
 import os
 import select
-import selectors
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,8 @@ import torch
 
 from fzero._utils import units
 from fzero.comm.collectives import CHUNK, COMBINE, PendingTransfer, ProcessGroups, merged, settle
-from fzero.comm.control_messages import Notes, timed_out
+from fzero.comm.control_messages import timed_out
 from fzero.comm.groups import ranks_along
-from fzero.comm.rendezvous import absent, replaced
 from fzero.errors import DivergenceError, RankLost
 
 if TYPE_CHECKING:
@@ -45,8 +43,8 @@ logger = logging.getLogger("fzero")
 
 _NUM_SECRET = 64  # characters of the hex digest by which a caller proves that it knows the secret
 _NUMBER = 8  # bytes that encode the number of a program
-_PAUSE = 0.5  # seconds between two checks whether the ranks will connect at all
-_ANOTHER = "another rank cannot"
+_PATIENCE = 10.0  # seconds to wait for the connection of a rank
+_HELLO = 1.0  # seconds that a caller has to say who it is
 
 
 @dataclass(frozen=True)
@@ -391,60 +389,46 @@ def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
 
 
 def connect(mesh: Mesh) -> SharedMemory | None:
-    """Creates the shared-memory transport between the ranks of a CPU mesh.
+    """Creates the shared-memory transport between the ranks of a CPU mesh. All ranks call it together.
 
     Returns None on every rank if one of them cannot reach another through shared memory. Rank 0's log then says which,
     and why.
     """
-    store, me = mesh.store, mesh.rank
-    prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
     peers: dict[int, _Peer] = {}
-    failure = ""
-
-    def hopeless() -> bool:
-        return store.check([f"{prefix}/failed"]) or bool(replaced(store))
-
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
+    address, failure = b"", ""
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
             server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
             server.listen(mesh.size)
-            store.set(f"{prefix}/address/{me}", server.getsockname().hex())
-            # Derived, so that the mesh's own secret is never sent.
-            secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
-            # Each rank connects to the ranks before it and accepts those after it, so each pair connects once.
-            for rank in range(me):
-                address = bytes.fromhex(
-                    _published(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode()
-                )
-                peers[rank] = _meet(_called(address, secret, me, rank, mesh.timeout), rank, mesh.timeout)
-            for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout, hopeless):
-                peers[rank] = _meet(connection, rank, mesh.timeout)
-    except OSError as error:
-        failure = str(error) or type(error).__name__
-        store.set(f"{prefix}/failed", "")
-    notes, ranks = Notes(store, prefix, me), range(mesh.size)
+            address = server.getsockname()
+        except OSError as error:
+            failure = str(error)
+        addresses = mesh.control.all_gather(address.hex(), str, "compile", "connects to the ranks of its host")
+        try:
+            if all(addresses):
+                _connect_all(mesh, server, [bytes.fromhex(text) for text in addresses], peers)
+        except OSError as error:
+            failure = str(error) or type(error).__name__
     # All ranks have to decide alike, so each tells the others whether it has reached all of them.
-    notes.write("ready", failure)
-    missing = absent(store, notes.keys("ready", ranks), mesh.timeout)
-    came = notes.read("ready", [r for r in ranks if r not in missing], str)
-    said = {r: came.get(r, timed_out(mesh.timeout)) for r in ranks}
-    if not any(said.values()):
+    said = mesh.control.all_gather(failure, str, "compile")
+    if not any(said):
         return SharedMemory(mesh, peers)
     _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
-    if me == 0:
-        why = "; ".join(f"rank {r}: {text}" for r, text in said.items() if text not in ("", _ANOTHER))
+    if mesh.rank == 0:
+        why = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
         logger.warning("fzero.mesh: the ranks of this host do not share memory, and communicate through gloo: %s", why)
     return None
 
 
-def _published(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[], bool]) -> bytes:
-    deadline = time.monotonic() + timeout
-    while absent(store, [key], max(1e-3, min(_PAUSE, deadline - time.monotonic()))):
-        if hopeless():
-            raise OSError(_ANOTHER)
-        if time.monotonic() > deadline:
-            raise OSError(f"rank {rank} {timed_out(timeout)}")
-    return store.get(key)
+def _connect_all(mesh: Mesh, server: socket.socket, addresses: Sequence[bytes], peers: dict[int, _Peer]) -> None:
+    """Connects to each rank before this one, and accepts a connection from each rank after it, into `peers`."""
+    # All ranks are here, so only one that has failed does not come. The secret of the mesh itself is never sent.
+    timeout, me = min(mesh.timeout, _PATIENCE), mesh.rank
+    secret = hashlib.sha256(mesh.secret + addresses[0]).hexdigest().encode()
+    for rank, address in enumerate(addresses[:me]):
+        peers[rank] = _meet(_called(address, secret, me, rank, timeout), rank, mesh.timeout)
+    for rank, connection in _callers(server, secret, range(me + 1, mesh.size), timeout):
+        peers[rank] = _meet(connection, rank, mesh.timeout)
 
 
 def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -> socket.socket:
@@ -464,57 +448,44 @@ def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -
 
 
 def _callers(
-    server: socket.socket,
-    secret: bytes,
-    ranks: Iterable[int],
-    timeout: float,
-    hopeless: Callable[[], bool] = lambda: False,
+    server: socket.socket, secret: bytes, ranks: Iterable[int], timeout: float
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yields the connections of these ranks as they arrive.
 
-    A connection from another user, or without the right secret, is closed. No single connection can block the others.
+    A connection from another user, or without the right secret, is closed. A process of this user that says nothing
+    delays the others by a second.
 
     Raises:
-        OSError: a rank timed out, or `hopeless` says that one will not come.
+        OSError: a rank timed out.
     """
-    expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
-    with selectors.DefaultSelector() as ready:
-        ready.register(server, selectors.EVENT_READ)
+    expected, deadline = set(ranks), time.monotonic() + timeout
+    while expected:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} {timed_out(timeout)}")
+        server.settimeout(left)
         try:
-            while expected:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} {timed_out(timeout)}")
-                events = ready.select(min(left, _PAUSE))
-                if not events and hopeless():
-                    raise OSError(_ANOTHER)
-                for key, _ in events:
-                    if key.fileobj is server:
-                        connection, _ = server.accept()
-                        said[connection] = b""
-                        ready.register(connection, selectors.EVENT_READ)
-                        continue
-                    connection: socket.socket = key.fileobj  # type: ignore[no-redef, assignment]
-                    # A caller sends the secret, and its rank in four bytes.
-                    num, data = _NUM_SECRET + 4 - len(said[connection]), b""
-                    with contextlib.suppress(ConnectionError):
-                        data = connection.recv(num)
-                    said[connection] += data
-                    # The rest is still to come. Without data, the connection was closed.
-                    if 0 < len(data) < num:
-                        continue
-                    ready.unregister(connection)
-                    text = said.pop(connection)
-                    rank = int.from_bytes(text[_NUM_SECRET:], "little")
-                    if _same_user(connection) and hmac.compare_digest(text[:_NUM_SECRET], secret) and rank in expected:
-                        expected.remove(rank)
-                        connection.settimeout(timeout)
-                        yield rank, connection
-                    else:
-                        connection.close()
-        finally:
-            for stranger in said:
-                stranger.close()
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        text = _hello(connection) if _same_user(connection) else b""
+        rank = int.from_bytes(text[_NUM_SECRET:], "little")
+        if hmac.compare_digest(text[:_NUM_SECRET], secret) and rank in expected:
+            expected.remove(rank)
+            connection.settimeout(timeout)
+            yield rank, connection
+        else:
+            connection.close()
+
+
+def _hello(connection: socket.socket) -> bytes:
+    """Returns what a caller says: the secret, and its rank in four bytes."""
+    connection.settimeout(_HELLO)
+    text = b""
+    with contextlib.suppress(OSError):
+        while data := connection.recv(_NUM_SECRET + 4 - len(text)):
+            text += data
+    return text
 
 
 def _same_user(connection: socket.socket) -> bool:
