@@ -10,10 +10,9 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 |---|---|
 | `supervisor.py` | runs one rank as a child process and restarts it when it dies (`python -m fzero.run`) |
 | `restarts.py` | `fz.run`: calls the training function, and again on a new mesh after each lost rank |
-| `join.py` | joins the ranks on a mesh, handles stop signals, and tells a lost rank from an error |
+| `recovery_manager.py` | joins the ranks on a mesh, restores the newest state, and commits states to host memory |
+| `rank_loss.py` | handles stop signals, and tells the loss of a rank from an error |
 | `run_context.py` | `fz.Run`: gives the training function its mesh, state and step numbers, and stores states |
-| `state_recovery.py` | recovers the state from host memory, else from a checkpoint, else makes an initial one |
-| `state_copies.py` | reserves host memory for the in-memory copies of the state |
 | `run_checkpoints.py` | saves the checkpoints of a run, each with the number of batches its state has seen |
 | `stop_request.py` | makes all ranks stop before the same step after a signal has arrived at any of them |
 | `health.py` | `fz.Health`: the checks that a run makes while it trains, and their findings |

@@ -23,7 +23,8 @@ from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
 from fzero.elastic.health import Health
-from fzero.elastic.join import STOPPED, Signals, alike, cause, in_different_runs, joined, leave, lost, said_why, say_why
+from fzero.elastic.rank_loss import STOPPED, Signals, alike, cause, in_different_runs, lost, said_why, say_why
+from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_context import Run
 from fzero.errors import DivergenceError, FzeroValueError
 from fzero.mesh import close_mesh
@@ -195,9 +196,10 @@ def _until_it_returns(
     restarted."""
     ended = 0 if memory is None else _ended[memory]
     place = None if memory is None else host_directory.of_run(memory, ended)
+    manager = RecoveryManager(place, every, signals, again, timeout, axes, refuse_resize=on_resize == "error")
     while True:
-        mesh = joined(signals, again, timeout, axes)
-        run = Run(mesh, place, every, signals, health, on_resize)
+        mesh = manager.join()
+        run = Run(manager, signals, health)
         try:
             if place is not None:
                 host_directory.make_directory(place)
@@ -230,4 +232,4 @@ def _until_it_returns(
         # References to the lost mesh would keep its process groups alive, and with them the connections that `leave`
         # closes.
         del mesh, run
-        leave()
+        manager.leave()

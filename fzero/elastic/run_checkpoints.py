@@ -54,6 +54,7 @@ class RunCheckpoints:
         self._cursor: Mapping[str, Any] | None = None if data is None else data.cursor(0)  # before the first batch
         self._behind: tuple[AsyncSave, RunProgress] | None = None  # a running save, and the progress of its state
         self._saved: dict[str, Any] = {}  # the arguments of the last save
+        self._found: int | None = None  # the number of batches that the state of the newest checkpoint has seen
 
     def newest(self) -> tuple[Index | None, int | None]:
         """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is
@@ -61,7 +62,12 @@ class RunCheckpoints:
         if self.path is None or checkpoint.find(self.path) is None:
             return None, None
         found = checkpoint.describe(self.path, self._mesh)
-        return found, self._seen_by(found)
+        self._found = self._seen_by(found)
+        return found, self._found
+
+    def found(self, known: RunProgress) -> None:
+        """Records the progress of the state from which the run continues, which the newest checkpoint may have."""
+        self.safe = known if self._found == known.seen else None
 
     def _seen_by(self, saved: Index) -> int:
         note = saved.meta.get(_NOTE, {})

@@ -21,13 +21,11 @@ from fzero.compiler.combined_transforms import zero_of
 from fzero.data.sample_order import Steps
 from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
-from fzero.elastic.join import Signals
+from fzero.elastic.rank_loss import Signals
+from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_checkpoints import RunCheckpoints, RunProgress
-from fzero.elastic.state_copies import leaves_on_disk, memory_checkpoint_of, reserve_copies
-from fzero.elastic.state_recovery import in_memory, recovered
 from fzero.elastic.stop_request import StopRequest
 from fzero.errors import FzeroValueError, StorageError
-from fzero.mesh import Mesh
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
@@ -57,21 +55,12 @@ class Run:
         (1, {'rank': 0, 'size': 1}, False)
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        memory: Path | None,
-        every: int,
-        signals: Signals,
-        health: Health,
-        on_resize: str = "keep_batch",
-    ):
+    def __init__(self, recovery: RecoveryManager, signals: Signals, health: Health):
+        mesh = recovery.mesh
         self.mesh, self.source, self.stopping = mesh, "", False
-        self._on_resize = on_resize
+        self._recovery, self._signals = recovery, signals
         self.health: list[Finding] = []
         self._replicas = health.check_replicas_every
-        self._memory, self._every, self._signals = memory, every, signals
-        self._memory_checkpoint = None if memory is None else memory_checkpoint_of(memory, mesh)
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
@@ -79,7 +68,6 @@ class Run:
         self._seen = 0  # batches before that of this iteration of the loop
         self._calls: int | None = None  # calls of the step before this iteration of the loop
         self._known = RunProgress(0, 0)  # the progress of the state that was last looked at
-        self._on_disk: list[str] = []
 
     @property
     def data_shard(self) -> dict[str, int]:
@@ -177,23 +165,11 @@ class Run:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._train, self._checkpoints = train, RunCheckpoints(self.mesh, path, data, private)
-        found = in_memory(self._memory, self.mesh, self._note)
-        self._signals.free = found.kept is None
-        on_disk, seen = self._checkpoints.newest()
-        refuse = self._on_resize == "error"
-        state, self.source, self._seen = recovered(
-            self.mesh, train, params, key, found, on_disk, seen, path, refuse_resize=refuse
-        )
-        self._on_disk = leaves_on_disk(state)
-        if self._memory_checkpoint is not None and not self._on_disk:
-            assert self._memory is not None
-            reserve_copies(self._memory_checkpoint, self._memory, train, state, self._seen, self._every, self.mesh)
-            # this rank does not store the state yet: it came from disk, another host or another number of ranks
-            if self.source != "memory" or not self._memory_checkpoint.has(self._seen):
-                self._memory_checkpoint.keep(state, self._seen)
-        self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
+        newest = self._checkpoints.newest
+        state, self.source, self._seen = self._recovery.restore(train, params, key, newest, path, self._note)
+        self._newest = state
         self._known = RunProgress(self._seen, int(state.step))
-        self._checkpoints.safe = self._known if seen == self._seen else None
+        self._checkpoints.found(self._known)
         return state
 
     @plain_numbers
@@ -229,8 +205,7 @@ class Run:
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.STEPPING, batch)
             self._seen, self._calls = batch, None if self._train is None else self._train.calls
-            if self._memory_checkpoint is not None and self._memory_checkpoint.peer_replicas is not None:
-                self._memory_checkpoint.peer_replicas.begin(batch)
+            self._recovery.begin(batch)
             yield batch
             idle = 0 if self._batches() > batch or self._train is None else idle + 1
             if idle == _IDLE:
@@ -261,25 +236,19 @@ class Run:
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
         check_whole(state, "run.commit")
-        kept = self._memory_checkpoint is not None and self._batches() % self._every == 0
-        if kept or not state.step.is_cuda:  # reading it from a GPU would make the host wait for the step
+        if (
+            self._recovery.is_due(self._batches()) or not state.step.is_cuda
+        ):  # reading it from a GPU would make the host wait for the step
             self._count(state, "commit")
         self._newest = state
-        if self._memory_checkpoint is not None and self._on_disk:
-            what = f"{len(self._on_disk)} tensors are stored on disk, and are not kept in memory"
+        if self._recovery.keeps and (on_disk := self._recovery.on_disk):
+            what = f"{len(on_disk)} tensors are stored on disk, and are not kept in memory"
             fix = "leave run.commit out and call run.save(state), or store them elsewhere"
-            raise FzeroValueError("run.commit", what, self._on_disk[:5], fix)
+            raise FzeroValueError("run.commit", what, on_disk[:5], fix)
         seen = self._batches()
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
             self._train.check_replicas(state)
-        if (
-            self._memory_checkpoint is not None
-            and self._memory_checkpoint.peer_replicas is not None
-            and self._memory_checkpoint.has(seen - 1)
-        ):
-            self._memory_checkpoint.peer_replicas.seal(seen)
-        if self._memory_checkpoint is not None and seen % self._every == 0:
-            self._memory_checkpoint.keep(state, seen)
+        self._recovery.commit(state, seen)
 
     @plain_numbers
     def save(
@@ -327,7 +296,7 @@ class Run:
         self._checkpoints.settle()
         self._count(self._newest, "save")
         if self._known != self._checkpoints.safe:
-            self._checkpoints.save_last(self._newest, self._known, in_memory=self._memory_checkpoint is not None)
+            self._checkpoints.save_last(self._newest, self._known, in_memory=self._recovery.keeps)
 
     def _count(self, state: State, owner: str) -> None:
         """Raises an error if the state has taken steps that no iteration of the loop has counted.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from fzero.elastic.join import Signals
+from fzero.elastic.rank_loss import Signals
 from fzero.mesh import Mesh
 
 

@@ -1,33 +1,26 @@
-"""Brings the ranks of a run together on a mesh, handles the signals that end the run, and tells a lost rank from an
-error."""
+"""Handles the signals that end a run, and tells the loss of a rank from an error of this one."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fzero.comm import collective_sequence, control_group, launcher
-from fzero.elastic import host_directory
+from fzero.comm import control_group, launcher
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
-from fzero.mesh import Mesh, close_mesh, make_mesh
+from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
 STOPPED = 143  # the exit code of a process that SIGTERM ends
 _PATIENCE = 5.0  # seconds to wait for the news that a rank has died, after an error that its death may have caused
-_TRIES = 3  # attempts to bring the ranks together; all but the last may fail because a rank is lost
-_ANSWER = 5.0  # seconds to wait for an answer of the store's host
 _RAISED = "fzero/run/raised"
 
 
@@ -64,45 +57,6 @@ class Signals:
         self.came = True
 
 
-def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any]) -> Mesh:
-    """Returns the mesh of all ranks. If a rank is lost while they come together, waits for it as well."""
-    if signals.came:
-        sys.exit(STOPPED)
-    if collective_sequence.watcher is not None:
-        collective_sequence.watcher.say(host_directory.COMING)
-    tries, signals.free = _TRIES if again else 1, True
-    while True:
-        try:
-            mesh = make_mesh(timeout=timeout, **axes)
-            break
-        except (torch.distributed.DistError, RuntimeError) as error:
-            tries -= 1
-            # A rank that cannot come back makes another attempt pointless: the store is gone, or a rank has ended
-            # without calling `fz.run`.
-            if (
-                not tries
-                or not _store_answers()
-                or (collective_sequence.watcher is not None and collective_sequence.watcher.absent())
-            ):
-                raise
-            logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
-        leave()
-    if collective_sequence.watcher is not None:
-        collective_sequence.watcher.say(host_directory.COMING)
-    return mesh
-
-
-def _store_answers() -> bool:
-    """Whether the ranks' store still answers. Without it no lost rank can come back."""
-    try:
-        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _ANSWER):
-            return True
-    except (KeyError, ValueError):
-        return True
-    except OSError:
-        return False
-
-
 def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
     """Returns the error, the same on every rank, if ranks are in different runs of their script, else None.
 
@@ -130,15 +84,6 @@ def lost(mesh: Mesh, error: Exception) -> bool:
             break
         time.sleep(0.05)
     return False
-
-
-def leave() -> None:
-    """Closes a mesh that has lost a rank, and everything that was made on it."""
-    # Programs and transports of the old mesh may be in reference cycles. Their pools and connections have to be closed
-    # before the groups are.
-    gc.collect()
-    with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
-        close_mesh()
 
 
 def say_why(mesh: Mesh, error: Exception) -> None:

@@ -1,0 +1,347 @@
+"""Keeps the state of a run so that it outlives a lost rank: `RecoveryManager`, with four verbs.
+
+join      brings all ranks together on a mesh, also after one of them was restarted
+restore   finds the newest state: in the memory of the hosts, else in the checkpoints, else an initial one
+commit    copies this rank's shard of a state to its host's memory
+leave     closes a mesh that has lost a rank, and everything that was made on it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.checkpoint.index import Index
+from fzero.comm import collective_sequence, control_group
+from fzero.comm.launcher_environment import Processes
+from fzero.comm.transport import transport
+from fzero.elastic import host_directory, recovery_source
+from fzero.elastic.health import Finding
+from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint
+from fzero.elastic.peer_replicas import PeerReplica
+from fzero.elastic.rank_loss import STOPPED, Signals, cause
+from fzero.errors import CheckpointError, FzeroError, FzeroValueError
+from fzero.mesh import Mesh, close_mesh, make_mesh
+from fzero.runtime.compiled_step import CompiledStep
+from fzero.sharding.layout import extent_of
+from fzero.step import State
+from fzero.transforms.redundant import Redundant
+from fzero.transforms.transform import find
+
+logger = logging.getLogger("fzero")
+
+_TRIES = 3  # attempts to bring the ranks together; all but the last may fail because a rank is lost
+_ANSWER = 5.0  # seconds to wait for an answer of the store's host
+_REMOVERS = "as logind does at the user's last logout, RemoveIPC, or a cleaner of temporary files"
+
+
+class InMemory(NamedTuple):
+    """What the memories of all hosts hold together.
+
+    Attributes:
+        kept: the newest complete state; None if there is none.
+        lost: if there is none, a message that says what is lost; "" if nothing is.
+        reached: the largest number of batches that a rank had seen before it began its last step.
+    """
+
+    kept: Index | None = None
+    lost: str = ""
+    reached: int = 0
+
+
+class Recovered(NamedTuple):
+    """A state, where it was found ("memory", "disk" or "init"), and the number of batches that it has seen."""
+
+    state: State
+    source: str
+    seen: int
+
+
+class RecoveryManager:
+    """The state of a run in the memory of its hosts.
+
+    Args:
+        memory: the directory of the in-memory checkpoints on this host; None if the run keeps none.
+        every: one state is stored every `every` steps.
+        signals: the signals that end the run.
+        again: whether a lost rank is restarted.
+        timeout, axes: the arguments of `make_mesh`.
+        refuse_resize: whether a state that another number of ranks has trained is an error.
+
+    Attributes:
+        mesh: the mesh that the ranks have joined last.
+        on_disk: the names of the state's tensors that are stored on disk, so that no copies are kept in memory.
+    """
+
+    def __init__(
+        self,
+        memory: Path | None,
+        every: int,
+        signals: Signals,
+        again: bool,
+        timeout: float,
+        axes: Mapping[str, Any],
+        refuse_resize: bool,
+    ):
+        self._memory, self._every, self._signals, self._again = memory, every, signals, again
+        self._make = {"timeout": timeout, **axes}
+        self._refuse_resize = refuse_resize
+        self.mesh: Mesh
+        self.on_disk: list[str] = []
+        self._checkpoint: MemoryCheckpoint | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether states are kept in memory."""
+        return self._memory is not None
+
+    def join(self) -> Mesh:
+        """Returns the mesh of all ranks. If a rank is lost while they come together, waits for it as well."""
+        if self._signals.came:
+            sys.exit(STOPPED)
+        watcher = collective_sequence.watcher
+        if watcher is not None:
+            watcher.say(host_directory.COMING)
+        tries, self._signals.free = _TRIES if self._again else 1, True
+        while True:
+            try:
+                self.mesh = make_mesh(**self._make)
+                break
+            except (torch.distributed.DistError, RuntimeError) as error:
+                tries -= 1
+                # A rank that cannot come back makes another attempt pointless: the store is gone, or a rank has ended
+                # without calling `fz.run`.
+                if not tries or not _store_answers() or (watcher is not None and watcher.absent()):
+                    raise
+                logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
+            self.leave()
+        if watcher is not None:
+            watcher.say(host_directory.COMING)
+        if self._memory is not None:
+            here = Processes.of()
+            first = here.rank - here.local
+            host = range(first, first + here.num_local)
+            self._checkpoint = MemoryCheckpoint(self._memory, self.mesh.rank, self.mesh.size, host)
+        return self.mesh
+
+    def restore(
+        self,
+        train: CompiledStep,
+        params: Any,
+        key: torch.Tensor | None,
+        newest: Callable[[], tuple[Index | None, int | None]],
+        path: str | os.PathLike[str] | None,
+        note: Callable[[Finding], None],
+    ) -> Recovered:
+        """Returns the newest state that all ranks can have, and keeps it in memory from now on.
+
+        Args:
+            train, params, key: the step that restores or initializes the state, with the arguments of its `init`.
+            newest: returns the newest checkpoint, and the number of batches that its state has seen.
+            path: of the run's checkpoints.
+            note: called with a finding for each damaged slot.
+        """
+        found = self._in_memory(note)
+        self._signals.free = found.kept is None
+        on_disk, seen = newest()
+        recovered = self._recovered(train, params, key, found, on_disk, seen, path)
+        state, source, seen = recovered
+        self.on_disk = [name for name, x in tree.with_names(state) if extent_of(x)]
+        if self._checkpoint is not None and not self.on_disk:
+            self._reserve(self._checkpoint, train, state, seen)
+            # this rank does not store the state yet: it came from disk, another host or another number of ranks
+            if source != "memory" or not self._checkpoint.has(seen):
+                self._checkpoint.keep(state, seen)
+        self._signals.free = source != "memory" and not self._signals.came
+        return recovered
+
+    def begin(self, seen: int) -> None:
+        """Marks the start of a step. `seen` is the number of batches that the state has consumed."""
+        if self._checkpoint is not None and self._checkpoint.peer_replicas is not None:
+            self._checkpoint.peer_replicas.begin(seen)
+
+    def is_due(self, seen: int) -> bool:
+        """Whether the state after this number of batches is kept."""
+        return self.keeps and seen % self._every == 0
+
+    def commit(self, state: State, seen: int) -> None:
+        """Copies this rank's shard of a state to its host's memory, if that is due, and marks the shards that another
+        rank has sent in this step as complete."""
+        if self._checkpoint is None:
+            return
+        if self._checkpoint.peer_replicas is not None and self._checkpoint.has(seen - 1):
+            self._checkpoint.peer_replicas.seal(seen)
+        if self.is_due(seen):
+            self._checkpoint.keep(state, seen)
+
+    def leave(self) -> None:
+        """Closes a mesh that has lost a rank, and everything that was made on it."""
+        self._checkpoint = None
+        if hasattr(self, "mesh"):
+            del self.mesh
+        # Programs and transports of the old mesh may be in reference cycles. Their pools and connections have to be
+        # closed before the groups are.
+        gc.collect()
+        with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
+            close_mesh()
+
+    def _in_memory(self, note: Callable[[Finding], None]) -> InMemory:
+        """Looks for the newest state in the memories of all hosts. `note` is called with a finding for each damaged
+        slot."""
+        memory, mesh, here = self._memory, self.mesh, Processes.of()
+        if memory is None:
+            return InMemory()
+        mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
+        # After this exchange no rank still writes a slot.
+        reached = max(control_group.all_gather_values(mesh.control, "run", lambda: mine))
+        what = "cannot check the memory of a host"
+        look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+        damaged = control_group.all_gather_values(
+            mesh.control, "run", look, form=list[Damage], what=what, failure=CheckpointError
+        )
+        for rank, seen, leaves, sent in (x for those in damaged for x in those):
+            how = "sent of its state" if sent else "kept"
+            after = f"after {seen} batches" if seen >= 0 else "after an unknown number of batches"
+            text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
+            text += ", ".join(leaves[:5])
+            note(Finding("slot", seen, (rank,), text))
+        kept, lost = recovery_source.newest(memory, mesh, mesh.control)
+        if kept is None and not lost and reached:
+            ranks = ", ".join(map(str, range(mesh.size)))
+            who = f"rank{'s' * (mesh.size > 1)} {ranks}"
+            lost = f"of the state after {reached} batches no host's memory has the shards of {who}"
+            lost += f" (its files may have been removed: {_REMOVERS})"
+        return InMemory(kept, lost, reached)
+
+    def _recovered(
+        self,
+        train: CompiledStep,
+        params: Any,
+        key: torch.Tensor | None,
+        found: InMemory,
+        on_disk: Index | None,
+        seen: int | None,
+        path: str | os.PathLike[str] | None,
+    ) -> Recovered:
+        mesh = self.mesh
+        kept = found.kept
+        if found.lost:
+            _say_lost(found, path, mesh, on_disk, seen or 0)
+        state: State | None = None
+        source = ""
+        if kept is not None and seen is not None and kept.step < seen:
+            kept = None  # the checkpoint is newer
+        _check_resize(on_disk if kept is None else kept, mesh, self._refuse_resize)
+        if kept is not None:
+            try:
+                source, state = "memory", train.restore(kept, params)
+            except CheckpointError as error:  # on every rank: the step has been changed since
+                if on_disk is None:
+                    raise
+                logger.warning("fzero.run: the states in the hosts' memory are not used: %s", error)
+        if state is None and on_disk is not None:
+            source, state = "disk", train.restore(on_disk, params)
+        elif state is None:
+            source, state = "init", train.init(params, key)
+            lives = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if not found.lost and mesh.rank == 0 and lives != "0":
+                text = "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: "
+                logger.warning(text + "the run begins from scratch", lives, "" if path is None else f" or under {path}")
+        logger.info("fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), source, mesh.size)
+        return Recovered(state, source, {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[source])
+
+    def _reserve(self, checkpoint: MemoryCheckpoint, train: CompiledStep, state: State, seen: int) -> None:
+        """Reserves the memory, and connects the ranks that send and receive copies."""
+        mesh, every = self.mesh, self._every
+        replica = _received_replica(train, every, mesh)
+
+        def reserve() -> None:
+            try:
+                checkpoint.open(state, seen, every, mesh, replica)
+            except OSError as error:
+                raise _no_room(self._memory, error) from error
+
+        control_group.run_on_all_ranks(mesh.control, "run", reserve)
+        if replica is not None:
+            # Now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile.
+            transport(mesh).connect(replica.spec.axis)
+        mesh.context.peer_replicas = checkpoint.peer_replicas
+
+
+def _store_answers() -> bool:
+    """Whether the ranks' store still answers. Without it no lost rank can come back."""
+    try:
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _ANSWER):
+            return True
+    except (KeyError, ValueError):
+        return True
+    except OSError:
+        return False
+
+
+def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
+    """Logs that another number of ranks has trained this state, or raises an error if `refuse`."""
+    if found is None or (before := recovery_source.ranks_of(found)) == (now := mesh.size):
+        return
+    if refuse:
+        what = f"the state of step {found.step} was trained by {before} ranks, and there are now {now}"
+        fix = f"start the run on {before} ranks, or allow another number: fz.run(main, on_resize='keep_batch')"
+        raise FzeroValueError("run", what, fix=fix)
+    logger.info("fzero.run: from %d ranks to %d", before, now)
+
+
+def _say_lost(
+    found: InMemory, path: str | os.PathLike[str] | None, mesh: Mesh, on_disk: Index | None, seen: int
+) -> None:
+    """Logs that no state in memory is complete, and from where the run continues.
+
+    Raises:
+        FzeroValueError: the run has no path, so no checkpoint could have a newer state than the initial one.
+    """
+    if path is None:
+        fix = "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "
+        fix += "fz.redundant does not"
+        raise FzeroValueError("run.state", "the state of this run is lost", [found.lost], fix)
+    if mesh.rank == 0:
+        anew = f"there is no checkpoint under {path}, and the run begins from scratch"
+        where = anew if on_disk is None else f"the run goes back to {on_disk.directory}"
+        more = found.reached - seen
+        again = f", and does {more} batch{'es' * (more > 1)} again" if more > 0 else ""
+        logger.warning("fzero.run: %s: %s%s", found.lost, where, again)
+
+
+def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplica | None:
+    """Returns which rank sends its state to this rank in the step, or None if none does."""
+    spec = find(train.resolved.transforms, Redundant)
+    if spec is None:
+        return None
+    if not spec.has_receivers(mesh):
+        if mesh.size > 1 and mesh.rank == 0:
+            logger.warning(
+                "fzero.run: one rank along %r: nothing is sent; after the loss of a host the run continues from disk",
+                spec.axis,
+            )
+        return None
+    if spec.every % every:
+        what = f"{spec} sends states that fz.run(every={every}) does not commit"
+        fix = f"send every {every} steps, or a multiple: fz.redundant(every={every})"
+        raise FzeroValueError("run", what, fix=fix)
+    return PeerReplica(spec, spec.shift(mesh))
+
+
+def _no_room(memory: Path | None, error: OSError) -> FzeroValueError:
+    assert memory is not None
+    space = os.statvfs(memory)
+    free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
+    fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host_directory.elsewhere()}"
+    return FzeroValueError("run", "the host's memory has no room for the copies of the state", [free], fix)
