@@ -51,16 +51,15 @@ def without_values(values: Any, role: str) -> list[str]:
     ]
 
 
-def check_values(owner: str, **parts: Any) -> None:
+def check_values(owner: str, fix: str = "give tensors in memory; fz.lower takes meta tensors", **parts: Any) -> None:
     """Raises an error that names every leaf without values.
 
     Args:
+        fix: what the error proposes.
         parts: trees, by role.
     """
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
-        raise FzeroValueError(
-            owner, "these tensors have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
-        )
+        raise FzeroValueError(owner, "these tensors have no values", wrong, fix)
 
 
 def check_memory(**parts: Any) -> None:
