@@ -23,5 +23,6 @@ or `runtime/`.
 | `bound_module.py` | lets a user's function call a module's forward on the tensors of a step |
 | `captured_tensors.py` | gives such a function the tensors that it reads other than as arguments |
 | `hook_capture.py` | returns from a block what hooks of transformers collect inside it |
+| `module_calls.py` | calls the forward on given tensors, with arguments that are bound from a batch |
 | `module_guard.py` | detects changes of the original module since it was functionalized |
 """

@@ -7,7 +7,6 @@ import functools
 import logging
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
@@ -20,12 +19,10 @@ from fzero._compat import compat
 from fzero._utils.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of
 from fzero.loss import Weighted
-from fzero.modules.batch_binding import Arguments, Reading, arguments, check_spelling
 from fzero.modules.bound_module import Forward
 from fzero.modules.buffers import written_names
-from fzero.modules.chunked_loss import Chunked
 from fzero.modules.layers import Blocks, chosen, find_layers
-from fzero.modules.loss_weighting import Counting, own_loss
+from fzero.modules.loss_weighting import Counting
 from fzero.modules.meta_module import (
     TensorSlot,
     check_hooks,
@@ -36,9 +33,10 @@ from fzero.modules.meta_module import (
     skeleton_of,
     slots_of,
 )
+from fzero.modules.module_calls import Loss, ModuleCalls, empty_like, num_rows
 from fzero.modules.module_guard import Original
 from fzero.modules.module_init import initialized
-from fzero.modules.module_mode import Given, Mode, kind_of
+from fzero.modules.module_mode import Given, Mode
 from fzero.modules.module_preparation import kept_in_fp32, prepared
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
@@ -47,7 +45,6 @@ from fzero.trace.guards.settings_walk import SelfChecked
 from fzero.train_state import check_whole
 from fzero.transforms.remat import remat
 
-Loss = Callable[[Any, Any], Any]
 _log = logging.getLogger("fzero")
 
 
@@ -130,9 +127,11 @@ class Functional(SelfChecked):
         self._untrained, self._warned = {name for name in self._names if path_of[name] not in trained}, False
         self.trainable: Predicate = lambda path, leaf: path in trained
         self.mutable: Predicate | None = (lambda path, leaf: path in changes) if changes else None
-        self._shapes = {s.name: s.get().shape for s in slots}
-        self._dtypes = {s.name: s.get().dtype for s in slots if s.of == "_buffers"}
-        buffers, kept = {path_of[name] for name in self._dtypes}, kept_in_fp32(self._still)
+        shapes = {s.name: s.get().shape for s in slots}
+        dtypes = {s.name: s.get().dtype for s in slots if s.of == "_buffers"}
+        params = lambda: self.params  # noqa: E731 - as they are at a call
+        self._calls = ModuleCalls(module, self.check, params, self._names, self._structure, shapes, dtypes)
+        buffers, kept = {path_of[name] for name in dtypes}, kept_in_fp32(self._still)
         fp32 = {dtype: {path_of[n] for n in self._names if has.search(n)} for dtype, has in kept.items()}
         self._exact = lambda path, compute: path in buffers or path in fp32.get(compute, ())
 
@@ -202,7 +201,7 @@ class Functional(SelfChecked):
         like `params` without the other leaves, or None if it overwrites none.
         """
         mode = self._train if self._module.training else self._eval
-        flat = self._flat(params)
+        flat = self._calls.flat(params)
         # A loss that calls `apply` does not tell `fz.train_step` which tensors the module itself would train.
         # Gradients of the other tensors may be wanted, as with `torch.func.functional_call`, so this is a warning and
         # not an error.
@@ -216,7 +215,7 @@ class Functional(SelfChecked):
                 self._name,
                 some,
             )
-        return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs))
+        return self._calls.call(mode, Given(flat, key, num_rows((args, kwargs)), args, kwargs))
 
     def init(self, key: torch.Tensor) -> Any:
         """Returns initial values of the tensors, drawn from a key by the module's own initialization.
@@ -259,13 +258,13 @@ class Functional(SelfChecked):
         counts: dict[Any, int] = {}
 
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
-            found = self._bound(reduce, self._train, batch, settings, counts)
-            given = Given(self._flat(params), key, _rows(batch), found.args, found.kwargs)
+            found = self._calls.bound(reduce, self._train, batch, settings, counts)
+            given = Given(self._calls.flat(params), key, num_rows(batch), found.args, found.kwargs)
             if reduce is None:
-                loss, new = self._own_loss(self._train, given, chunked)
+                loss, new = self._calls.own_loss(self._train, given, chunked)
             else:
-                out, new = self._call(self._train, given)
-                loss = self._read(reduce, out, batch, found, False)
+                out, new = self._calls.call(self._train, given)
+                loss = self._calls.read(reduce, out, batch, found, False)
             if new is None:
                 return loss
             with_aux = isinstance(loss, tuple) and not isinstance(loss, Weighted)
@@ -308,12 +307,12 @@ class Functional(SelfChecked):
         mode, counts = self._eval, dict[Any, int]()
 
         def evaluate(params: Any, batch: Any) -> Any:
-            found = self._bound(reduce, mode, batch, settings, counts)
-            given = Given(self._flat(params), None, None, found.args, found.kwargs)
+            found = self._calls.bound(reduce, mode, batch, settings, counts)
+            given = Given(self._calls.flat(params), None, None, found.args, found.kwargs)
             if chunked:
-                return self._own_loss(mode, given, chunked)[0]
-            out, _ = self._call(mode, given)
-            return out if reduce is None else self._read(reduce, out, batch, found, True)
+                return self._calls.own_loss(mode, given, chunked)[0]
+            out, _ = self._calls.call(mode, given)
+            return out if reduce is None else self._calls.read(reduce, out, batch, found, True)
 
         return eval_step(self.marked(evaluate, "eval"))
 
@@ -325,12 +324,12 @@ class Functional(SelfChecked):
         mode = self._train if train else self._eval
 
         def run(params: Any, batch: Any, *, key: torch.Tensor | None = None) -> Any:
-            flat = self._flat(params)
+            flat = self._calls.flat(params)
 
             def forward(args: Any, kwargs: Any, key: torch.Tensor | None, counting: Counting) -> tuple[Any, Any]:
                 if not args:
-                    args, kwargs, *_ = self._arguments(kwargs, {}, alone=True)
-                return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs), counting)
+                    args, kwargs, *_ = self._calls.arguments(kwargs, {}, alone=True)
+                return self._calls.call(mode, Given(flat, key, num_rows((args, kwargs)), args, kwargs), counting)
 
             called = Forward(self._module, forward, key)
             traced = any(isinstance(x, compat.FakeTensor) for x in flat.values())
@@ -346,7 +345,7 @@ class Functional(SelfChecked):
         tensors, and draws from a fake key.
         """
         with emptied(), compat.FakeTensorMode(), torch.no_grad():
-            params, batch = tree.map(_empty_like, (self.params, batch))
+            params, batch = tree.map(empty_like, (self.params, batch))
             return fn(params, batch, key=torch.empty(3, dtype=torch.int64))
 
     def write_back(self, params: Any) -> None:
@@ -358,7 +357,7 @@ class Functional(SelfChecked):
             FzeroValueError: listing tensors of another shape, such as shards; or what has changed in the module.
         """
         check_whole(params, "write_back")
-        given = self._flat(params, whole=False)
+        given = self._calls.flat(params, whole=False)
         self.check()  # otherwise weights would be lost if the module has other tensors now
         slots = list(self.slots(self._module).values())
         wrong = [
@@ -432,132 +431,12 @@ class Functional(SelfChecked):
             self.check()  # the tensors are gone
             raise
 
-    # --- calls ---
-
-    def _call(self, mode: Mode, given: Given, counting: Counting | None = None) -> tuple[Any, Any]:
-        self.check()
-        out, new = mode(given, counting)
-        return out, tree.unflatten(self._structure, map(new.get, self._names)) if new else None
-
-    def _own_loss(self, mode: Mode, given: Given, chunked: bool) -> tuple[Any, Any]:
-        """Returns the loss that the model computes itself, and the new values of buffers."""
-        counting, replacing = Counting(), Chunked() if chunked else None
-        with replacing or nullcontext():
-            out, new = self._call(mode, given, counting)
-        loss = own_loss(out, counting, self._name)
-        if replacing is not None:
-            replacing.check(self._name)
-        return loss, new
-
-    def _flat(self, params: Any, whole: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a tree by name. `whole`: check that they have the shapes of the module's tensors."""
-        names = tree.names(params)
-        if names != self._names:
-            missing, more = sorted({*self._names} - {*names}), sorted({*names} - {*self._names})
-            found = [*(f"missing: {n}" for n in missing[:8]), *(f"not of this module: {n}" for n in more[:8])]
-            fix = "give a tree like model.params, such as state.params"
-            raise FzeroTypeError("functionalize", f"these are not the tensors of {self._name}", found, fix)
-        flat = dict(zip(names, tree.leaves(params), strict=True))
-        odd = [n for n, x in flat.items() if whole and x.shape != self._shapes[n]]
-        if other := [f"{n}: {tree.describe(flat[n])}, not {list(self._shapes[n])}" for n in odd]:
-            fix = "give a tree like model.params, such as state.params, of full tensors"
-            raise FzeroTypeError("functionalize", f"these are not the tensors of {self._name}", other, fix)
-        if cast := [f"{n}: {tree.describe(flat[n])}, not {d}" for n, d in self._dtypes.items() if flat[n].dtype != d]:
-            fix = "mixed_precision(where=lambda path, leaf: ...) without them; the step of model.train_step does so"
-            raise FzeroTypeError("functionalize", f"buffers of {self._name} are cast", cast, fix)
-        return flat
-
-    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool, more: int = 0) -> Arguments:
-        return arguments(self._module.forward, self._name, batch, settings, alone, more)
-
-    def _bound(
-        self, fn: Loss | None, mode: Mode, batch: Any, settings: dict[str, Any], counts: dict[Any, int]
-    ) -> Arguments:
-        """Returns the forward's arguments from a batch that `fn` reads too.
-
-        A forward such as `forward(idx, targets=None)` returns no loss without its optional arguments. If `fn` has no
-        result without them, and leaves entries of the batch unread, the forward gets these entries. Whether that is
-        so is determined on fake tensors, once for each kind of batch.
-
-        Args:
-            counts: the number of optional arguments, by kind of batch.
-        """
-        found = self._arguments(batch, settings, alone=fn is None)
-        if fn is None or not found.optional:
-            return found
-        key = kind_of(batch)
-        if key not in counts:
-            counts[key] = self._optional(fn, mode, batch, settings, found.optional)
-        return self._arguments(batch, settings, alone=False, more=counts[key])
-
-    def _optional(self, fn: Loss, mode: Mode, batch: Any, settings: dict[str, Any], most: int) -> int:
-        """The number of optional arguments that a forward needs so that `fn` has a result.
-
-        If no number helps, the trace fails with the error that a user would get from PyTorch. A forward without its
-        optional arguments has None among its outputs if they are targets. Then the error is that of the call with the
-        targets, because the call without them would hide it: returns the most that were tried. Otherwise returns 0.
-        """
-        params, missing, tried = self.params, False, 0
-        with emptied(), compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
-            tensors, fake = self._flat(tree.map(_empty_like, params)), tree.map(_empty_like, batch)
-            for more in range(most + 1):
-                given = self._arguments(fake, settings, alone=False, more=more)
-                reading, result, tried = Reading(given), None, more
-                try:
-                    out = mode.outline(Given(tensors, None, _rows(fake), given.args, given.kwargs))
-                    missing |= more == 0 and _has_none(out)
-                    with reading:
-                        result = fn(out, fake)
-                except Exception:  # if no number of arguments helps, the trace raises it again, with the user's line
-                    pass
-                reading.note(tree.leaves(result))
-                if not _has_none(result):
-                    return more
-                if not reading.unread():
-                    break
-        return tried if missing else 0
-
-    def _read(self, fn: Loss, out: Any, batch: Any, given: Arguments, could_take: bool) -> Any:
-        """Returns the result of a function of outputs and batch.
-
-        Raises:
-            TraceError: for entries of the batch that neither the forward nor the function reads, or one that the
-                function misses.
-        """
-        try:
-            with Reading(given) as reading:
-                found = fn(out, batch)
-        except KeyError as error:
-            check_spelling(error, batch)
-            raise
-        if found is None and not could_take:  # the first fault counts: `split_loss` reports it
-            return found
-        reading.check(self._module.forward, self._name, found, could_take)
-        return found
-
 
 def _own(fn: Loss | Literal["chunked"] | None) -> tuple[Loss | None, bool]:
     """Returns the function of a loss (None for the model's own), and whether the model's own loss is computed in
     chunks.
     """
     return (None, True) if isinstance(fn, str) and fn == "chunked" else (cast("Loss | None", fn), False)
-
-
-def _empty_like(x: Any) -> Any:
-    """Returns an uninitialized tensor of this shape and dtype on the default device; anything but a tensor is
-    returned as it is.
-    """
-    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
-
-
-def _has_none(values: Any) -> bool:
-    return any(x is None for x in tree.flatten(values, is_leaf=lambda x: x is None)[0])
-
-
-def _rows(values: Any) -> int | None:
-    """Returns the number of samples of a batch: the length that most of its tensors have."""
-    lengths = Counter(x.shape[0] for x in tree.tensors(values) if x.dim())
-    return lengths.most_common(1)[0][0] if lengths else None
 
 
 def _snake(name: str) -> str:

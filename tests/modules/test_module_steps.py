@@ -36,7 +36,7 @@ def _trained(module: nn.Module, *batches: Any, loss: Any = of_labels, **settings
     for batch in batches:
         state, metrics = train(state, batch)
         losses.append(metrics["loss"].item())
-    return losses, model._flat(train.gather(state).params)
+    return losses, model._calls.flat(train.gather(state).params)
 
 
 def _scripted() -> nn.Module:
