@@ -103,11 +103,23 @@ def of(mesh: Mesh, axis: str) -> DataParts:
     return DataParts(mesh.index(axes), firsts)
 
 
-class Accelerator(Base):
-    """An accelerator of Accelerate whose processes are the data shards. `count` turns an existing accelerator into
-    one."""
+class ShardAccelerator(Base):
+    """An accelerator of Accelerate whose processes are the data shards.
 
-    _parts: Callable[[], DataParts]
+    Accelerate's own `ParallelismConfig` with a tensor-parallel axis would also give the same samples to all ranks of a
+    shard. But its gathers (1.15) return the tensors of all processes, so metrics would count each sample several times,
+    and the samples that pad the last batch would not be cut off.
+
+    Args:
+        parts: returns the data shards, once there is a mesh.
+        settings: of `Accelerator`.
+    """
+
+    def __init__(self, parts: Callable[[], DataParts], **settings: Any):
+        self._parts = parts
+        super().__init__(**settings)
+        # Every rank reads an iterable data set itself: a process that dispatches batches would count processes.
+        self.dataloader_config.dispatch_batches = False
 
     @property
     def num_processes(self) -> int:
@@ -144,15 +156,6 @@ class Accelerator(Base):
         if use_gather_object and self.state.process_index not in self._parts().firsts:
             input_data = []
         return super().gather_for_metrics(input_data, use_gather_object)
-
-
-def count(accelerator: Any, parts: Callable[[], DataParts]) -> None:
-    """Makes an accelerator count data shards, which `parts` returns once there is a mesh.
-
-    Every rank reads an iterable data set itself, because a process that dispatches batches would count processes.
-    """
-    accelerator._parts, accelerator.__class__ = parts, Accelerator
-    accelerator.dataloader_config.dispatch_batches = False
 
 
 class OtherArguments:

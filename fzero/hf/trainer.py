@@ -161,12 +161,13 @@ class Trainer(Base):
 
     def _build_accelerator_args(self, **settings: Any) -> dict[str, Any]:
         found = super()._build_accelerator_args(**settings)
-        return {k: x for k, x in found.items() if k != "dynamo_plugin"} | {"mixed_precision": "no"}
+        self._accelerator_args = {k: x for k, x in found.items() if k != "dynamo_plugin"} | {"mixed_precision": "no"}
+        return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._tensor.size > 1:
-            data_parallel_ranks.count(self.accelerator, self._data_parts)
+            self.accelerator = data_parallel_ranks.ShardAccelerator(self._data_parts, **self._accelerator_args)
             gather = self.accelerator.gather_for_metrics
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 

@@ -176,14 +176,13 @@ def test_a_loss_in_chunks_equals_that_of_all_logits(run_ranks: Any, tmp_path: Pa
 
 def test_parts_of_a_mesh() -> None:
     """Ranks along `model` read the same rows, wherever the axis lies; together all rows are read once."""
-    from accelerate import Accelerator
 
     for axes, firsts in (({"data": 2, "model": 2}, [0, 2]), ({"model": 2, "data": 2}, [0, 1]), ({"model": 4}, [0])):
         read: dict[int, list[int]] = {}
         for rank in range(4):
             parts = data_parallel_ranks.of(Mesh(axes, rank, torch.device("cpu")), "model")
             assert parts.firsts == firsts
-            data_parallel_ranks.count(accelerator := Accelerator(cpu=True), lambda parts=parts: parts)
+            accelerator = data_parallel_ranks.ShardAccelerator(lambda parts=parts: parts, cpu=True)
             assert accelerator.num_processes == len(firsts)
             rows = torch.cat(list(accelerator.prepare_data_loader(DataLoader(range(16), batch_size=2)))).tolist()
             assert read.setdefault(parts.index, rows) == rows
