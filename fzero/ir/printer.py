@@ -256,8 +256,8 @@ _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 
 def _header(program: Program) -> list[str]:
-    """Returns the header of a printed program in four lines: its name and mesh, the bytes of the state and of the
-    arenas, its transforms, and the bytes that each of them sends per step. Remarks of passes follow.
+    """Returns the header of a printed program in four lines: its name and mesh, its transforms, the bytes of the state
+    and of the arenas, and the bytes that each transform sends per step. Remarks of passes follow.
     """
     stored, by_tier = _state(program)
     pools = [f"pool {size(program.pool_bytes)}"] if program.pool_bytes else []
@@ -265,8 +265,8 @@ def _header(program: Program) -> list[str]:
     transforms = ", ".join(t.in_program() for t in program.transforms) or "none"
     lines = [
         f"{program.name} on mesh {program.mesh}",
-        "; ".join([f"stored on each rank: {stored} ({by_tier})", *pools]),
         f"transforms: {transforms}",
+        "; ".join([f"stored on each rank: {stored} ({by_tier})", *pools]),
         f"sent per step: {', '.join(_sent(program)) or 'nothing'}",
     ]
     return [f"# {line}" for line in (*lines, *(f"  {note}" for note in program.notes))]

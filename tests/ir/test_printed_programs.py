@@ -107,8 +107,8 @@ def test_the_header_has_four_lines():
     for name in VARIANTS:
         header = text(name).split("\n\n")[0].splitlines()
         assert [line.split(":")[0] for line in header[1:]] == [
-            "# stored on each rank",
             "# transforms",
+            "# stored on each rank",
             "# sent per step",
         ]
 
