@@ -1,9 +1,9 @@
-"""Fine-tunes a causal language model of the library transformers on a text, all of it or adapters, under ZeRO-0 to 3.
+"""Fine-tunes a causal language model of Hugging Face Transformers on a text: all parameters, or LoRA adapters.
 
-python examples/finetune_hf.py                                        # makes a small Llama first: no hub, no download
-torchrun --nproc-per-node 2 examples/finetune_hf.py --resume --steps 400      # goes on, on another number of processes
+python examples/finetune_hf.py                                        # creates a small Llama first; downloads nothing
+torchrun --nproc-per-node 2 examples/finetune_hf.py --resume --steps 400      # resumes on another number of processes
 python examples/finetune_hf.py --model runs/finetune/model-200 --lora --text README.md --out runs/adapter
-torchrun --nproc-per-node 8 examples/finetune_hf.py --model DIR --text FILE --bf16 --remat --plan   # what a step costs
+torchrun --nproc-per-node 8 examples/finetune_hf.py --model DIR --text FILE --bf16 --remat --plan   # plans a step only
 
 Needs: pip install transformers; for --lora peft too
 """
@@ -59,7 +59,7 @@ def base_of(args: argparse.Namespace) -> Path:
     if RANK == 0 and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         make_small(path, args.seed)
-        say(f"made a small Llama in {path}; its weights are random")
+        say(f"created a small Llama in {path}; its weights are random")
     if WORLD > 1:
         dist.barrier()
     return path
@@ -89,17 +89,17 @@ def tokens_of(args: argparse.Namespace, base: Path, config: Any) -> torch.Tensor
     problems = []
     if windows < 2:
         problems.append(
-            f"--text {args.text} has {len(ids)} tokens, which are {windows} windows of --seq {args.seq}; of two one is "
-            "held out"
+            f"--text {args.text} has {len(ids)} tokens, which make {windows} windows of --seq {args.seq}: at least two "
+            "are needed, because one is held out"
         )
     elif int(ids.max()) >= config.vocab_size:
         problems.append(
-            f"the tokenizer has token {int(ids.max())}, the model {config.vocab_size}: it is another model's"
+            f"the tokenizer has a token {int(ids.max())}, but the vocabulary of the model has {config.vocab_size}"
         )
     if args.seq > most:
         problems.append(f"--seq {args.seq} is more than the {most} positions of the model")
     if problems:
-        raise fz.errors.FzeroValueError("\n  ".join(["this does not fit together", *problems]))
+        raise fz.errors.FzeroValueError("\n  ".join(["the model, the text and --seq do not fit together", *problems]))
     return ids[: windows * args.seq].view(windows, args.seq)
 
 
@@ -154,16 +154,16 @@ def run(args: argparse.Namespace) -> None:
     if args.plan:
         say(str(plan))
         return
-    gb = {"at rest": plan.persistent_bytes, "at the peak": plan.peak_bytes, "on disk": plan.disk_bytes}
+    gb = {"stored": plan.persistent_bytes, "at the peak": plan.peak_bytes, "on disk": plan.disk_bytes}
     sizes = ", ".join(f"{n / 1e9:.3g} GB {what}" for what, n in gb.items() if n)
-    say(f"planned for each process: {sizes}; {plan.step_seconds:.3g} s a step, bound by {plan.bound_by} (all: --plan)")
+    say(f"planned for each process: {sizes}; {plan.step_seconds:.3g} s per step, bound by {plan.bound_by} (see --plan)")
 
     train = fz.compile(step, mesh, backend=args.backend)
     evaluate = fz.compile(fz.compose(*step.transforms)(model.eval_step(loss_of)), mesh, backend="eager")
     there = fz.checkpoint.find(args.out)
     saved = there if args.resume else None
     if there and not saved:
-        say(f"{there} is not gone on from, and the first save takes its place as the latest: --resume goes on")
+        say(f"{there} is ignored, and the next save replaces it as the latest: --resume would continue from it")
     state = train.restore(saved, params=model.params) if saved else train.load(base)
     start = data.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
     batches = [held_out.batch_at(i, **here) for i in range(min(8, -(-held_out.num_samples // args.batch)))]
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
     say(f"held-out loss {held_out_loss():.4f}")
     fz.hf.save_pretrained(written(args), model, state)
     reads = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), " if args.lora else ""
-    say(f"it is read by {reads or 'AutoModelForCausalLM.from_pretrained('}'{written(args)}')")
+    say(f"to load it: {reads or 'AutoModelForCausalLM.from_pretrained('}'{written(args)}')")
 
 
 def written(args: argparse.Namespace) -> Path:
@@ -202,28 +202,28 @@ def written(args: argparse.Namespace) -> Path:
 
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    p.add_argument("--model", metavar="DIR", help="as transformers saves it; by default a small one is made")
-    p.add_argument("--text", metavar="FILE", help="to train on; by default the source of Python's standard library")
+    p.add_argument("--model", metavar="DIR", help="written by save_pretrained; by default, a small model is created")
+    p.add_argument("--text", metavar="FILE", help="training text; by default, the source of Python's standard library")
     p.add_argument(
-        "--lora", type=int, nargs="?", const=8, metavar="RANK", help="train adapters of this rank (8), not the model"
+        "--lora", type=int, nargs="?", const=8, metavar="RANK", help="train LoRA adapters of this rank (default: 8)"
     )
-    p.add_argument("--steps", **WHOLE, default=200, help="to train")
-    p.add_argument("--seq", **WHOLE, default=128, help="tokens a row")
-    p.add_argument("--batch", **WHOLE, default=12, help="rows a step, over all processes and micro-batches")
-    p.add_argument("--accumulate", **WHOLE, default=1, help="micro-batches a step")
-    p.add_argument("--zero", type=int, choices=range(4), default=3, help="what is sharded, as in train_gpt.py")
-    p.add_argument("--bf16", action="store_true", help="compute in bf16, with masters in fp32")
-    p.add_argument("--remat", action="store_true", help="compute layers again in the backward, to keep less")
-    p.add_argument("--offload", choices=("cpu", "nvme"), help="where parameters and optimizer state rest")
-    p.add_argument("--lr", type=float, help="the highest; by default 2e-3, with --model 2e-5, with --lora 2e-4")
-    p.add_argument("--seed", **WHOLE, default=0, help="of the data, and of the small model")
-    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
-    p.add_argument("--out", metavar="DIR", default="runs/finetune", help="where checkpoints and the model go")
-    p.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out, if any")
+    p.add_argument("--steps", **WHOLE, default=200, help="number of steps")
+    p.add_argument("--seq", **WHOLE, default=128, help="tokens per sample")
+    p.add_argument("--batch", **WHOLE, default=12, help="samples per step, over all processes and micro-batches")
+    p.add_argument("--accumulate", **WHOLE, default=1, help="micro-batches per step")
+    p.add_argument("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage; 0 is data parallelism")
+    p.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 master weights")
+    p.add_argument("--remat", action="store_true", help="recompute activations (gradient checkpointing)")
+    p.add_argument("--offload", choices=("cpu", "nvme"), help="where to store parameters and optimizer state")
+    p.add_argument("--lr", type=float, help="peak learning rate; by default 2e-3, with --model 2e-5, with --lora 2e-4")
+    p.add_argument("--seed", **WHOLE, default=0, help="seed of the data and of the small model")
+    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
+    p.add_argument("--out", metavar="DIR", default="runs/finetune", help="for checkpoints and the trained model")
+    p.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --out, if any")
     p.add_argument("--save-every", **WHOLE, default=100, help="steps between checkpoints")
-    p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")
-    p.add_argument("--timeout", type=float, metavar="SECONDS", default=600.0, help="how long a rank waits for another")
-    p.add_argument("--json", metavar="FILE", help="one line a step")
+    p.add_argument("--plan", action="store_true", help="only print the plan of a step")
+    p.add_argument("--timeout", type=float, metavar="SECONDS", default=600.0, help="how long a rank waits for others")
+    p.add_argument("--json", metavar="FILE", help="write one line per step")
     return parsed(p, problems_of)
 
 
@@ -239,7 +239,7 @@ def problems_of(args: argparse.Namespace) -> list[str]:
         each = f"{WORLD} processes x --accumulate {args.accumulate}"
         problems.append(f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {each}")
     if written(args).exists() and not args.plan:
-        problems.append(f"{written(args)} is there already: give another --out, or more --steps")
+        problems.append(f"{written(args)} already exists: choose another --out or more --steps")
     return problems
 
 

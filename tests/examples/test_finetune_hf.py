@@ -94,4 +94,4 @@ def test_what_is_wrong(run_ranks: Any, straight: tuple[Path, str], tmp_path: Pat
     said = FINETUNE.on(run_ranks, "--model", base, "--text", short, *out, "--seq", 4096, code=2).stderr
     assert "0 windows of --seq 4096" in said and "more than the 2048 positions" in said
     said = FINETUNE.on(run_ranks, "--out", straight[0] / "out", code=2).stderr
-    assert "model-4 is there already: give another --out, or more --steps" in said
+    assert "model-4 already exists: choose another --out or more --steps" in said
