@@ -122,8 +122,8 @@ def test_it_trains_as_the_plain_step_and_its_rules_can_be_pasted_back(make):
     step, params, batch = make(2)
     fz.testing.check_equivalent(fz.tensor_parallel(step), params, batch, MESH, steps=2)
     lowered = chosen(step, params, batch)
-    header = next(x for x in str(lowered).splitlines() if x.startswith("#   tensor_parallel("))
-    pasted = eval(header.removeprefix("#   ").partition(" sends ")[0], {"tensor_parallel": fz.tensor_parallel})
+    header = next(x for x in str(lowered).splitlines() if x.startswith("# transforms: "))
+    pasted = eval(header.removeprefix("# transforms: "), {"tensor_parallel": fz.tensor_parallel})
     again = fz.lower(pasted(step), MESH, meta(params), meta(batch))
     assert str(again) == str(lowered)
     (decision,) = lowered.plan.decisions

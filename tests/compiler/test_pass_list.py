@@ -264,8 +264,8 @@ def test_specs_of_one_kind_have_their_own_numbers() -> None:
         for axis in ("replica", "data")
     }
     for axis, nbytes in sent.items():
-        (line,) = [x for x in str(lowered).splitlines() if f"data_parallel(axis='{axis}')" in x]
-        assert f"sends {size(nbytes)} in " in line
+        (line,) = [x for x in str(lowered).splitlines() if x.startswith("# sent per step: ")]
+        assert f"data_parallel(axis='{axis}') {size(nbytes)} in " in line
     assert sent["replica"] != sent["data"]
 
 
