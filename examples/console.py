@@ -233,62 +233,60 @@ def to_try_next(args: argparse.Namespace) -> str:
 def flags(description: str | None) -> argparse.ArgumentParser:
     """The flags of train_gpt.py."""
     p = argparse.ArgumentParser(description=description, formatter_class=Help)
-    p.add_argument("--steps", **WHOLE, default=150, help="to train")
-    p.add_argument("--text", metavar="FILE", help="train on its bytes, instead of the source of Python's library")
-    p.add_argument("--layers", **WHOLE, default=4, help="of the model")
-    p.add_argument("--width", **WHOLE, default=192, help="of the model")
-    p.add_argument("--heads", **WHOLE, default=4, help="of attention")
-    p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
-    p.add_argument("--batch", **WHOLE, default=12, help="sequences a step, over all processes and micro-batches")
-    p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches a step")
+    p.add_argument("--steps", **WHOLE, default=150, help="number of steps")
+    p.add_argument("--text", metavar="FILE", help="training text, instead of the source of Python's library")
+    p.add_argument("--layers", **WHOLE, default=4, help="number of layers")
+    p.add_argument("--width", **WHOLE, default=192, help="width of the model")
+    p.add_argument("--heads", **WHOLE, default=4, help="number of attention heads")
+    p.add_argument("--seq", **WHOLE, default=128, help="bytes per sequence")
+    p.add_argument("--batch", **WHOLE, default=12, help="sequences per step, over all processes and micro-batches")
+    p.add_argument("--accumulate", **WHOLE, default=2, help="micro-batches per step")
     p.add_argument(
         "--zero",
         type=int,
         choices=(0, 1, 2, 3),
         default=3,
-        help="what is sharded: nothing, optimizer state, gradients too, parameters too",
+        help="the ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters",
     )
-    p.add_argument("--tensor", **WHOLE, default=1, help="processes that compute each layer together, with parts of it")
+    p.add_argument("--tensor", **WHOLE, default=1, help="processes that share each layer (tensor parallelism)")
     p.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16", "auto"),
         default="bf16",
-        help="dtype of the computation; auto: chosen for each block; reductions are fp32",
+        help="dtype of the computation; auto: chosen for each block. Reductions are in fp32",
     )
     p.add_argument(
         "--fp8",
         choices=("tensor", "row"),
-        help="the layers' products in 8 bits: a scale for each operand, or row",
+        help="compute matrix products in fp8, with one scale per tensor or row",
     )
     p.add_argument(
         "--params",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="dtype of the stored parameters; bf16: without fp32 masters",
+        help="dtype of the stored parameters; bf16: no fp32 master weights",
     )
     p.add_argument(
-        "--rounding", choices=("stochastic", "nearest"), help="of updates under --params bf16 (default: stochastic)"
+        "--rounding",
+        choices=("stochastic", "nearest"),
+        help="rounding of updates with --params bf16 (default: stochastic)",
     )
-    p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="of Adam's moments")
-    p.add_argument(
-        "--label-smoothing", type=float, default=0.0, help="the share of the target that is spread over all bytes"
-    )
-    p.add_argument(
-        "--z-loss", type=float, default=0.0, help="the weight of the squared log of the softmax's normaliser, e.g. 1e-4"
-    )
-    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
-    p.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
-    p.add_argument("--seed", **WHOLE, default=0, help="of parameters and data")
+    p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="dtype of Adam's moments")
+    p.add_argument("--label-smoothing", type=float, default=0.0, help="label smoothing of the cross entropy")
+    p.add_argument("--z-loss", type=float, default=0.0, help="weight of the z-loss, e.g. 1e-4")
+    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument("--seed", **WHOLE, default=0, help="seed of parameters and data")
     p.add_argument(
         "--deterministic",
         action="store_true",
-        help="the same bits every time, on every device; prints a digest of the parameters at the end",
+        help="bitwise identical in every run; prints a digest of the parameters at the end",
     )
-    p.add_argument("--out", metavar="DIR", default="runs/gpt", help="where checkpoints go")
+    p.add_argument("--out", metavar="DIR", default="runs/gpt", help="directory for checkpoints")
     p.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the latest checkpoint in --out, if any, on any number of processes and --zero stage",
+        help="continue from the latest checkpoint in --out, if any, on any number of processes and --zero stage",
     )
     p.add_argument("--save-every", **WHOLE, default=50, help="steps between checkpoints")
     p.add_argument(
@@ -296,9 +294,9 @@ def flags(description: str | None) -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         default=600.0,
-        help="how long a rank waits for another before it gives up",
+        help="how long a rank waits for others before it gives up",
     )
-    p.add_argument("--json", metavar="FILE", help="one line a step")
+    p.add_argument("--json", metavar="FILE", help="write one line per step")
     p.add_argument("--print-program", action="store_true", help="print the program that every rank runs")
     p.add_argument("--stop-on-nan", action="store_true", help="fail at the first loss that is not finite")
     return p

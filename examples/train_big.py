@@ -1,10 +1,10 @@
 """Trains a byte-level GPT whose training state is several times larger than the memory it may use: parameters and
-optimizer state rest on disk.
+optimizer state are stored on disk.
 
 python examples/train_big.py --memory 2GB                              # 500 M parameters, 6 GB of state
 python examples/train_big.py --memory 1GB --params 500M                # the same in half the memory: narrower, deeper
 torchrun --nproc-per-node 2 examples/train_big.py --memory 2GB         # two processes, each with half of the state
-python examples/train_big.py --memory 2GB --plan                       # what a step is going to cost, and no more
+python examples/train_big.py --memory 2GB --plan                       # plans a step only
 """
 
 from __future__ import annotations
@@ -208,32 +208,32 @@ def parse_args(description: str | None) -> argparse.Namespace:
         "--memory",
         type=amount,
         default="2GB",
-        help="memory of each process beyond that of an empty one, or of its GPU: 2GB (10^9), 1.5GiB (2^30)",
+        help="memory of each process in addition to PyTorch itself, or of its GPU: 2GB (10^9), 1.5GiB (2^30)",
     )
     p.add_argument(
         "--params",
         type=number,
         metavar="N",
-        help="500M, 1.5B; by default so many that their state is three times --memory",
+        help="such as 500M or 1.5B; by default, the state is three times as large as --memory",
     )
-    p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
-    p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
-    p.add_argument("--batch", **WHOLE, default=8, help="sequences a step, over all processes")
-    p.add_argument("--steps", **WHOLE, default=20, help="to train")
-    p.add_argument("--lr", type=float, default=2e-4, help="the highest learning rate")
-    p.add_argument("--seed", **WHOLE, default=0, help="of parameters and data")
+    p.add_argument("--width", **WHOLE, help="width of the model, a multiple of 64; by default the largest that fits")
+    p.add_argument("--seq", **WHOLE, default=128, help="bytes per sequence")
+    p.add_argument("--batch", **WHOLE, default=8, help="sequences per step, over all processes")
+    p.add_argument("--steps", **WHOLE, default=20, help="number of steps")
+    p.add_argument("--lr", type=float, default=2e-4, help="peak learning rate")
+    p.add_argument("--seed", **WHOLE, default=0, help="seed of parameters and data")
     p.add_argument(
-        "--path", metavar="DIR", help="on the disk that holds the state during the run; by default where there is room"
+        "--path", metavar="DIR", help="directory for the state during the run; by default, one with enough free space"
     )
-    p.add_argument("--threads", **WHOLE, help="of each process")
-    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
+    p.add_argument("--threads", **WHOLE, help="threads per process")
+    p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
     p.add_argument(
-        "--out", metavar="DIR", help="where a checkpoint goes at the end or at Ctrl-C; by default there is none"
+        "--out", metavar="DIR", help="save a checkpoint here at the end or at Ctrl-C; by default, none is saved"
     )
-    p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
-    p.add_argument("--json", metavar="FILE", help="one line a step")
+    p.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, if any")
+    p.add_argument("--json", metavar="FILE", help="write one line per step")
     p.add_argument("--print-program", action="store_true", help="print the program that every rank runs")
-    p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")
+    p.add_argument("--plan", action="store_true", help="only print the plan of a step")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
         largest = {"width": LARGE, "threads": 1024, "params": 1e15}  # what is not given is chosen

@@ -1,12 +1,12 @@
-"""Trains a byte-level GPT, under ZeRO-0 to 3, on one process or many: on the source code of Python's standard library,
-or on a file of yours.
+"""Trains a byte-level GPT on the source code of Python's standard library or on your own file, with any ZeRO stage, on
+one process or several.
 
 torchrun --nproc-per-node 2 examples/train_gpt.py                      # about a minute on two CPU cores
-torchrun --nproc-per-node 2 examples/train_gpt.py --text FILE          # on its bytes, of whatever language
-torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
-torchrun --nproc-per-node 4 examples/train_gpt.py --resume --tensor 2  # each pair of processes cuts the matrices
+torchrun --nproc-per-node 2 examples/train_gpt.py --text FILE          # on your text
+torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # resumes from the checkpoint, on another mesh
+torchrun --nproc-per-node 4 examples/train_gpt.py --resume --tensor 2  # each pair of processes shards the matrices
 python examples/train_gpt.py --print-program --steps 1                 # one process, no process group
-fzero plan examples/train_gpt.py:plan_target --mesh data=8             # what a step costs each of 8 ranks
+fzero plan examples/train_gpt.py:plan_target --mesh data=8             # plans a step on 8 ranks
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class NextByte(nn.Module):
 
 
 parser = argparse.ArgumentParser(description="Trains a small model on Python's own source.")
-parser.add_argument("steps", type=int, nargs="?", default=150, help="to train (default: 150)")
+parser.add_argument("steps", type=int, nargs="?", default=150, help="number of steps (default: 150)")
 STEPS, ROWS = parser.parse_args().steps, 240
 if STEPS < 1:
     parser.error(f"{STEPS} steps are less than 1")

@@ -519,5 +519,5 @@ def test_nobody_reads_on(tmp_path):
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_big.py"])
 def test_help_shows_defaults(run_ranks, script: str) -> None:
     text = " ".join(Script(script, ()).on(run_ranks, "--help").stdout.split())
-    assert "--seed N of parameters and data (default: 0)" in text and "(default: None)" not in text
-    assert "bytes a sequence (default: 128)" in text and "(default: False)" not in text
+    assert "--seed N seed of parameters and data (default: 0)" in text and "(default: None)" not in text
+    assert "bytes per sequence (default: 128)" in text and "(default: False)" not in text
