@@ -34,7 +34,7 @@ from fzero.trace.graph_capture import record
 from fzero.trace.guards import raise_conditions
 from fzero.trace.guards.write_guard import without_gradients
 from fzero.trace.recorder import Recorded
-from fzero.transforms.fp8_products import in_8_bits
+from fzero.transforms.fp8 import in_8_bits
 from fzero.transforms.precision_statistics import Watched, watched_blocks
 
 

@@ -10,8 +10,7 @@ from fzero.step import EvalStep, Step
 from fzero.transforms import zero as shard
 from fzero.transforms.compress import Compress
 from fzero.transforms.dim_sharding import DimSharding
-from fzero.transforms.fp8 import Fp8
-from fzero.transforms.fp8_products import InFp8
+from fzero.transforms.fp8 import Fp8, InFp8
 from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.offload import Offload
 from fzero.transforms.pipeline import Pipeline

@@ -35,14 +35,14 @@ from fzero.ir.program import Function, Instruction, Program
 from fzero.ir.verifier import BUG, verify
 from fzero.sharding.layout import TIERS, Leaf, in_slot
 from fzero.transforms import (
-    accumulate_pass,
+    accumulate,
     compress_pass,
     dim_sharding_pass,
     offload_analysis,
     offload_pass,
     pipeline_pass,
-    redundant_pass,
-    remat_pass,
+    redundant,
+    remat,
     speculate_pass,
     split_backward_pass,
     zero_pass,
@@ -212,9 +212,9 @@ PASSES = (
     ),
     Pass(
         "remat",
-        lambda program, context, keeps: remat_pass.rewrite(program, keeps.policy, context.known, context.zero),
+        lambda program, context, keeps: remat.rewrite(program, keeps.policy, context.known, context.zero),
         wanted=lambda program, context, keeps: _trains(program) and keeps is not None,
-        option=lambda made, context, options: remat_pass.keeps(_now(made), options.remat, context.known, context.zero),
+        option=lambda made, context, options: remat.keeps(_now(made), options.remat, context.known, context.zero),
         grows=lambda options, program, _: options.shares("remat") if _remat_open(program) else (),
     ),
     Pass(
@@ -231,7 +231,7 @@ PASSES = (
     ),
     Pass(
         "accumulate",
-        lambda program, context, _: accumulate_pass.rewrite(program, context.num_micro, context.batch),
+        lambda program, context, _: accumulate.rewrite(program, context.num_micro, context.batch),
         wanted=lambda program, context, _: context.num_micro > 1,
         needed="the loss was traced with one of the micro-batches that the batch is split into",
     ),
@@ -304,8 +304,8 @@ PASSES = (
     ),
     Pass(
         "redundant",
-        lambda program, *_: redundant_pass.rewrite(program),
-        wanted=lambda program, *_: program.assigns and redundant_pass.spec_of(program),
+        lambda program, *_: redundant.rewrite(program),
+        wanted=lambda program, *_: program.assigns and redundant.spec_of(program),
         needed="no rank would hold a replica of another rank's shard of the state",
     ),
     Pass(

@@ -13,7 +13,7 @@ from fzero.loss import Means
 from fzero.mesh import AbstractMesh
 from fzero.optim.loss_scale import LossScale
 from fzero.sharding.layout import Leaf
-from fzero.transforms.fp8_products import InFp8
+from fzero.transforms.fp8 import InFp8
 
 if TYPE_CHECKING:
     from fzero.compiler.state_slots import Slots

@@ -2,10 +2,10 @@
 
 Applying a transform only adds its frozen configuration to the step. A step keeps configurations in
 one canonical order, so the order of application does not matter, and a contradiction is an error at
-once. A transform's own file has its function, its configuration and its documentation. Most
-transforms are carried out by a pass, in a file `*_pass.py`, which the list in `compiler/passes.py`
-calls; mixed precision and fp8 act earlier, on the functions and on recorded graphs. This folder
-imports nothing from `compiler/`.
+once. A transform's own file has its function, its configuration, its documentation and, if it is
+short, the rewrite of programs that carries it out; longer rewrites are in files `*_pass.py`. The list
+in `compiler/passes.py` calls the rewrites. Mixed precision and fp8 act earlier, on the functions and
+on recorded graphs. This folder imports nothing from `compiler/`.
 
 | file | what it does |
 |---|---|
@@ -17,9 +17,7 @@ imports nothing from `compiler/`.
 | `hierarchical.py` | `hierarchical`: crosses a slow mesh axis once per step, not once per micro-batch |
 | `multi_axis_gather.py` | gathers values over several mesh axes, one axis after the other |
 | `accumulate.py` | `accumulate`: divides the batch into micro-batches and sums their gradients |
-| `accumulate_pass.py` | repeats forward and backward per micro-batch, in sequence or layer by layer |
 | `remat.py` | `remat`: the policy by which activations are kept or recomputed |
-| `remat_pass.py` | splits each block into a forward that keeps activations and a backward that reads them |
 | `joint_split.py` | chooses which activations are kept, by a minimum cut of a block's joint graph |
 | `tensor.py` | `tensor_parallel`: shards parameters along a dim, and sends activations instead |
 | `sequence.py` | `sequence_parallel`: shards activations by position; attention exchanges heads |
@@ -41,10 +39,8 @@ imports nothing from `compiler/`.
 | `automatic_precision.py` | `mixed_precision("auto")`: promotes blocks that overflow or underflow to float32 |
 | `precision_statistics.py` | computes statistics of each block's gradients and outputs as part of the step |
 | `fp8.py` | `fp8`: selects the parameters whose matrix products are computed in 8 bits |
-| `fp8_products.py` | replaces these matrix products in recorded graphs |
 | `compress.py` | `compress`: sends parameters and gradients in fewer bits |
 | `compress_codes.py` | the 8-bit and 4-bit codes, and the functions that encode, add and decode them |
 | `compress_pass.py` | rewrites transfers so that they send codes |
 | `redundant.py` | `redundant`: sends each rank's shard of the state to another host, for recovery |
-| `redundant_pass.py` | inserts these sends, each before the first op that overwrites the sent values |
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program, local_bytes
 from fzero.trace.storages import output_storages
-from fzero.transforms.accumulate_pass import loop_totals
+from fzero.transforms.accumulate import loop_totals
 from fzero.transforms.offload import Offload, spread_out
 
 SMALL = 1 << 14  # bytes: a smaller activation stays on the device, as do an update's gradients if all are smaller

@@ -21,7 +21,7 @@ from fzero.ir.ops import OPS
 from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, stored_placement
 from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
-from fzero.transforms.accumulate_pass import loop_totals
+from fzero.transforms.accumulate import loop_totals
 from fzero.transforms.offload import Offload
 from fzero.transforms.offload_analysis import known_last, no_gradients, saved_activations, update_ops
 

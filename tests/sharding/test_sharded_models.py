@@ -21,7 +21,7 @@ from fzero.ir.program import Program
 from fzero.sharding.placements import REPLICATE, Placement, Shard
 from fzero.sharding.propagation import propagate
 from fzero.sharding.sharded_graph import OutputPlacement
-from fzero.transforms import remat_pass
+from fzero.transforms import remat
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,7 +87,7 @@ def program_of(config: Any) -> Program:
     mesh = fz.AbstractMesh(data=1)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     base = trace_step(step, mesh, params_inputs(step, mesh, model.params), batch_inputs(tokens)).base
-    return remat_pass.rewrite(fuse_last_block.rewrite(base), "none", {})
+    return remat.rewrite(fuse_last_block.rewrite(base), "none", {})
 
 
 def value(like: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from fzero.testing import check_equivalent
 from fzero.testing.comparison_setting import setting_of
 from fzero.testing.differing_op import first_differing
 from fzero.testing.tolerance import longest_chain, unit
-from fzero.transforms import remat_pass, zero_pass
+from fzero.transforms import remat, zero_pass
 from fzero.transforms.transform import Transform
 
 WIDTH, ROWS = 48, 24  # large enough for places in the pool
@@ -204,7 +204,7 @@ def update_not_assigned(patch):
 
 
 def saved_swapped(patch):
-    rewrite = remat_pass.rewrite
+    rewrite = remat.rewrite
 
     def swapped(program: Program, policy: Any, *args: Any) -> Program:
         program = rewrite(program, policy, *args)
@@ -216,7 +216,7 @@ def saved_swapped(patch):
         ops[at] = dataclasses.replace(ops[at], args=(*rest, b, a))
         return dataclasses.replace(program, instructions=tuple(ops))
 
-    patch.setattr(remat_pass, "rewrite", swapped)
+    patch.setattr(remat, "rewrite", swapped)
 
 
 def copy_not_made(patch):

@@ -17,9 +17,9 @@ from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ir.program import Program
 from fzero.trace.flops import operations
-from fzero.transforms import joint_split, remat_pass
+from fzero.transforms import joint_split, remat
 from fzero.transforms.joint_split import Choices
-from fzero.transforms.remat_pass import rewrite
+from fzero.transforms.remat import rewrite
 
 FRACTIONS = [i / 16 for i in range(17)]
 
@@ -28,7 +28,7 @@ def base_of(loss: Any, params: Any, batch: Any) -> Program:
     """The program before remat."""
     found: list[Program] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat_pass, "rewrite", lambda program, *_: found.append(program) or program)
+        patch.setattr(remat, "rewrite", lambda program, *_: found.append(program) or program)
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
     return found[0]
 
