@@ -89,12 +89,7 @@ class _Checker:
                     self.bad(op, f"{name} {wrong}")
             self._check(op)
             if op.body:
-                outside, iterations, self.iterations = dict(self.known), self.iterations, op.count
-                self.check_ops(op.body, self.known)
-                self.iterations = iterations
-                # Values of the body are not known after the loop, except accumulations.
-                inner, self.known = self.known, outside
-                self.known.update((v.name, inner[v.name]) for x in op.body if _row(x).outlives for v in x.out)
+                self._check_body(op)
             for value in op.out:
                 if value.name in self.known:
                     self.bad(op, f"{value.name} is made twice")
@@ -102,25 +97,38 @@ class _Checker:
                 # causes no further violations.
                 possible = not self._impossible(value)
                 self.known[value.name] = value if possible else replace(value, placement=REPLICATED)
-            # A rollback puts old values back, which may then be read again.
-            if isinstance(op.attrs, AssignAttrs) and op.attrs.restores:
-                self.overwritten -= {*op.writes}
-                continue
-            for name in op.writes:
-                if name not in self.known:
-                    self.bad(op, f"writes {name}, which does not exist")
-                elif name in self.written:
-                    self.bad(op, f"{name} is written twice")
-                elif name in self.device_only:
-                    self.bad(op, f"{name} is written, and only the device has waited for it")
-                for handle in self._read_by(op, name):
-                    self.bad(op, f"{name} is written while {handle} still reads it")
-                self.written.add(name)
-                if not self._gradient_waits(name):  # tensors that have no old value
-                    self.overwritten.add(self.root(name))
+            self._check_writes(op)
         for name, start in self.started.items():
             if name not in waiting_outside:
                 self.bad(start, f"{name} is never waited for")
+
+    def _check_body(self, op: Instruction) -> None:
+        """Checks the body of a loop."""
+        outside, iterations, self.iterations = dict(self.known), self.iterations, op.count
+        self.check_ops(op.body, self.known)
+        self.iterations = iterations
+        # Values of the body are not known after the loop, except accumulations.
+        inner, self.known = self.known, outside
+        self.known.update((v.name, inner[v.name]) for x in op.body if _row(x).outlives for v in x.out)
+
+    def _check_writes(self, op: Instruction) -> None:
+        """Checks the tensors of the state that an op writes, and records that they have been overwritten."""
+        # A rollback puts old values back, which may then be read again.
+        if isinstance(op.attrs, AssignAttrs) and op.attrs.restores:
+            self.overwritten -= {*op.writes}
+            return
+        for name in op.writes:
+            if name not in self.known:
+                self.bad(op, f"writes {name}, which does not exist")
+            elif name in self.written:
+                self.bad(op, f"{name} is written twice")
+            elif name in self.device_only:
+                self.bad(op, f"{name} is written, and only the device has waited for it")
+            for handle in self._read_by(op, name):
+                self.bad(op, f"{name} is written while {handle} still reads it")
+            self.written.add(name)
+            if not self._gradient_waits(name):  # tensors that have no old value
+                self.overwritten.add(self.root(name))
 
     def _unreadable(self, op: Instruction, name: str) -> str | None:
         """Returns why an op may not read a value, or None if it may."""
@@ -140,6 +148,16 @@ class _Checker:
         """Checks the results of a complete program: its outputs, its gradients, and that exactly the tensors that the
         step assigns are written.
         """
+        self._returned()
+        self.problems += [
+            f"{name}, the gradient of {leaf}, is never made"
+            for leaf, name in self.program.grads.items()
+            if name not in self.known
+        ]
+        self._assigned()
+
+    def _returned(self) -> None:
+        """Checks the outputs."""
         for name in self.program.outputs:
             value = self.known.get(name)
             at_rest = value.placement if value else REPLICATED
@@ -151,11 +169,9 @@ class _Checker:
                 self.problems.append(f"output {name} is returned, and only the device has waited for it")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
-        self.problems += [
-            f"{name}, the gradient of {leaf}, is never made"
-            for leaf, name in self.program.grads.items()
-            if name not in self.known
-        ]
+
+    def _assigned(self) -> None:
+        """Checks that exactly the tensors that the step assigns are written."""
         state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
