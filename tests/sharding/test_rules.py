@@ -88,7 +88,8 @@ def cases() -> Iterator[Case]:
 
 def placements(case: Case) -> Iterator[list[Placement]]:
     """Each input at each of its placements, the others replicated; and all of them partial."""
-    summable = [x.is_floating_point() and bool(x.isfinite().all()) for x in case.inputs]
+    # 8-bit values are never summands.
+    summable = [x.is_floating_point() and x.dtype.itemsize > 1 and bool(x.isfinite().all()) for x in case.inputs]
     for i, x in enumerate(case.inputs):
         for place in [*cuts_of(x.shape, N, (1, 2)), *([SUM] if summable[i] else [])]:
             yield [place if k == i else REPLICATE for k in range(len(case.inputs))]

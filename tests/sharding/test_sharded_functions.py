@@ -20,6 +20,7 @@ from torch_db import databases, operator_cases
 
 import fzero as fz
 from fzero._compat.compat import FakeTensorMode
+from fzero.ops.scaled_matmul import E4M3, quantized, scaled_mm
 from fzero.sharding.graph_writer import all_reduce
 from fzero.sharding.placements import REPLICATE, Placement, Shard
 from fzero.sharding.propagation import propagate
@@ -37,6 +38,12 @@ def i(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
 
 
+def in_8_bits(a: torch.Tensor, b: torch.Tensor, *dims: int) -> torch.Tensor:
+    """A product in 8 bits, without gradients. `dims`: of scales by row and column."""
+    (a, scale_a), (b, scale_b) = (quantized(x.detach(), E4M3, d) for x, d in zip((a, b), dims or (None, None)))
+    return scaled_mm(a, b, scale_a, scale_b, torch.float32)
+
+
 TARGETS = torch.tensor([1, 2, 3, -100, 5, 11, 0, 7])
 
 CASES: dict[str, Case] = {
@@ -46,6 +53,8 @@ CASES: dict[str, Case] = {
     "linear": (F.linear, lambda: [r(2, 4, 8), r(12, 8), r(12)]),
     "addmm": (lambda b, x, y: torch.addmm(b, x, y, beta=2, alpha=0.5), lambda: [r(12), r(4, 8), r(8, 12)]),
     "einsum": (lambda x, y: torch.einsum("bthd,bshd->bhts", x, y), lambda: [r(2, 4, 4, 6), r(2, 4, 4, 6)]),
+    "scaled_mm": (lambda a, b: (a @ b, in_8_bits(a, b)), lambda: [r(64, 64), r(64, 64)]),
+    "scaled_mm by row": (lambda a, b: (a @ b, in_8_bits(a, b, 1, 0)), lambda: [r(64, 64), r(64, 64)]),
     "gelu": (lambda a, b: F.gelu(a) * b, lambda: [r(4, 12), r(12)]),
     "where": (lambda x: torch.where(x > 0, x, 0.0).masked_fill(x < -1, 3.0), lambda: [r(4, 12)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (12,), w, b), lambda: [r(2, 4, 12), r(12), r(12)]),
