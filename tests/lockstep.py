@@ -89,7 +89,8 @@ def whole(xs: Tensors, place: Placement) -> torch.Tensor:
     if isinstance(place, Partial):
         return _reduced(torch.stack(list(xs)), place.op)
     if place == REPLICATE:
-        assert all(torch.equal(x, xs[0]) or (x.isnan().equal(xs[0].isnan())) for x in xs)
+        same = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in xs]  # float8 has no comparison
+        assert all(torch.equal(x, same[0]) or (x.isnan().equal(same[0].isnan())) for x in same)
         return xs[0]
     assert isinstance(place, Shard)
     n = len(xs)

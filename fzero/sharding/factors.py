@@ -351,7 +351,9 @@ def _linear(op: Operation) -> list[Collection[int]]:
     if target in (aten.add.Tensor, aten.sub.Tensor):
         return [range(len(inputs))] if isinstance(op["other"], fx.Node) and isinstance(op["self"], fx.Node) else []
     if target in _LINEAR:
-        return [(0,)] if target is not aten._to_copy.default or op.results[0].is_floating_point() else []
+        out = op.results[0]
+        rounds = target is aten._to_copy.default and not (out.is_floating_point() and out.dtype.itemsize > 1)
+        return [] if rounds else [(0,)]  # integers and values of 8 bits are not summed
     if target is aten.div.Tensor or target is aten.mul.Tensor:
         if len(inputs) == 1:
             return [(0,)] if op["other"] is not op["self"] and op["self"] is inputs[0] else []

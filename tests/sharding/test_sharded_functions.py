@@ -40,13 +40,16 @@ def i(high: int, *shape: int) -> torch.Tensor:
 
 def in_8_bits(a: torch.Tensor, b: torch.Tensor, *dims: int) -> torch.Tensor:
     """A product in 8 bits, without gradients. `dims`: of scales by row and column."""
-    (a, scale_a), (b, scale_b) = (quantized(x.detach(), E4M3, d) for x, d in zip((a, b), dims or (None, None)))
+    over = dims or (None, None)
+    (a, scale_a), (b, scale_b) = (quantized(x.detach(), E4M3, d) for x, d in zip((a, b), over, strict=True))
     return scaled_mm(a, b, scale_a, scale_b, torch.float32)
 
 
 TARGETS = torch.tensor([1, 2, 3, -100, 5, 11, 0, 7])
 
 CASES: dict[str, Case] = {
+    "sum of a dim": (lambda x: x.sum(1), lambda: [r(4, 6, 8)]),
+    "pad to an even size": (lambda x: F.pad(x, (1, 1)), lambda: [r(4, 6)]),
     "mm": (lambda a, b: a @ b, lambda: [r(12, 8), r(8, 12)]),
     "mv": (lambda a, b: a @ b, lambda: [r(12, 8), r(8)]),
     "bmm": (lambda a, b: a @ b, lambda: [r(4, 12, 8), r(4, 8, 12)]),
