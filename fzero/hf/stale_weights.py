@@ -20,6 +20,7 @@ from torch import nn
 
 from fzero import tree
 from fzero._compat import compat
+from fzero.errors import FzeroValueError
 from fzero.modules.captured_tensors import asks
 
 Rule = Callable[[Any, list[str]], None]
@@ -142,10 +143,22 @@ class StaleWeights:
                     x.grad = None
 
     def _swap(self) -> None:
+        done: list[str] = []
         for name, x in self._tensors.items():
             other = self._other[name]
             vars(other).update({n: y for n, y in vars(x).items() if n not in ("weight", "rule")})
-            torch.utils.swap_tensors(x, other)
+            try:
+                torch.utils.swap_tensors(x, other)
+            except RuntimeError as error:  # before anything was swapped
+                for before in done:
+                    torch.utils.swap_tensors(self._tensors[before], self._other[before])
+                what = f"{name} of the model cannot be replaced while it is trained: other code refers to it"
+                fix = (
+                    "delete what holds it: a view of it, a weak reference, or an output of the model that still has "
+                    "its graph; call the model under torch.no_grad()"
+                )
+                raise FzeroValueError("hf.Trainer", what, [str(error)], fix) from error
+            done.append(name)
 
 
 def _stand_in(name: str, x: torch.Tensor, rule: Rule) -> Any:

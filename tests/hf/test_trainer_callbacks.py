@@ -354,6 +354,19 @@ def test_memory_of_the_weights_that_others_hold(tmp_path: Path, caplog: pytest.L
     assert all(map(math.isnan, two.seen[:4])) and two.seen[-1] == pytest.approx(one.seen[-1], abs=1e-5)
 
 
+def test_weights_that_cannot_be_taken_out(tmp_path: Path) -> None:
+    """An output with its graph, or a view, still needs them. The module stays whole, and trains once they are gone."""
+    for hold in (lambda net: net(torch.ones(1, 3), torch.tensor([0])), lambda net: net.head.weight[0]):
+        trainer = made(Trainer, tmp_path)
+        before, held = copies(trainer.model), hold(trainer.model)
+        with pytest.raises(Refused, match=r"weight of the model cannot be replaced .*\n.*\nFix: delete what holds it"):
+            trainer.train()
+        assert all(torch.equal(x, before[n]) for n, x in trainer.model.state_dict().items())
+        assert all(type(p) is torch.nn.Parameter for p in trainer.model.parameters())
+        del held
+        trainer.train()
+
+
 class Holds(Callback):
     """Holds parameters, and what belongs to them, as trackers do; computes with them where it is declared."""
 
