@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from fzero.ir.attributes import WaitAttrs
-from fzero.ir.ops import OPS, STARTS, Start, iterations, stays
+from fzero.ir.ops import OPS, STARTS, Op, Start, iterations, stays
 from fzero.ir.program import Instruction, Place, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -89,21 +89,25 @@ class _PoolChecker:
             elif row.waits:
                 self._wait(op)
             else:
-                for name in op.writes if not row.settles else ():
-                    for moving in (m for m, leaves in self.sent_leaves.items() if name in leaves):
-                        self._add(op, f"{name} is written, which {moving} may still read on the host")
-                for name in (n for n in map(self._origin, op.writes) if n in self.places):
-                    self._write(op, name, self.places[name])
-                read = [(a, self.places.get(a)) for a in map(self._origin, op.args)] if row.batched else []
-                for value, place in zip_longest(op.out, op.into):
-                    if place is None:  # in an earlier iteration of a loop, a transfer may have copied it to the arena
-                        self.places.pop(value.name, None)
-                        continue
-                    if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
-                        self._add(op, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
-                    self._write(op, value.name, self._span(place))
+                self._compute(op, row)
             for _ in range(iterations(op)):
                 self.run(op.body)
+
+    def _compute(self, op: Instruction, row: Op) -> None:
+        """Executes an op that is no transfer: it writes tensors of the state, and its results."""
+        for name in op.writes if not row.settles else ():
+            for moving in (m for m, leaves in self.sent_leaves.items() if name in leaves):
+                self._add(op, f"{name} is written, which {moving} may still read on the host")
+        for name in (n for n in map(self._origin, op.writes) if n in self.places):
+            self._write(op, name, self.places[name])
+        read = [(a, self.places.get(a)) for a in map(self._origin, op.args)] if row.batched else []
+        for value, place in zip_longest(op.out, op.into):
+            if place is None:  # in an earlier iteration of a loop, a transfer may have copied it to the arena
+                self.places.pop(value.name, None)
+                continue
+            if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
+                self._add(op, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
+            self._write(op, value.name, self._span(place))
 
     def _start(self, op: Instruction, row: Start) -> None:
         """Begins a transfer: it writes its own buffers now, and guards what it reads or fills until its wait."""
@@ -134,10 +138,28 @@ class _PoolChecker:
             self._add(op, f"{name} has not been started")
             return
         guard.waited = True
+        row = STARTS[guard.start.op]
+        released = self._released(op, name, guard, row)
+        self._arrive(op, guard, row)
+        if row.holds_device_only or not op.says(WaitAttrs).host:
+            self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
+        if row.holds_device_only:
+            self.sent_leaves[name] = [a for a in map(self._origin, guard.start.args) if a in self.program.leaves]
+        read = guard.start.into[: len(guard.start.args)]
+        guard.spans = [self._span(p) for p in read if p is not None]
+        self.guards = {n: g for n, g in self.guards.items() if n not in released}
+
+    def _released(self, op: Instruction, name: str, guard: _Guard, row: Start) -> list[str]:
+        """Returns the transfers of which no rank reads the buffers any more after the wait for the transfer `name`."""
         released = [n for n, g in self.guards.items() if name in g.after]
         if op.says(WaitAttrs).together:
             released += [n for n, g in self.guards.items() if g.waited and g.start.axes == guard.start.axes]
-        row = STARTS[guard.start.op]
+        if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
+            released.append(name)
+        return released
+
+    def _arrive(self, op: Instruction, guard: _Guard, row: Start) -> None:
+        """Gives the results of a transfer their bytes."""
         for value, (place, filled) in zip(op.out, zip(op.into, row.filled(guard.start), strict=False), strict=False):
             if place is None or filled is None:
                 continue
@@ -146,15 +168,6 @@ class _PoolChecker:
                 self._write(op, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
-        if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
-            released.append(name)
-        if row.holds_device_only or not op.says(WaitAttrs).host:
-            self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
-        if row.holds_device_only:
-            self.sent_leaves[name] = [a for a in map(self._origin, guard.start.args) if a in self.program.leaves]
-        read = guard.start.into[: len(guard.start.args)]
-        guard.spans = [self._span(p) for p in read if p is not None]
-        self.guards = {n: g for n, g in self.guards.items() if n not in released}
 
     def _origin(self, name: str) -> str:
         return self.same.get(name, name)

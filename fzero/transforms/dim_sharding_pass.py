@@ -484,7 +484,8 @@ class _ToParts:
                 handles[step] = handle.name
                 ops.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:
-                out = tuple(final.get(m) or self._arrived(names[m.args[0]], m, others[m]) for m in step.of.markers)
+                moved = zip(step.of.sent, step.of.markers, strict=True)
+                out = tuple(final.get(m) or self._arrived(names[x], m, others[m]) for x, m in moved)
                 names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
                 ops.append(Instruction("wait", (handles[step.of],), out, by=self.spec.name))
         return ops
