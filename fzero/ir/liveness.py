@@ -42,21 +42,7 @@ class Uses:
         self.views = Views(program)
         self.copying: dict[str, tuple[str, ...]] = {}
         for i, (op, span) in enumerate(self.ops):
-            for name in op.args:
-                self.reads[name] += 1
-                for root in self.views.roots(name):
-                    # A value from outside a loop is read again in every iteration, so it lives to the end of the
-                    # loop.
-                    inside = span is not None and self.made.get(root, -1) >= span[0]
-                    self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
-            row = OPS[op.op]
-            if row.waits:  # a copy between tiers and a gather read until they are waited for
-                for root in (r for a in self.copying.get(op.args[0], ()) for r in self.views.roots(a)):
-                    self.read[root] = max(self.read.get(root, -1), i)
-            elif isinstance(row, Start) and row.reads_until_wait:
-                self.copying[op.out[0].name] = row.sent(op)
-            for value in op.out:
-                self.made[value.name] = i
+            self._add(i, op, span)
         self.waits = {op.args[0]: i for i, (op, _) in enumerate(self.ops) if OPS[op.op].waits}
         self.starts = [
             (i, self.waits[op.out[0].name], op.axes)
@@ -69,15 +55,35 @@ class Uses:
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         # the last wait of each loop and axis: later entries replace earlier ones
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.ops[w][1]) is not None}
-        # for each loop and axis: the starts, and the first wait of any transfer that starts there or later
-        self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
+        self.arrivals = self._first_arrivals()
+
+    def _add(self, i: int, op: Instruction, span: Interval | None) -> None:
+        """Records what an op reads and makes. `span`: the first and the last op of the enclosing loop."""
+        for name in op.args:
+            self.reads[name] += 1
+            for root in self.views.roots(name):
+                # A value from outside a loop is read again in every iteration, so it lives to the end of the loop.
+                inside = span is not None and self.made.get(root, -1) >= span[0]
+                self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
+        row = OPS[op.op]
+        if row.waits:  # a copy between tiers and a gather read until they are waited for
+            for root in (r for a in self.copying.get(op.args[0], ()) for r in self.views.roots(a)):
+                self.read[root] = max(self.read.get(root, -1), i)
+        elif isinstance(row, Start) and row.reads_until_wait:
+            self.copying[op.out[0].name] = row.sent(op)
+        for value in op.out:
+            self.made[value.name] = i
+
+    def _first_arrivals(self) -> dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]]:
+        """Returns for each loop and axis the starts, and the first wait of any transfer that starts there or later."""
+        arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
         for start, wait, axes in self.starts:
-            starts, waits = self.arrivals.setdefault((self.ops[wait][1], axes), ([], []))
+            starts, waits = arrivals.setdefault((self.ops[wait][1], axes), ([], []))
             starts.append(start)
             waits.append(wait)
-        for _, waits in self.arrivals.values():
-            # a suffix minimum: the first arrival of any transfer that starts here or later
-            waits[:] = reversed(list(accumulate(reversed(waits), min)))
+        for _, waits in arrivals.values():
+            waits[:] = reversed(list(accumulate(reversed(waits), min)))  # a suffix minimum
+        return arrivals
 
     def last(self, name: str) -> int:
         """Returns the last op that reads a value, or the op that makes it if none does. Returned values live to the
