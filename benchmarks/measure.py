@@ -131,6 +131,12 @@ CASES = {
         small={"only": "llama 2 7b, 8 x"},
         how="Planned",
     ),
+    "plan_search": Case(
+        "programs chosen within memory budgets, and the time to plan them", 12, plans.plan_search,
+        flags={"only": [str], "before": Path},
+        small={"only": ["plan_memory, stage 0"]},
+        how="Planned",
+    ),
     "sequence_plans": Case(
         "plans of long sequences under sequence_parallel", 1, plans.sequence_plans,
         flags={"layers": 8, "shorter": 1},

@@ -177,6 +177,132 @@ def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dic
     return {k: data[k] for k in (*keep, "process", "decisions", "better", "assumed", "devices")} | took
 
 
+# --- the search for a program ---
+
+SEARCHED = (
+    "Llama 3 8B, 8 x 80 GB",
+    "Llama 3 70B, 64 x 80 GB",
+    "Llama 2 13B, 1 x 32 GB",
+    "Llama 2 7B, 1 x 24 GB",
+    "Llama 3 8B, 1 x 24 GB",
+    "Llama 2 13B, 1 x 24 GB",
+    "1 T, 128 x 80 GB",
+)
+TIGHT = 0.85
+"""The memory budgets of the small steps of `plan_memory`: this share of the peak without a limit."""
+
+
+def plan_search(args: argparse.Namespace) -> Table:
+    """The program that is chosen within memory budgets: its planned seconds and peaks, and the CPU seconds of planning.
+
+    The plans of `headline`, some of `model_plans`, and the ten steps of `plan_memory` in 85 % of the memory that they
+    would use, with `remat("auto")` if they name no other. With `--before FILE`, the values of another commit stand
+    beside them. `--only`: the plans whose name has this.
+    """
+    before = json.loads(args.before.read_text())["cases"] if args.before else {}
+    wanted = [name for name in _searched() if not args.only or any(x in name for x in args.only)]
+    rows, found = [], {}
+    for name in wanted:
+        print(name, file=sys.stderr)
+        command = [sys.executable, "-c", _ONE_SEARCH, str(Path(__file__).parents[1]), name]
+        env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    for name, case in found.items():
+        old = before.get(name, {})
+        columns = [[_shown(x, key) for x in (old, case)] for key in ("step_seconds", "peak", "cpu_seconds")]
+        both = old.get("step_seconds") and case.get("step_seconds")
+        ratio = f"{case['step_seconds'] / old['step_seconds'] - 1:+.1%}" if both else ""
+        rows.append([name, *columns[0], ratio, *columns[1], *columns[2]])
+    notes = [PREDICTED, "peak: GB of the device, of the host and of the disk, if they are used."]
+    notes += [f"{name}: {x['refused'].splitlines()[0]}" for name, x in found.items() if "refused" in x]
+    columns = ("plan", "s before", "s", "", "peak before", "peak", "planned in CPU s before", "planned in CPU s")
+    return Table("Programs chosen within memory budgets", columns, rows, notes, {"cases": found, "before": before})
+
+
+_ONE_SEARCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from cases import plans
+plans.one_search(sys.argv[2])
+"""
+
+
+def _shown(case: dict[str, Any], key: str) -> str:
+    if key == "peak":
+        return ", ".join(f"{n / 1e9:.3g}" for n in case.get("peaks", ()) if n)
+    return f"{case[key]:.4g}" if key in case else ""
+
+
+def _searched() -> dict[str, Any]:
+    """By name: a function that returns the values of a plan."""
+    from cases.memory import PLAN_SIZES, PLANNED
+
+    found: dict[str, Any] = {}
+    for micro, schedule in HEADLINE:
+        found[f"7B on 24 GB, {micro}, {schedule}"] = lambda micro=micro, how=schedule: _headline_plan(micro, how)
+    for name in SEARCHED:
+        found[name] = lambda name=name: planned(Path(f"/tmp/fzero-{MODELS[name][0]}"), *MODELS[name], limit=3600)
+    for case in PLANNED:
+        what = ", ".join(f"{key} {value}" for key, value in case.items())
+        found[f"plan_memory, {what}"] = lambda case=case: _tight(PLAN_SIZES[0], **case)
+    return found
+
+
+def one_search(name: str) -> None:
+    """Prints the values of one plan."""
+    begin = time.process_time()
+    case = _searched()[name]()
+    if "step_seconds" in case and "peaks" not in case:
+        case["peaks"] = [case[key] for key in ("peak_bytes", "host_peak_bytes", "disk_bytes")]
+    print(json.dumps({"cpu_seconds": time.process_time() - begin, **case}))
+
+
+def _values(plan: Any) -> dict[str, Any]:
+    peaks = [plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes]
+    decisions = [f"{x.what}: {x.chosen}" for x in plan.decisions]
+    return {"step_seconds": plan.step_seconds, "peaks": peaks, "decisions": decisions}
+
+
+def _headline_plan(micro_batches: int, schedule: str) -> dict[str, Any]:
+    sys.path.insert(0, str(SOURCE / "examples"))
+    import plan_llama
+
+    import fzero as fz
+
+    step, params, batch = plan_llama.headline(micro_batches, plan_llama.LAYERS, schedule)
+    mesh = fz.AbstractMesh(data=1, device_type="cuda")
+    return _values(fz.lower(step, mesh, params, batch, device="rtx4090", **BUDGETS).plan)
+
+
+def _tight(size: dict[str, int], stage: int, accumulate: int = 1, precision: str = "fp32", remat: str = "auto") -> Any:
+    """A step of `plan_memory` on two ranks."""
+    import torch
+    from model import Config, make_init, make_loss
+    from training import clipped_adamw
+
+    import fzero as fz
+    from cases import ZERO
+
+    config = Config(batch=8, heads=4, **size)
+    step = fz.train_step(make_loss(config), clipped_adamw())
+    more = (fz.remat(remat), fz.accumulate(accumulate), fz.mixed_precision(precision))
+    step = fz.compose(getattr(fz, ZERO[stage])(axis="data"), *more)(step)
+    tokens = torch.empty(4, config.seq, dtype=torch.int64, device="meta")
+
+    def within(budget: int) -> Any:
+        mesh, batch = fz.AbstractMesh(data=2), (tokens, tokens)
+        return fz.lower(step, mesh, make_init(config), batch, memory_budget=budget, device="cpu").plan
+
+    most = within(1 << 40).peak_bytes
+    try:
+        return _values(within(int(TIGHT * most)))
+    except fz.errors.BudgetError as error:
+        return {"refused": str(error)}
+
+
 # --- long sequences ---
 
 LENGTHS = (8192, 32768, 131072)

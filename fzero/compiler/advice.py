@@ -1,5 +1,5 @@
-"""Suggests how a step that exceeds its budget would fit: transforms that lower its peak memory, with the new peak of
-each."""
+"""Suggests how a step that exceeds its budget would fit, in one or two lines: transforms that lower its peak memory,
+with the new peak."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ model, which take some seconds."""
 def advise(
     step: Step, mesh: AbstractMesh, params: Inputs, budget: Budget, least: Plan, lowered: Callable[[Step], Program]
 ) -> list[str]:
-    """Returns suggestions: the lowest peaks with one additional transform, in ascending order, if they are lower.
+    """Returns suggestions, each with its peak: the first transform found with which the step fits; if there is none,
+    the one that lowers the peak most, and all that lower it together.
 
-    If none of them fits, the peak with all of them together is added. For a large model only a few are tried: those
-    that affect the roles with the most memory.
+    The transforms that affect the roles with the most memory are tried first; for a large model only a few are tried.
 
     Args:
         step, mesh, params: a step that does not fit, its mesh and its parameters.
@@ -41,57 +41,49 @@ def advise(
         least: the plan of its program with the least memory.
         lowered: lowers another step for the same batch to its program with the least memory.
     """
-    num_ops = 0
+    num_ops, limit = 0, budget.nbytes or 0
     step = replace(step, transforms=tuple(_least(t) for t in step.transforms))
 
-    def peak(more: Step) -> tuple[int, int] | None:
+    def peak(more: Step) -> tuple[int, int]:
         """Returns the peak bytes on the device and on the host."""
         nonlocal num_ops
         try:
             program = lowered(more)
         except FzeroError:  # contradicts a transform of the step, or is not possible with this batch
-            return None
+            return least.peak_bytes, 0
         num_ops += sum(1 for _ in program.walk())
         return peak_bytes(program, budget.device, budget.backend)[:2]
 
-    peaks: dict[Any, tuple[int, int]] = {}
+    def line(what: str, peak: tuple[int, int]) -> str:
+        device, host = peak
+        fits = ", which fits" if device <= limit else ""
+        return f"with {what}: {size(device)}{fits}" + (f", and {size(host)} on the host" if host else "")
+
+    best: dict[
+        type, tuple[tuple[int, int], Any]
+    ] = {}  # by kind; all ZeRO stages are one, because only one can be added
     for transform in candidates(step, mesh, least):
         if num_ops > OPS_FOR_ADVICE:
             break
         more = with_transform(step, transform)
-        if more is None or (
-            # Lowering is expensive, and a stage that shards nothing more cannot lower the peak.
-            isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
-        ):
+        # Lowering is expensive, and a stage that shards nothing more cannot lower the peak.
+        zero = isinstance(transform, shard.Parallel)
+        if more is None or (zero and _sharded(more, mesh, params) == _sharded(step, mesh, params)):
             continue
-        if (n := peak(more)) is not None and n[0] < least.peak_bytes:
-            peaks[transform] = n
-    best: dict[type, Any] = {}  # of each kind
-    for transform in sorted(peaks, key=lambda transform: peaks[transform]):
-        # Ascending order of peaks, so the first of each kind is the best. All ZeRO stages are one kind, because only
-        # one can be added.
-        best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
-    ordered = list(best.values())
-    limit = budget.nbytes or 0
-
-    def fits(peak: tuple[int, int]) -> str:
-        device, host = peak
-        return (
-            size(device)
-            + (", which fits" if device <= limit else "")
-            + (f", and {size(host)} on the host" * (host > 0))
-        )
-
-    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered]
-    if len(ordered) > 1 and peaks[ordered[0]][0] > limit:
-        together, all_ = [], step
-        for transform in ordered:
-            more = with_transform(all_, transform)
-            if more is not None:
-                together, all_ = [t for t in (*together, transform) if t in more.transforms], more
-        if len(together) > 1 and (n := peak(all_)) is not None and n[0] < peaks[ordered[0]][0]:
-            names = ", ".join(f"fz.{transform}" for transform in together)
-            advice.append(f"with {names} together: {fits(n)}")
+        if (n := peak(more))[0] >= least.peak_bytes:
+            continue
+        if n[0] <= limit:
+            return [line(f"fz.{transform}", n)]
+        kind = shard.Parallel if zero else type(transform)
+        best[kind] = min(best.get(kind, (n, transform)), (n, transform), key=lambda x: x[0])
+    ordered = sorted(best.values(), key=lambda x: x[0])
+    advice = [line(f"fz.{transform}", n) for n, transform in ordered[:1]]
+    all_ = step
+    for _, transform in ordered:
+        all_ = with_transform(all_, transform) or all_
+    if len(ordered) > 1 and (n := peak(all_))[0] < ordered[0][0][0]:
+        together = ", ".join(f"fz.{transform}" for _, transform in ordered if transform in all_.transforms)
+        advice.append(line(f"{together} together", n))
     return advice
 
 

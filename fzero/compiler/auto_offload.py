@@ -1,21 +1,21 @@
-"""Resolves offload("auto"): tries roles, tiers and shares, and takes the fastest step among those that fit the budgets.
+"""Resolves offload("auto"): decides how much of each role leaves the device, and for which tier.
 
-[Note: ladders] A ladder is an order in which roles leave the device, each for one tier, in steps of 1/8: the first
-roles completely, and a part of the last one. A part of the tensors on disk may be on the host instead. Gradients are
-held on disk only if the host has no room for them.
+[Note: one ladder] Roles leave the device in a fixed order: the optimizer state in eighths, then the parameters in
+quarters, or both together. A part of what is on disk may be on the host instead. Activations go to the host in halves,
+and gradients are held on disk or not.
 
-[Note: bounds] Making a program takes time, so only a few are made. A lower bound of the cost of each is known
-beforehand (cost_bounds.py): the stored bytes, the held gradients, and the busy seconds of each queue. Candidates are
-lowered in order of their estimated time. A candidate is skipped if it would not fit when it exceeds its lower bound by
-as much as similar candidates exceeded theirs. The search ends when no bound is better than the best candidate, or after
-MOST_LINES ops.
+[Note: bounds] Making a program takes time, so only a few are made. A lower bound of the cost of each placement is known
+beforehand (cost_bounds.py): the stored bytes, the held gradients, and the busy seconds of each queue. Placements are
+made in the order of their estimated time. One is skipped if it would not fit when it exceeds its lower bound by as much
+as similar ones exceeded theirs. The search ends when the bound of the next one is not better than the best program by
+GAIN. The search within a memory budget (search.py) continues from its result.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ from fzero._utils.progress import shown
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
 from fzero.compiler.combined_transforms import auto_of, offloads, precision_of, zero_of
-from fzero.compiler.cost_bounds import LowerBound, TierShares, sizes_of
+from fzero.compiler.cost_bounds import LowerBound, Pair, TierPlacement, sizes_of
 from fzero.compiler.input_specs import params_inputs
-from fzero.compiler.options import Options
+from fzero.compiler.options import FINEST, Options
 from fzero.compiler.pass_cache import PassCache, initial_options
 from fzero.compiler.search import ENDS, GAIN, Search
 from fzero.compiler.state_layouts import mirrors
@@ -38,67 +38,26 @@ from fzero.mesh import AbstractMesh
 from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.step import Step
 from fzero.transforms import speculate_pass
-from fzero.transforms.offload import ROLES, Offload, tiers_of
+from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.offload_analysis import GRADS
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import find
 
-FINEST = 8  # shares are multiples of 1/8
-MOST_LINES = 12_000  # ops of all programs that are made, if one of them fits
-UNTIL_FOUND = 36_000  # the same, if none fits
-MOST_TRIED = 32  # programs
-LAST_TRIED = 8  # afterwards: programs that are not expected to fit, if nothing else did
-
-_STATE = ("opt_state", "params")  # the state of the same parameters
-_ON_HOST = (
-    ((("opt_state",), "cpu"), (("params",), "cpu"), (("activations",), "cpu")),
-    ((("params",), "cpu"), (("opt_state",), "cpu"), (("activations",), "cpu")),
-    ((_STATE, "cpu"), (("activations",), "cpu")),
-    ((("activations",), "cpu"), (_STATE, "cpu")),
-)
-_ON_DISK = (
-    ((("opt_state",), "nvme"), (("params",), "nvme"), (("activations",), "cpu")),
-    ((_STATE, "nvme"), (("activations",), "cpu")),
-    ((("opt_state",), "nvme"), (("params",), "cpu"), (("activations",), "cpu")),
-    ((("activations",), "cpu"), (_STATE, "nvme")),
-)
-
-Ladder = tuple[tuple[tuple[str, ...], str], ...]
-
-
-class _Share(NamedTuple):
-    """A number of eighths of the bytes of some roles on the host, and a number of eighths on disk."""
-
-    roles: tuple[str, ...]
-    host: int
-    disk: int
-
-    def records(self, auto: Offload) -> Iterator[Offload]:
-        """Returns the share as transforms. The second of two takes its fraction of what the first one leaves."""
-        ordered = tuple(role for role in ROLES if role in self.roles)
-        asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
-        if self.host:
-            yield replace(asked, tier="cpu", path=(), fraction=self.host / FINEST)
-        if self.disk:
-            yield replace(asked, tier="nvme", fraction=self.disk / (FINEST - self.host))
-
-    def __str__(self) -> str:
-        what, parts = " and ".join(self.roles), ((self.host, "on the host"), (self.disk, "on disk"))
-        return " and ".join(
-            f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n
-        )
-
-
-Shares = tuple[_Share, ...]
+MOST_TRIED = 32  # programs; twice as many, and three times as many ops, if none fits
+NEARLY = 1.5  # times the budgets: up to this peak, fewer values in flight may be enough
+MOST_OPS = 12_000  # of all programs that are made
+UNTIL_FOUND = 8  # after so many that do not fit, the ones that leave the most room are tried
 
 
 class Resolved(NamedTuple):
-    """A step without open tiers, the reasons for the choice, and the step's trace if the choice was made here."""
+    """A step without open tiers, and the reasons for the choice. If the choice was made here, also the step's trace,
+    and the options with which it fits."""
 
     step: Step
     chosen: tuple[PlanDecision, ...] = ()
     traced: Traced | None = None
+    options: Options | None = None
 
 
 def resolve(
@@ -126,31 +85,34 @@ def resolve(
     # traced with everything that may be offloaded
     traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)
     mirrored = mirrors(traced.opt_state.leaves, inputs)
-    built: dict[Shares, Traced] = {}
+    built: dict[TierPlacement, Traced] = {}
 
-    def pass_cache_of(shares: Shares) -> PassCache:
-        if shares not in built:
-            built[shares] = _resting(traced, _with_records(left, shares, auto), mesh, params, mirrored)
-        return built[shares].pass_cache
+    def pass_cache_of(placement: TierPlacement) -> PassCache:
+        if placement not in built:
+            built[placement] = _resting(traced, _with_records(left, placement, auto), mesh, params, mirrored)
+        return built[placement].pass_cache
 
     told = ["the first program"]
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = initial_options(left, mesh, budget.nbytes is not None)
-        tiers = lambda least: _Tiers(pass_cache_of, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
+        narrow = traced.pass_cache.narrowed(least)
+        tiers = functools.partial(
+            _Tiers, pass_cache_of, auto=auto, budget=budget, unified=mesh.unified_memory, progress=told.append
+        )
         try:
-            shares, why = tiers(least).best()
+            options, why = tiers(least, narrow).best()
         except BudgetError:
-            narrow = traced.pass_cache.narrowed(least)
             if narrow == least:
                 raise
-            shares, why = tiers(narrow).best()
-    chosen = PlanDecision("offload", _names(shares) if shares else "nothing", why)
-    return Resolved(_with_records(left, shares, auto), (chosen,), built[shares])
+            options, why = tiers(narrow, narrow).best()
+    placement, options = options.offloaded or TierPlacement(), replace(options, offloaded=None)
+    chosen = PlanDecision("offload", str(placement) if any(map(any, placement)) else "nothing", why)
+    return Resolved(_with_records(left, placement, auto), (chosen,), built[placement], options)
 
 
-def _with_records(step: Step, shares: Shares, auto: Offload) -> Step:
-    """Returns the step with additional transforms for these shares, in the canonical order."""
-    records = (record for share in shares for record in share.records(auto))
+def _with_records(step: Step, placement: TierPlacement, auto: Offload) -> Step:
+    """Returns the step with additional transforms for this placement, in the canonical order."""
+    records = placement.records(auto)
     return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))
 
 
@@ -197,169 +159,149 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 @dataclass
 class _Tiers:
-    """The search for the tiers of everything.
+    """The search for the placement of everything.
 
     Attributes:
-        pass_cache_of: returns the programs of the step with state on these tiers.
+        pass_cache_of: returns the programs of the step with this placement.
         least: the options that take as little memory as possible, wherever the update runs.
+        narrow: the same with fewer values in flight, which is slower (`PassCache.narrowed`).
         auto: the configuration to resolve.
         budget: the budgets to fit.
         unified: whether host and device share one memory, so that nothing is sent to the host.
         progress: is called with a progress message after each try.
-        found: the seconds of the steps that fit, by their shares.
-        besides: bytes of device and host that programs took in addition to their lower bound.
+        found: the seconds of the steps that fit, by their options.
+        besides: bytes of device and host that programs took in addition to their lower bound, by the options that such
+            programs share.
     """
 
-    pass_cache_of: Callable[[Shares], PassCache]
+    pass_cache_of: Callable[[TierPlacement], PassCache]
     least: Options
+    narrow: Options
     auto: Offload
     budget: Budget
     unified: bool
     progress: Callable[[str], object]
-    found: dict[Shares, float] = field(default_factory=dict)
-    besides: dict[Options, tuple[float, float]] = field(default_factory=dict)
+    found: dict[Options, float] = field(default_factory=dict)
+    besides: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.search = Search(lambda c: (self.pass_cache_of(c.offloaded)(replace(c, offloaded=())),), (), self.budget)
-        self.likes = functools.cache(_likes)  # evaluated for every candidate, after every try
+        def build(options: Options) -> tuple[Program, ...]:
+            return (self.pass_cache_of(options.offloaded or TierPlacement())(replace(options, offloaded=None)),)
 
-    def best(self) -> tuple[Shares, str]:
-        """Returns the shares of the fastest step that fits, and the reason."""
+        self.search, self.usual = Search(build, self.budget), (0.0, 0.0)
+
+    def best(self) -> tuple[Options, str]:
+        """Returns the options of the fastest step that fits, with its placement, and the reason."""
         if self._try(self.least):
-            return (), "the step fits unchanged"
-        layouts = self._layouts()
-        most = max(layouts, key=lambda shares: sum(share.host + share.disk for share in shares), default=())
-        program = self.pass_cache_of(most).before("gradients", self.least)
+            return self.least, "the step fits unchanged"
+        if self.narrow != self.least and self.budget.filled(self.search.cost(self.least).peaks) < NEARLY:
+            self._try(self.narrow)
+        placements = self._placements()
+        program = self.pass_cache_of(placements[-1]).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop, there is no computation left to overlap with
         self.speculates = self.sizes.iterations == 1 and speculate_pass.is_possible(program)
-        bounds = {way: self._bound(way) for shares in layouts for way in self._ways(shares)}
-        bounds |= self._with_gradients_on_disk(bounds)
+        bounds = {way: self._bound(way) for placement in placements for way in self._ways(placement)}
         # in the same order on every rank: among equal candidates, the one that moves least comes first
-        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].offloaded))))
-        for options, bound in bounds.items():
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(map(sum, x[0].offloaded)))))
+        for number in range(2 * MOST_TRIED):
+            left = [c for c in bounds if c not in self.search.tried]
+            options = next((c for c in left if not self.budget.over(self._expected(c, bounds[c]))), None)
+            if not self.found and (options is None or number >= UNTIL_FOUND):
+                # the one that leaves the most room, because programs differ in what they take besides the bound
+                options = min(left, key=lambda c: self.budget.filled(self._expected(c, bounds[c])), default=None)
             ops = sum(len(cost.program.instructions) for cost in {*self.search.tried.values()})
-            enough = ops > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
-            if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
+            least = min(self.found.values(), default=math.inf)
+            enough = ops > MOST_OPS or number > MOST_TRIED if self.found else ops > 3 * MOST_OPS
+            if options is None or enough or bounds[options].seconds > (1 - GAIN) * least:
                 break
-            if not self._expected(options, bound):
-                self._try(options, bound)
-        if not self.found:  # programs differ in the memory that they take in addition to the bound
-            self._try_others(bounds)
-        best, *others = sorted(self.found, key=lambda shares: self.found[shares])
+            self._try(options, bounds[options])
+        if not self.found:
+            raise self._unmet(bounds)
+        best, *others = sorted(self.found, key=self.found.__getitem__)
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
-        if self.sizes.copies and any("params" in share.roles for share in best):
+        if self.sizes.copies and any(best.offloaded.params):
             why.append("params are the compute copies: the others stay on the device")
-        return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
+        return best, "; ".join([*why, *(f"{o.offloaded}: {duration(self.found[o])}" for o in others[:2])])
 
-    def _try_others(self, bounds: Mapping[Options, LowerBound]) -> None:
-        able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
-        for left in reversed(range(min(LAST_TRIED, len(able)))):
-            # each result improves the predictions for the others; the last try has the most room left
-            expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
-            able.remove(options := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
-            if self._try(options, bounds[options]):
-                return
-        raise self._unmet(bounds)
+    def _placements(self) -> list[TierPlacement]:
+        """Returns the rungs of the ladder; the last one moves everything."""
+        of = self.auto.of
 
-    def _ladders(self) -> list[Ladder]:
-        """Returns the ladders without roles that may not be moved, and without tiers that do not exist."""
-        able = {"nvme"} if self.unified else {"cpu", "nvme"}
-        found: dict[Ladder, None] = {}
-        for ladder in (*_ON_HOST, *(_ON_DISK if self.auto.path else ())):
-            asked = ((tuple(r for r in roles if r in self.auto.of), tier) for roles, tier in ladder)
-            found[tuple((roles, tier) for roles, tier in asked if roles and tier in able)] = None
-        return list(found)
+        def pairs(role: str, parts: int) -> list[Pair]:
+            host = 0 if self.unified or role not in of else parts
+            disk = parts if self.auto.path and role in of and role != "activations" else 0
+            ways = ((h / parts, d / parts) for h in range(host + 1) for d in range(disk + 1) if h + d <= parts)
+            return sorted(ways, key=sum)
 
-    def _layouts(self) -> list[Shares]:
-        """Returns the rungs of all ladders, and variants in which more and more of the bytes on disk are on the host
-        instead. If several ladders lead to the same shares, the shortest is kept."""
-        found: dict[Shares, None] = {}
-        for ladder in self._ladders():
-            rung: Shares = ()
-            for roles, tier in ladder:
-                below = rung
-                for n in range(1, FINEST + 1):
-                    rung = (*below, _Share(roles, *((n, 0) if tier == "cpu" else (0, n))))
-                    found[rung] = None
-                    for i, (of, _, disk) in enumerate(rung if self.budget.host is not None else ()):
-                        back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
-                        found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
-        distinct: dict[frozenset[_Share], Shares] = {}
-        for shares in sorted(found, key=len):
-            distinct.setdefault(_meaning(shares), shares)
-        return [shares for shares in found if shares in {*distinct.values()}]
-
-    def _with_gradients_on_disk(self, bounds: Mapping[Options, LowerBound]) -> dict[Options, LowerBound]:
-        """Returns the candidates whose gradients are held on the host, with gradients on disk instead."""
-        if (
-            self.budget.host is None
-            or "gradients" not in self.auto.of
-            or not self.auto.path
-            or self.sizes.iterations > 1
-        ):
-            return {}
-        stored = _Share(("gradients",), 0, FINEST)
-        asked = {replace(c, offloaded=(*c.offloaded, stored)): c for c in bounds if c.grads == self.least.grads}
-        found = {options: self._bound(options) for options in asked}
-        return {options: bound for options, bound in found.items() if bound.host < bounds[asked[options]].host}
+        held = (0.0, 1.0) if "gradients" in of and self.auto.path and self.budget.host is not None else (0.0,)
+        found: dict[TierPlacement, None] = {}
+        for state in pairs("opt_state", FINEST):
+            with_it = [(0.0, 0.0), *([state] if "params" in of else [])]
+            is_off = sum(state) == 1 or "opt_state" not in of
+            for params in pairs("params", FINEST // 2 if "opt_state" in of else FINEST) if is_off else with_it:
+                for activations in pairs("activations", 2):
+                    found |= dict.fromkeys(TierPlacement(state, params, activations, (0.0, n)) for n in held)
+        found.pop(TierPlacement())
+        return sorted(found, key=lambda placement: sum(map(sum, placement[:3]))) or [TierPlacement()]
 
     # --- the cost of a candidate ---
 
-    def _ways(self, shares: Shares) -> list[Options]:
+    def _ways(self, placement: TierPlacement) -> list[Options]:
         """Returns the open options for updates, held gradients and speculative updates. Either all updates run on the
         host or, if that is open, none; mixtures are tried afterwards."""
-        state = any("opt_state" in share.roles for share in shares)
+        state = any(placement.opt_state)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         grads = GRADS if self.sizes.iterations > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
-        host, disk = any(s.host for s in held), any(s.disk for s in held)
+        held, (host, disk) = placement.gradients, (any(of[i] for of in placement[:2]) for i in range(2))
+        idle = (any(placement.activations) and not self.sizes.activations) or (any(held) and not self.sizes.grads)
+        if idle or (any(held) and (self.sizes.iterations > 1 or self.unified)):
+            return []
         # copies in host memory need a host budget
         able = (state and disk, state and host and self.budget.host is not None)
         speculations = (
             tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
         )
         return [
-            replace(self.least, host_share=share, grads=waiting, speculative=tiers, offloaded=shares)
+            replace(self.least, host_share=share, grads=waiting, speculative=tiers, offloaded=placement)
             for tiers in ((), *speculations)
             for share in (ENDS if open_side else ENDS[:1])
-            for waiting in (("update",) if self.unified else grads)
+            for waiting in (("update",) if self.unified or placement.gradients[1] else grads)
         ]
 
     def _bound(self, options: Options) -> LowerBound:
-        of = dict.fromkeys(ROLES, (0.0, 0.0))
-        for share in options.offloaded:
-            of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
         on_host = options.host_share > 0 and self.auto.update_on != "device"
-        shares = TierShares(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        early = speculate_pass.shares(options.speculative, shares, bool(self.sizes.copies))
-        return self.sizes.lower_bound(shares, on_host, options.grads, self.budget.device, early)
+        early = speculate_pass.shares(options.speculative, options.offloaded, bool(self.sizes.copies))
+        return self.sizes.lower_bound(options.offloaded, on_host, options.grads, self.budget.device, early)
 
-    def _expected(self, options: Options, bound: LowerBound) -> float:
-        """Returns by how many bytes a candidate exceeds the budgets, if it exceeds its lower bound as the last similar
-        candidate did. Updates on the device are assumed to take no less than those on the host."""
-        device, host = next(filter(None, map(self.besides.get, self.likes(options))), (0.0, 0.0))
-        return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
+    def _expected(self, options: Options, bound: LowerBound) -> tuple[int, int, int]:
+        """Returns the peaks of a candidate that exceeds its lower bound as much as the last similar candidate did; if
+        there was none, as the candidate did that exceeded it least."""
+        device, host = next(filter(None, map(self.besides.get, _kinds(options))), self.usual)
+        return int(bound.device + device), int(bound.host + host), int(bound.disk)
 
     def _try(self, options: Options, bound: LowerBound | None = None) -> bool:
         """Makes the program of a candidate, and returns whether it fits."""
         device, host, _ = self.search.cost(options).peaks
         if bound is not None:
-            kind, _, way, _ = self.likes(options)
-            self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
+            self.besides |= dict.fromkeys(_kinds(options), (device - bound.device, host - bound.host))
+            device, host = (max(0.0, min(x)) for x in zip(*self.besides.values(), strict=True))
+            self.usual = device, host
         if fits := self.search.fits(options):
-            self.found[options.offloaded] = min(
-                self.found.get(options.offloaded, math.inf), self.search.seconds(options)
-            )
+            self.found[options] = self.search.seconds(options)
         best = min(self.found, key=self.found.__getitem__, default=None)
-        told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
+        told = (
+            f"best {duration(self.found[best])} a step: {best.offloaded or 'nothing moved'}"
+            if best
+            else "none fits yet"
+        )
         self.progress(f"{len(self.search.tried)} tried, {told}")
         return fits
 
     def _unmet(self, bounds: Mapping[Options, LowerBound]) -> BudgetError:
         """Returns the error if nothing fits. It lists, for each combination of tiers, the candidate that exceeds the
         budgets the least."""
-        tiers = lambda options: frozenset(share.disk > 0 for share in options.offloaded)  # noqa: E731
+        tiers = lambda options: any(disk for _, disk in options.offloaded or ())  # noqa: E731
         known = {*map(tiers, self.search.tried)}
         for options in sorted(bounds, key=lambda c: bounds[c].peaks):
             # the least device memory, on tiers not tried yet
@@ -367,7 +309,7 @@ class _Tiers:
                 known.add(tiers(options))
                 self._try(options, bounds[options])
         peaks = {options: self.search.cost(options).peaks for options in self.search.tried}
-        least: dict[frozenset[str], Options] = {}  # by the tiers that are used
+        least: dict[bool, Options] = {}  # by whether the disk is used
         for options in sorted(peaks, key=lambda c: (self.budget.over(peaks[c]), peaks[c][0])):
             least.setdefault(tiers(options), options)
         problems = []
@@ -377,7 +319,7 @@ class _Tiers:
                 for use in self.budget.uses(peaks[options])
                 if use.peak
             ]
-            problems.append(f"{_names(options.offloaded)}: {', '.join(needs)}")
+            problems.append(f"{options.offloaded or TierPlacement()}: {', '.join(needs)}")
         program = self.search.cost(next(iter(least.values()))).program  # the closest
         found = plan(program, self.budget.device, backend=self.budget.backend)
         device, host = self._lacking(found)
@@ -414,22 +356,8 @@ class _Tiers:
         return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
-def _likes(options: Options) -> tuple[Options, Options, Options, Options]:
+def _kinds(options: Options) -> tuple[Any, Any]:
     """Returns keys that are shared by options which take similar amounts in addition to their bounds, the most specific
-    first."""
-    kind = replace(
-        options, offloaded=tuple((share.roles, share.host > 0, share.disk > 0) for share in options.offloaded)
-    )
-    way = replace(options, offloaded=())
-    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, speculative=())
-
-
-def _meaning(shares: Shares) -> frozenset[_Share]:
-    """Returns the shares as a set; those that are completely on one tier are split into one per role."""
-    whole = {share: FINEST in (share.host, share.disk) for share in shares}
-    alone = (share._replace(roles=(role,)) for share in shares if whole[share] for role in share.roles)
-    return frozenset((*alone, *(share for share in shares if not whole[share])))
-
-
-def _names(shares: Shares) -> str:
-    return ", ".join(map(str, shares)) or "nothing moved"
+    first: the same tiers with the same updates, and the same tiers."""
+    tiers = tuple((host > 0, disk > 0, host + disk == 1) for host, disk in options.offloaded)
+    return replace(options, offloaded=tiers), tiers

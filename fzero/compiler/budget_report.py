@@ -124,7 +124,7 @@ def _deals(op: Instruction) -> bool:
 
 
 def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
-    why = "serve the forward and the backward of a block: as many as fit"
+    why = "serve the forward and the backward of a block: as many as fit and save time"
     yield PlanDecision("shared gathers", str(order.shared), why)
     why = "blocks that a gather starts before it is needed"
     yield PlanDecision("ahead", str(order.ahead), f"{why}: {'the fastest' if order.ahead else 'no other fits'}")

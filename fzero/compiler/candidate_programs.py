@@ -3,7 +3,6 @@ program."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fzero import tree
@@ -13,7 +12,7 @@ from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.lowered import Lowered
 from fzero.compiler.options import Options
 from fzero.compiler.pass_cache import PassCache, initial_options
-from fzero.compiler.passes import FIRST, Pass, PassContext
+from fzero.compiler.passes import FIRST, PassContext
 from fzero.compiler.state_slots import Slots, check_used
 from fzero.compiler.traced_step import Traced, trace_step
 from fzero.ir.from_graph import Inputs
@@ -33,7 +32,6 @@ class CandidatePrograms:
     Attributes:
         pass_cache: the programs of one stage.
         starts: the options with which a search begins (`PassCache.starts`).
-        passes: the passes whose options are open; none for an evaluation.
         params, opt_state, batch: the tables of tensors.
         structure: the tree structure of the outputs.
         budget: the budget for which options are chosen.
@@ -44,7 +42,6 @@ class CandidatePrograms:
 
     pass_cache: PassCache
     starts: list[list[Options]]
-    passes: Sequence[Pass]
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
@@ -112,15 +109,12 @@ def candidates(
             PassContext(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
         )
         # no options are open
-        return CandidatePrograms(
-            pass_cache, [[Options()]], (), params, None, batch, structure, budget, axis, stages, here
-        )
+        return CandidatePrograms(pass_cache, [[Options()]], params, None, batch, structure, budget, axis, stages, here)
     traced = traced or trace_step(step, mesh, params, batch, skip=skip)
     limited = limited or (budget is not None and budget.nbytes is not None)
     return CandidatePrograms(
         traced.pass_cache,
         traced.pass_cache.starts(initial_options(step, mesh, limited), budget),
-        traced.pass_cache.passes,
         params,
         traced.opt_state,
         batch,

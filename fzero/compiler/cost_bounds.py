@@ -8,8 +8,8 @@ candidate can be faster than the best one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,24 +18,55 @@ from fzero.ir.program import Program, local_bytes
 from fzero.plan.cost import seconds
 from fzero.plan.device_lookup import Device
 from fzero.plan.inductor.temporaries import temporaries_on
+from fzero.transforms.offload import ROLES, Offload
 from fzero.transforms.offload_analysis import saved_activations, waiting_on_host, waits_for_all
 
+Pair = tuple[float, float]
+"""Shares, by bytes, on the host and on disk."""
 
-class TierShares(NamedTuple):
-    """The shares, by bytes, of optimizer state and parameters in host memory and on disk, of activations on the host,
-    and of gradients on disk."""
 
-    state: tuple[float, float] = (0.0, 0.0)
-    params: tuple[float, float] = (0.0, 0.0)
-    activations: float = 0.0
-    gradients: float = 0.0
+class TierPlacement(NamedTuple):
+    """What leaves the device, and where it is: for each role, the shares of its bytes on the host and on disk."""
 
-    def masters(self, copies: bool) -> tuple[float, float]:
-        """The same for masters: if there are compute copies (`copies`), the masters whose compute copy is not offloaded
-        separately are stored with their optimizer state."""
-        (state_h, state_d), (params_h, params_d) = self.state, self.params
+    opt_state: Pair = (0.0, 0.0)
+    params: Pair = (0.0, 0.0)
+    activations: Pair = (0.0, 0.0)
+    gradients: Pair = (0.0, 0.0)
+
+    @property
+    def shares(self) -> list[tuple[tuple[str, ...], Pair]]:
+        """The roles off the device, with their shares. State and parameters that are placed alike are one."""
+        found: list[tuple[tuple[str, ...], Pair]] = [
+            ((role,), pair) for role, pair in zip(self._fields, self, strict=True) if any(pair)
+        ]
+        if self.opt_state == self.params and any(self.params):
+            found[:2] = [(("opt_state", "params"), self.params)]
+        return found
+
+    def masters(self, copies: bool) -> Pair:
+        """The shares of the masters: if there are compute copies (`copies`), the masters whose compute copy is not
+        offloaded separately are stored with their optimizer state."""
+        (state_h, state_d), (params_h, params_d) = self.opt_state, self.params
         left = (1 - params_h - params_d) * copies
         return params_h + left * state_h, params_d + left * state_d
+
+    def records(self, auto: Offload) -> Iterator[Offload]:
+        """Returns the placement as transforms. The second of two for a role takes its fraction of what the first one
+        leaves."""
+        for roles, (host, disk) in self.shares:
+            ordered = tuple(role for role in ROLES if role in roles)
+            asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
+            if host:
+                yield replace(asked, tier="cpu", path=(), fraction=host)
+            if disk:
+                yield replace(asked, tier="nvme", fraction=disk / (1 - host))
+
+    def __str__(self) -> str:
+        def shown(roles: tuple[str, ...], pair: Pair) -> str:
+            what, parts = " and ".join(roles), zip(pair, ("on the host", "on disk"), strict=True)
+            return " and ".join(f"{x:.0%} of {what} {at}" if x < 1 else f"{what} {at}" for x, at in parts if x)
+
+        return ", ".join(shown(*share) for share in self.shares) or "nothing moved"
 
 
 class LowerBound(NamedTuple):
@@ -95,31 +126,31 @@ class Sizes:
     backward_seconds: float
 
     def lower_bound(
-        self, tier_shares: TierShares, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)
+        self, placement: TierPlacement, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)
     ) -> LowerBound:
         """Returns the lower bounds for a placement.
 
         Args:
-            tier_shares: the tiers of everything.
+            placement: the tiers of everything.
             on_host: whether the host updates offloaded state.
             grads: which of the gradients that are not held on disk are held on the host, as in `waiting_on_host`.
             device: the device whose rates are used.
             early: the shares of the state in host memory and on disk that are updated during the backward although
                 their updates depend on all gradients (speculatively). Their old values are kept.
         """
-        (state_h, state_d), (params_h, params_d) = tier_shares.state, tier_shares.params
-        master_h, master_d = tier_shares.masters(bool(self.copies))
+        (state_h, state_d), (params_h, params_d) = placement.opt_state, placement.params
+        master_h, master_d = placement.masters(bool(self.copies))
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
         # copies that the update sends to the device
         streams = self.copies * (master_h + master_d - params_h - params_d)
         # read by the forward and by the backward
         read_h, read_d = (p * (self.copies or self.params) for p in (params_h, params_d))
         updated = min(1.0, state_h + state_d) if on_host else 0.0
-        stored = self.grads * tier_shares.gradients
+        stored = self.grads * placement.gradients[1]
         waiting = (self.grads - stored) * (
             1.0 if grads == "host" else 0.0 if grads == "device" and self.iterations > 1 else updated
         )
-        saved = self.activations * tier_shares.activations
+        saved = self.activations * placement.activations[0]
         written = off_d + self.copies * params_d
         copied = off_h * early[0]  # before it is overwritten
         streamed = 0.0 if on_host else off_h + off_d

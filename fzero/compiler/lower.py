@@ -126,14 +126,18 @@ def resolve_and_lower(
 ) -> Lowered:
     """Like `lower`, with arguments that have been checked. `draft`: the result is used only for planning, as in
     `lower_inputs`."""
-    chosen, traced = (), None
+    chosen, traced, options = (), None, None
     with without_gc():
         if isinstance(step, Step):
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
-            step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
+            step, chosen, traced, options = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
             step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
             # A trace that was made before stages were chosen is the trace of another step.
-            chosen, traced = (*ruled, *chosen, *staged), None if staged else traced
+            chosen, traced, options = (
+                (*ruled, *chosen, *staged),
+                None if staged else traced,
+                None if staged else options,
+            )
         inputs = params_inputs(step, mesh, params), batch_inputs(batch)
-        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip, draft=draft)
+        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip, draft=draft, start=options)
     return replace(lowered, device=budget.device, backend=budget.backend, chosen=chosen)

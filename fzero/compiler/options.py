@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fzero._utils.deprecation import attribute_alias
-from fzero.compiler.overlap import ScheduleOptions, coalescable
-from fzero.ir.program import Program
+from fzero.compiler.overlap import ScheduleOptions
 from fzero.transforms.compress import Formats
 
-FINEST = 16
-FARTHEST = 3  # the largest number of blocks ahead at which a gather is tried to start
+FINEST = 8  # shares are multiples of 1/8
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Options:
         host_share: the share of the offloaded state, by bytes, that the host updates; `share_because` is the reason.
         grads: which gradients are held in host memory (`waiting_on_host` of transforms/offload_analysis.py).
         speculative: the tiers whose state has speculative updates (transforms/speculate_pass.py).
-        offloaded: what `offload("auto")` moves off the device, and where (compiler/auto_offload.py).
+        offloaded: what `offload("auto")` moves off the device, and where (`TierPlacement` of compiler/cost_bounds.py).
         stage: the stage of a pipeline whose program it is.
         wire: the formats on each axis for which `compress("auto")` may choose; `wire_because` is the reason.
     """
@@ -41,7 +39,7 @@ class Options:
     host_share: float = 1.0
     grads: str = "update"
     speculative: tuple[str, ...] = ()
-    offloaded: tuple[Any, ...] = field(default=(), repr=False)
+    offloaded: Any = field(default=None, repr=False)
     stage: int = 0
     wire: Formats = ()
     because: str = field(default="", compare=False)
@@ -53,7 +51,7 @@ class Options:
     guess = attribute_alias("Lowered.options", "guess", "speculative")
 
     def shares(self, what: str) -> list[Options]:
-        """Returns copies with more and more of one option, in steps of 1/16."""
+        """Returns copies with more and more of one option, in steps of 1/8."""
         return [replace(self, **{what: n / FINEST}) for n in range(FINEST + 1)]
 
     def ordered(self, **how: Any) -> Options:
@@ -63,13 +61,3 @@ class Options:
         """Returns a copy with as few values in flight at a time as possible, which is slower; it is used if nothing
         else fits."""
         return self.ordered(ahead=0, leafwise=True)
-
-
-def orders(options: Options, program: Program, device: Any) -> list[list[Options]]:
-    """Returns copies with gathers that start farther and farther ahead, and with small transfers merged, if that is
-    open."""
-    link = device.links["intra"]
-    small = int(link.latency * link.bandwidth)  # bytes: the time of a smaller transfer is mostly latency
-    merged = [options.ordered(coalesced=small)] if coalescable(program, small) else []
-    first = min(1, options.order.ahead)
-    return [[c.ordered(ahead=n) for n in range(first, FARTHEST + 1)] for c in (options, *merged)]

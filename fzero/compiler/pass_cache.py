@@ -19,7 +19,7 @@ from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh
 from fzero.step import Step
 from fzero.trace.graph_capture import without_gc
-from fzero.transforms import offload_analysis, remat
+from fzero.transforms import offload_analysis, remat, speculate_pass
 from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.pipeline_pass import num_stages
 from fzero.transforms.transform import find
@@ -66,20 +66,18 @@ class PassCache:
     def starts(self, least: Options, budget: Budget | None) -> list[list[Options]]:
         """Returns the options with which a search begins.
 
-        These are the options of least memory, those that passes add (`Pass.starts`), and each of these with other
-        gradients held on the host. Further lists contain options that take less memory, for a budget into which no
-        other program fits.
+        These are the options of least memory, those with speculative updates, and each of these with other gradients
+        held on the host. A second list contains options that take less memory, for a budget into which none of
+        these fits.
         """
         if budget is None:
             return [[least]]
-        added = ((self.before(x.name, least), x.starts) for x in self.passes if x.starts is not None)
-        starts = [least, *(options for program, add in added for options in add(least, program, budget))]
+        starts = [least, *speculate_pass.starts(least, self.before("speculate", least), budget)]
         if budget.nbytes is None:
             return [starts]
-        *sooner, last = self._grads(least)
-        found = [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
-        narrow = [self.narrowed(c) for c in found[-1]]
-        return found if narrow == found[-1] else [*found, narrow]
+        all_ = [replace(options, grads=grads) for options in starts for grads in self._grads(least)]
+        narrow = [self.narrowed(options) for options in all_]
+        return [all_] if narrow == all_ else [all_, narrow]
 
     def narrowed(self, least: Options) -> Options:
         """Returns the options with as few values in flight as possible, which take less memory than those of least

@@ -26,8 +26,8 @@ from fzero.compiler import buffer_allocation, fuse_last_block, pass_invariants
 from fzero.compiler.device_waits import mark
 from fzero.compiler.hoist_updates import hoist_updates
 from fzero.compiler.name_collisions import rename_functions
-from fzero.compiler.options import Options, orders
-from fzero.compiler.overlap import overlap, sharable
+from fzero.compiler.options import Options
+from fzero.compiler.overlap import overlap
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.ir.ops import STARTS
 from fzero.ir.pool_verifier import check
@@ -51,10 +51,9 @@ from fzero.transforms import compute_copies_pass as copies
 from fzero.transforms.compress import Compress
 from fzero.transforms.offload import Offload
 from fzero.transforms.partition_update_pass import partition_update
-from fzero.transforms.remat import Remat
 from fzero.transforms.round_robin_pass import deal, gathers
 from fzero.transforms.transform import Transform, find
-from fzero.transforms.zero_placement import Zero, keeps_gathers
+from fzero.transforms.zero_placement import Zero
 
 FIRST = "trace"
 """The name of the recorded program, which the first pass follows."""
@@ -95,11 +94,6 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-OpenValues = Callable[[Options, Program, Any], Sequence[Any]]
-"""Returns the options that a search within a memory budget may take instead of one, given that one, its program and the
-device."""
-
-
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A program rewrite with its preconditions and options.
@@ -112,12 +106,6 @@ class Pass:
         option: the part of the options that it carries out. Programs are cached by their options.
         before: the rules of programs up to this pass, in addition to those of every program; raises VerifyError.
         behind: the same, from this pass on.
-        tried: open values that are all tried, in addition to the present one.
-        grows: open values, each of which takes more memory than the one before and is never slower.
-        ahead: sequences of open values, each of which takes more memory than the one before and may be faster; they are
-            considered after all others have been chosen.
-        starts: options with which a search begins, in addition to those of least memory; computed from these, the
-            program before the pass, and the budget.
         decision: what a plan says about the part of the options that it carries out: the fields of a `PlanDecision`.
         needed: the reason why a program without it would be wrong; "" if it may be skipped.
         own: whether it belongs to this package; otherwise a violation is a bug of whoever wrote it.
@@ -130,10 +118,6 @@ class Pass:
     option: Callable[[Made, PassContext, Options], Hashable] = _nothing
     before: Callable[[Program], Any] = _nothing
     behind: Callable[[Program], Any] = _nothing
-    tried: OpenValues = lambda *_: ()
-    grows: OpenValues = lambda *_: ()
-    ahead: OpenValues = lambda *_: ()
-    starts: OpenValues | None = None
     decision: Callable[[Options], tuple[str, str, str] | None] = _nothing
     needed: str = ""
     own: bool = True
@@ -145,20 +129,6 @@ def _now(made: Made) -> Program:
 
 def _trains(program: Program, *_: Any) -> bool:
     return program.update is not None
-
-
-def _loops(program: Program) -> bool:
-    return any(op.op == "loop" for op in program.instructions)
-
-
-def _remat_open(program: Program) -> bool:
-    spec = find(program.transforms, Remat)
-    return spec is not None and spec.policy == "auto"
-
-
-def _stays_open(program: Program) -> bool:
-    once = keeps_gathers(program.transforms)
-    return once is not None and once.least < once.most
 
 
 def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
@@ -215,7 +185,6 @@ PASSES = (
         lambda program, context, keeps: remat.rewrite(program, keeps.policy, context.known, context.zero),
         wanted=lambda program, context, keeps: _trains(program) and keeps is not None,
         option=lambda made, context, options: remat.keeps(_now(made), options.remat, context.known, context.zero),
-        grows=lambda options, program, _: options.shares("remat") if _remat_open(program) else (),
     ),
     Pass(
         "dim_sharding",
@@ -240,8 +209,6 @@ PASSES = (
         lambda program, context, option: zero_pass.rewrite(program, context.zero, *option),
         wanted=lambda program, context, _: context.zero.batch_axes or context.zero.dim_shardings,
         option=lambda made, context, options: (options.full_grads, options.secondary_shard, _cast_once(made, options)),
-        tried=lambda options, program, _: [replace(options, full_grads=True)] if _loops(program) else (),
-        grows=lambda options, program, _: options.shares("secondary_shard") if _stays_open(program) else (),
         needed="without it every rank would train independently",
     ),
     Pass(
@@ -271,7 +238,6 @@ PASSES = (
         lambda program, context, on: speculate_pass.rewrite(program, on),
         wanted=lambda program, context, on: on,
         option=lambda made, context, options: options.speculative,
-        starts=speculate_pass.starts,
         decision=speculate_pass.decision,
     ),
     Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
@@ -295,12 +261,6 @@ PASSES = (
         lambda program, context, order: overlap(program, order),
         wanted=lambda program, *_: any(op.op in STARTS for op, _ in program.walk()),
         option=lambda made, context, options: options.order,
-        # on other devices a longer transfer gains nothing
-        tried=lambda options, program, device: (
-            [options.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
-        ),
-        grows=lambda options, program, _: [options.ordered(shared=n) for n in range(len(sharable(program)) + 1)],
-        ahead=orders,
     ),
     Pass(
         "redundant",

@@ -39,6 +39,7 @@ def lower_inputs(
     skip: frozenset[str] = frozenset(),
     formats: Formats | None = None,
     draft: bool = False,
+    start: Options | None = None,
 ) -> Lowered:
     """Like `lower`, from tables of tensors.
 
@@ -48,16 +49,22 @@ def lower_inputs(
         limited: the options with the least memory are requested, even without a budget.
         formats: the formats of `compress("auto")` that a state has recorded.
         draft: programs are not verified, and an error has no advice.
+        start: options that fit the budget, from which the search begins, if `resolve` has found some.
     """
     found = candidates(step, mesh, params, batch, budget, traced, limited, skip)
     if budget is None:
         # Without rates nothing can be compared.
         return found.lowered(found.starts[0][0], draft)
-    search = Search(found.programs, found.passes, budget)
+    search = Search(found.programs, budget, trains=isinstance(step, Step))
     with within("planning", "the fastest program that fits"):
         if open_formats(step) is None:
             # `map` is lazy: a start that needs less memory is searched only if nothing fits from those before it.
-            options = next(filter(None, map(search.best, found.starts)), None)
+            starts = found.starts
+            if start is not None:
+                # If compute waits for transfers, other options with as few values in flight may be faster.
+                like = next(group for group in starts if group[0].order == start.order)
+                starts = [like if search.waits(start) else [start]]
+            options = next(filter(None, map(search.best, starts)), None)
         else:
             options = _with_formats(found, search, formats or ())
     if options is not None:
@@ -82,7 +89,7 @@ def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -
     plain, least = best(), found.starts[-1][0]
     chosen = choose_formats(found.pass_cache, search, plain or least, recorded)
     compressed = any(x.params or x.grads for x in chosen.wire)
-    if plain is not None and not (search.passes and compressed):
+    if plain is not None and not (search.limited and compressed):
         return chosen
     if compressed and (fitting := best(wire=chosen.wire, wire_because=chosen.wire_because)) is not None:
         return fitting

@@ -1,45 +1,37 @@
-"""Searches for the fastest program within budgets, among the options that the passes of a step leave open, by their
-plans.
+"""Searches for the fastest program within budgets, among the options that a step leaves open, by their plans.
 
 Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that would
 run. Each program is made once, and its cost is computed once.
 
-1. For each start, the updates of offloaded state run on the first side, host or device, with which the program fits.
-From there, each open value of `Pass.tried` is tried, and each option of `Pass.grows` gets the largest value that fits,
-in every order of these options: the first option gets the memory first.
-2. The fastest program of each start gets the best order of its transfers and the best share of updates on the host. A
-start whose bound is not better than the best program found so far is not refined, unless it is selected.
-3. The first start within 1 % of the fastest is selected.
+1. The search begins at the fastest of the options with the least memory that fit.
+2. It goes through the knobs (knobs.py) one after the other, and takes a value if the step gets faster by STEP. Knobs
+that only hide transfers are skipped if compute hardly waits for them.
+3. It ends when a round through all knobs gains less than GAIN: predicted times are not more precise than that.
 
 [Note: both sides] The arithmetic of the host and the link work in parallel, so the fastest step may be one in which
 host and device each update a part of the blocks. With a share s on the host, every queue is busy for a time linear in
 s, which is known from the programs with everything and with nothing on the host; no step is shorter than its busiest
-queue. So a mix is tried only if this bound leaves something to gain: first where both sides take equally long, then
-half way from there to either end.
+queue. So a mix is tried only if this bound leaves something to gain, and only near the share with the lowest bound.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import Budget
-from fzero.compiler.options import Options
-from fzero.compiler.passes import OpenValues, Pass
+from fzero.compiler.knobs import ACCUMULATION, GROWING, PREFETCH, Knob, kept_activations, loops
+from fzero.compiler.options import FINEST, Options
 from fzero.ir.program import Program
 from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
 from fzero.transforms.offload_analysis import leaves_side_open
 
 ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less device memory
-SHARES = 16  # mixes of both sides are multiples of 1/16
-GAIN = 0.02  # a mix is tried only if it may make the step shorter by this share
-SAME = 1e-3  # predictions that differ by less are considered equal
+GAIN = 0.05  # the search ends after a round that shortens the step by less; transfers that take less are hidden
+STEP = 0.01  # a value is taken if it shortens the step by this share
 
 
 @dataclass(eq=False)
@@ -78,13 +70,12 @@ class Search:
     Args:
         build: returns the finished programs of all stages for these options; the same objects for options that lead to
             the same programs.
-        passes: the passes whose options are open, if there is a memory budget.
-        budget: the budget to fit.
+        budget: the budget to fit. Without a limit for the device, only the offload is searched.
     """
 
-    def __init__(self, build: Callable[[Options], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
+    def __init__(self, build: Callable[[Options], tuple[Program, ...]], budget: Budget, trains: bool = True):
         self.build, self.budget = build, budget
-        self.passes = passes if budget.nbytes is not None else ()
+        self.limited = trains and budget.nbytes is not None
         self.tried: dict[Options, PredictedCost] = {}
         self._of: dict[tuple[int, ...], PredictedCost] = {}  # by programs
 
@@ -101,126 +92,146 @@ class Search:
         return self.cost(options).queues[0]
 
     def best(self, starts: Sequence[Options]) -> Options | None:
-        """Returns the options of the fastest program that fits; None if none does.
+        """Returns the options of the fastest program that the search finds; None if no start fits.
 
         Args:
             starts: options of least memory, from `PassCache.starts`.
         """
-        grown = [found for start in starts if (found := self._grown(start)) is not None]
-        if len(grown) == 1:
-            return self._refined(*grown)
-        refined: dict[Options, Options] = {}
-        least = math.inf
-        for options in sorted(grown, key=self.seconds):
-            if not refined or self._least_seconds(options) <= (1 - GAIN) * least:
-                refined[options] = self._refined(options)
-                least = min(least, self.seconds(refined[options]))
-        first = next((c for c in grown if self.seconds(refined.get(c, c)) <= 1.01 * least), None)
-        return first and (refined.get(first) or self._refined(first))
+        fitting = list[Options]()
+        for start in starts:
+            fitting += filter(self.fits, self._sides(start))
+            if fitting and not self.waits(fitting[-1]):
+                break
+        best = min(fitting, key=self.seconds, default=None)
+        if best is None or not self.limited:
+            return best and self._with_side(best)
+        best = self._grown(best)
+        while True:
+            before = self.seconds(best)
+            for knob in ACCUMULATION:
+                best = self._step(best, knob, regrown=True)
+            for knob in PREFETCH:
+                best = self._step(best, knob)
+            best = self._with_side(best)
+            if self.seconds(best) > (1 - GAIN) * before:
+                return replace(best, because=self._why_accumulated(best))
 
-    def _sides(self, options: Options) -> list[Options]:
-        """Returns the options with all updates on the host, and with none there, if that is open."""
-        program = self.cost(options).program
-        is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
-        return [replace(options, host_share=share) for share in ENDS] if is_open else [options]
+    def waits(self, options: Options, share: float = GAIN) -> bool:
+        """Whether compute waits for transfers for more than this share of the step."""
+        taken, queues = self.cost(options).queues
+        return taken - queues[COMPUTE] > share * taken
 
-    def _values(self, of: Callable[[Pass], Any], options: Options) -> list[Any]:
-        """Returns all values of the passes' options, starting from these options."""
-        program, device = self.cost(options).program, self.budget.device
-        return [value for passed in self.passes for value in of(passed)(options, program, device)]
+    def _gains(self, other: Options, than: Options) -> bool:
+        return self.seconds(other) <= (1 - STEP) * self.seconds(than)
 
-    def _grown(self, least: Options) -> Options | None:
-        """Returns the options with the largest growing values that fit, and the fastest of the values that are tried;
-        None if the given options do not fit."""
-        start = next(filter(self.fits, self._sides(least)), None)
-        if start is None:
-            return None
-        bases = [start, *self._values(lambda passed: passed.tried, start)]
-        grows = [p.grows for p in self.passes if p.grows(start, self.cost(start).program, self.budget.device)]
-        found = [
-            functools.reduce(self._most, order, base)
-            for base in filter(self.fits, bases)
-            for order in itertools.permutations(grows)
-        ]
-        best, because = self._fastest(found), ""
-        if others := [c for c in found if c.full_grads != best.full_grads]:
-            faster = min(map(self.seconds, others)) - self.seconds(best)
-            because = f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'unsharded gradients'}"
-        elif whole := [c for c in bases if c.full_grads]:
-            over = self.budget.over(self.cost(*whole).peaks)
-            because = f"accumulated unsharded they would take {size(over)} more than the budget"
-        return replace(best, because=because)
+    def _values(self, knob: Knob, options: Options) -> Sequence[Options]:
+        return knob(options, self.cost(options).program, self.budget.device)
 
-    def _most(self, options: Options, grows: OpenValues) -> Options:
-        """Returns the last of an option's values that fits, by bisection: later values take more memory, and the first
-        is known to fit."""
-        values = grows(options, self.cost(options).program, self.budget.device)
-        low, high = 0, len(values)
-        # The largest value first, because it often fits.
-        at = high - 1
+    def _step(self, best: Options, knob: Knob, regrown: bool = False) -> Options:
+        """Returns the last of a knob's values, in order, up to which each fits and is faster than the one before.
+        `regrown`: the growing knobs are chosen anew for each value."""
+        for value in self._values(knob, best) if self.waits(best, STEP) else ():
+            value = self._least(value) if regrown else value
+            if not self.fits(value):
+                break
+            value = self._grown(value) if regrown else value
+            if not self._gains(value, best):
+                break
+            best = value
+        return best
+
+    def _least(self, options: Options) -> Options:
+        """Returns the options with the values of least memory for all growing knobs."""
+        for knob in GROWING:
+            options = next(iter(self._values(knob, options)), options)
+        return options
+
+    def _grown(self, options: Options) -> Options:
+        """Returns the options with the largest values of the growing knobs that fit. The knob that gains most gets the
+        memory first."""
+        left = [knob for knob in GROWING if len(self._values(knob, options)) > 1]
+        while left:
+            able = [knob for knob in left if knob is kept_activations or self.waits(options)]
+            found = {knob: self._most(options, knob) for knob in able}
+            if not found:
+                break
+            knob = min(found, key=lambda knob: self.seconds(found[knob]))
+            options = found[knob]
+            left.remove(knob)
+        return options
+
+    def _most(self, options: Options, knob: Knob) -> Options:
+        """Returns the last of a growing knob's values that fits, by bisection. If not even the last value is faster,
+        the first is returned."""
+        values = self._values(knob, options)
+        low, high, at = 0, len(values), len(values) - 1
+        if self.seconds(values[at]) >= self.seconds(values[0]):
+            return values[0]
         while high - low > 1:
             low, high = (at, high) if self.fits(values[at]) else (low, at)
             at = (low + high) // 2
         return values[low]
 
-    def _fastest(self, candidates: Sequence[Options]) -> Options:
-        if len(candidates) == 1:
-            return candidates[0]
-        return min(candidates, key=lambda c: (self.seconds(c), self.cost(c).peaks))
+    def _why_accumulated(self, best: Options) -> str:
+        """Returns the reason for the number of reductions of a step with micro-batches."""
+        if not loops(self.cost(best).program):
+            return ""
+        others = [c for c in self.tried if c.full_grads != best.full_grads]
+        if not others:
+            return "compute hardly waits for reductions"
+        if fitting := [c for c in others if self.fits(c)]:
+            faster = max(0.0, min(map(self.seconds, fitting)) - self.seconds(best))
+            return f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'unsharded gradients'}"
+        more = min(self.budget.over(self.cost(c).peaks) for c in others)
+        return f"accumulated unsharded they would take {size(more)} more than the budget"
 
-    def _refined(self, best: Options) -> Options:
-        """Returns the options with the fastest distance at which gathers start ahead, and the fastest side of the
-        updates."""
-        groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Options]()
-        for side in (sides := self._sides(best)):
-            here = ((replace(c, host_share=side.host_share) for c in group) for group in groups)
-            able = [c for group in here for c in itertools.takewhile(self.fits, group)]
-            fitting += [self._fastest(able)] if able else []
-        return self._with_share(fitting) if len(sides) > 1 else fitting[0]
+    # --- the side of the updates ---
 
-    def _least_seconds(self, options: Options) -> float:
-        """Returns a lower bound of the seconds of a step, wherever its updates run and however far ahead its transfers
-        start: the time of its busiest queue."""
-        queues = [self.cost(side).queues[1] for side in self._sides(options)]
-        return next(_mixes(*queues))[1] if len(queues) > 1 else max(queues[0].values())
+    def _sides(self, options: Options) -> list[Options]:
+        """Returns the options with all updates on the host, and with none there, if that is open."""
+        program = self.cost(options).program
+        is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
+        ends = sorted(ENDS, key=lambda share: share != options.host_share)
+        return [replace(options, host_share=share) for share in ends] if is_open else [options]
 
-    def _with_share(self, ends: Sequence[Options]) -> Options:
+    def _with_side(self, best: Options) -> Options:
         """Returns the options with the fastest share of updates on the host, and the reason: see [Note: both sides]."""
-        first = min(ends, key=self.seconds)
-        with_ = lambda share: replace(first, host_share=share)  # noqa: E731
-        tried = {c: self.seconds(c) for c in ends}
+        ends = self._sides(best)
+        if len(ends) == 1:
+            return best
+        if not self.waits(best):
+            why = f"{duration(self.seconds(best))} a step, which hardly waits for transfers"
+            return replace(best, share_because=best.share_because or why)
+        tried = {c: self.seconds(c) for c in dict.fromkeys((*ends, best)) if self.fits(c)}
         # otherwise one thread computes and copies: what one side gains, the other loses
         if self.budget.device.asynchronous:
-            for share, bound in _mixes(*(self.cost(with_(share)).queues[1] for share in ENDS)):
-                if bound > (1 - GAIN) * min(tried.values()):
-                    break
-                if self.fits(with_(share)):
-                    tried[with_(share)] = self.seconds(with_(share))
-        # among equal ones, the simplest
+            share, bound = _meeting(*(self.cost(c).queues[1] for c in ends))
+            for near in (share, share + 1 / FINEST, share - 1 / FINEST):
+                mix = replace(best, host_share=near)
+                if 0 < near < 1 and bound <= (1 - STEP) * min(tried.values()) and self.fits(mix):
+                    tried[mix] = self.seconds(mix)
+        # among nearly equal ones, the simplest
         least = min(tried.values())
         best = min(
-            tried, key=lambda c: (tried[c] > (1 + SAME) * least, c.host_share not in ENDS, -c.host_share, tried[c])
+            (c for c in tried if tried[c] <= (1 + STEP) * least),
+            key=lambda c: (c.host_share not in ENDS, -c.host_share, tried[c]),
         )
         why = [f"{duration(tried[best])} a step"]
-        for share in (share for share in ENDS if share != best.host_share):
-            taken = min((t for c, t in tried.items() if c.host_share == share), default=None)
-            what = "would not fit" if taken is None else f"takes {duration(taken)}"
-            why.append(f"all on the {'host' if share else 'device'} {what}")
+        for end in (end for end in ends if end.host_share != best.host_share):
+            what = f"takes {duration(tried[end])}" if end in tried else "would not fit"
+            why.append(f"all on the {'host' if end.host_share else 'device'} {what}")
         return replace(best, share_because="; ".join(why))
 
 
-def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
-    """Yields shares of the update on the host to try, each with a lower bound for the seconds of a step with any of
-    them.
+def _meeting(host: Mapping[str, float], device: Mapping[str, float]) -> tuple[float, float]:
+    """Returns the share of the updates on the host, in eighths, with the lowest bound of the seconds of a step, and
+    this bound.
 
     `host` and `device` are the busy seconds of each queue (`queue_seconds`) if all updates run on that side.
     """
 
-    def busiest(share: float, queues: set[str]) -> float:
-        return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)
+    def busiest(share: float) -> float:
+        return max(share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in {*host, *device})
 
-    queues, shares = {*host, *device}, [n / SHARES for n in range(1, SHARES)]
-    bound = min(busiest(share, queues) for share in shares)
-    meet = min(shares, key=lambda share: busiest(share, queues - {COMPUTE}))
-    for share in (meet, (1 + meet) / 2, meet / 2):
-        yield share, bound
+    bound, share = min((busiest(n / FINEST), n / FINEST) for n in range(1, FINEST))
+    return share, bound

@@ -85,7 +85,7 @@ class StepResolution:
         if auto_of(self.step) is not None:
             budget = self.budget()
             assert budget is not None and self._batch is not None
-            self.step, more, _ = resolve(self.step, self._mesh, params, self._batch, budget)
+            self.step, more, *_ = resolve(self.step, self._mesh, params, self._batch, budget)
             self.decisions = (*self.decisions, *more)
         if self._batch is not None and open_stages(self.step, self._mesh):
             self.step, more = choose_stages(self.step, self._mesh, params, self._batch)

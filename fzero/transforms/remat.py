@@ -49,7 +49,7 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
             share of the bytes (on one rank) that "none" saves in addition to a block's inputs: among the choices that
             save no more than that, the one that recomputes the fewest FLOPs is taken, for each distinct block. 1.0 is
             "none", 0.0 is "full". A larger number never recomputes more. "auto" chooses the share according to the
-            memory budget of `fz.compile`, in steps of 1/16; without a budget it is "min_cut".
+            memory budget of `fz.compile`, in steps of 1/8; without a budget it is "min_cut".
 
     Communication: none in addition. With `shard_params`, parameters are gathered again for the backward under any
         policy, except for the last block.

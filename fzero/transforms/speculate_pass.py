@@ -90,18 +90,18 @@ def is_possible(program: Program) -> bool:
     return bool(_Speculation(program, TIERS[-1]).updates)
 
 
-def shares(tiers: Sequence[str], tier_shares: Any, copies: bool) -> tuple[float, float]:
+def shares(tiers: Sequence[str], placement: Any, copies: bool) -> tuple[float, float]:
     """Returns upper bounds of the shares of the state in host memory and on disk that have speculative updates.
 
     Args:
         tiers: the tiers whose updates may be speculative.
-        tier_shares: where the state is stored (compiler/cost_bounds.py).
+        placement: where the state is stored (`TierPlacement` of compiler/cost_bounds.py).
         copies: whether masters have compute copies.
     """
-    (state_h, state_d), (params_h, _) = tier_shares.state, tier_shares.params
+    (state_h, state_d), (params_h, _) = placement.opt_state, placement.params
     if tiers != ("disk",) or not state_d:
         return float("host" in tiers), float("disk" in tiers)
-    if state_h > tier_shares.masters(copies)[0]:
+    if state_h > placement.masters(copies)[0]:
         return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
     # the state of parameters in host memory is not speculative
     return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)

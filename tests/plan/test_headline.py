@@ -17,7 +17,7 @@ import fzero as fz
 from fzero import optim
 from fzero._utils.progress import Progress
 from fzero._utils.units import size
-from fzero.compiler.cost_bounds import Sizes, TierShares
+from fzero.compiler.cost_bounds import Sizes, TierPlacement
 from fzero.errors import BudgetError
 from fzero.plan.device_lookup import KNOWN, Link
 from fzero.transforms import speculate_pass
@@ -145,13 +145,13 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     device = replace(
         DEVICE, host_copy=Link(0, 1.0), host_memory_bandwidth=1.0, disk_read=Link(0, 1.0), disk_write=Link(0, 0.5)
     )
-    here = sizes.lower_bound(TierShares(), True, "update", device)
+    here = sizes.lower_bound(TierPlacement(), True, "update", device)
     assert (
         here[:3] == (19, 0, 0)
         and here.seconds == 5.0
-        and replace(sizes, inside=2).lower_bound(TierShares(), True, "update", device).device == 20
+        and replace(sizes, inside=2).lower_bound(TierPlacement(), True, "update", device).device == 20
     )
-    on_host = sizes.lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device)
+    on_host = sizes.lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "update", device)
     assert on_host[:3] == (1 + 2 + 3, 14 + 4, 0), "copies stay, gradients leave"
     forward, backward, after = on_host.phases
     assert (forward, backward) == ((2.0, 0.0, 0.0, 0.0, 0.0), (3.0, 0.0, 0.0, 4.0, 0.0)) and after == (
@@ -162,41 +162,43 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
         2 * 14 + 4 + 2,
     )
     assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
-    at_once = replace(sizes, waits=False).lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device)
+    at_once = replace(sizes, waits=False).lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "update", device)
     assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
-    shares = lambda tier_shares, *tiers: speculate_pass.shares(tiers, tier_shares, copies=True)  # noqa: E731
-    early = shares(TierShares(state=(1.0, 0.0)), "disk", "host")
-    speculative = sizes.lower_bound(TierShares(state=(1.0, 0.0)), True, "update", device, early)
+    shares = lambda placement, *tiers: speculate_pass.shares(tiers, placement, copies=True)  # noqa: E731
+    early = shares(TierPlacement(opt_state=(1.0, 0.0)), "disk", "host")
+    speculative = sizes.lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "update", device, early)
     assert speculative.host == on_host.host + 14 and speculative.seconds == 2.0 + 34.0 + 2 * 14, (
         "copies of what is overwritten"
     )
-    streamed = sizes.lower_bound(TierShares(state=(1.0, 0.0)), False, "update", device)
+    streamed = sizes.lower_bound(TierPlacement(opt_state=(1.0, 0.0)), False, "update", device)
     assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.phases[2] == (0.0, 0.0, 14.0, 14.0, 0.0)
-    left = sizes.lower_bound(TierShares(state=(1.0, 0.0)), False, "host", device)
+    left = sizes.lower_bound(TierPlacement(opt_state=(1.0, 0.0)), False, "host", device)
     assert left[:3] == (1 + 2 + 3, 18, 0) and left.phases[1][3] + left.phases[2][2] == 4 + 18
-    tier_shares = TierShares(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0)
-    on_disk = sizes.lower_bound(tier_shares, True, "update", device)
+    placement = TierPlacement(opt_state=(0.0, 1.0), params=(0.0, 1.0), activations=(1.0, 0.0))
+    on_disk = sizes.lower_bound(placement, True, "update", device)
     assert on_disk[:3] == (1, 4, 16) and [queues[1] for queues in on_disk.phases] == [2, 2, 14 + 16 / 0.5]
-    speculative = sizes.lower_bound(tier_shares, True, "update", device, shares(tier_shares, "disk"))
+    speculative = sizes.lower_bound(placement, True, "update", device, shares(placement, "disk"))
     assert speculative[:3] == (1, 4, 2 * 16) and speculative.seconds == 3 + 2 + 14 + 16 / 0.5, (
         "activations leave meanwhile"
     )
-    rests_apart = TierShares(state=(0.0, 1.0), params=(1.0, 0.0))
+    rests_apart = TierPlacement(opt_state=(0.0, 1.0), params=(1.0, 0.0))
     apart = sizes.lower_bound(rests_apart, True, "update", device, shares(rests_apart, "disk"))
     assert apart.disk == 10 and apart.phases[2][1], (
         "not speculative: what it would overwrite in host memory has no copy"
     )
-    stored = sizes.lower_bound(tier_shares._replace(gradients=1.0), True, "update", device)
+    stored = sizes.lower_bound(placement._replace(gradients=(0.0, 1.0)), True, "update", device)
     assert stored[:3] == (1, 3, 16 + 4) and [queues[1] for queues in stored.phases] == [
         2,
         2 + 4 / 0.5,
         14 + 4 + 16 / 0.5,
     ], "written, and read by the update"
-    stored = sizes.lower_bound(tier_shares._replace(gradients=1.0), True, "update", device, shares(tier_shares, "disk"))
+    stored = sizes.lower_bound(
+        placement._replace(gradients=(0.0, 1.0)), True, "update", device, shares(placement, "disk")
+    )
     assert [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5 + 14 + 16 / 0.5, 0], (
         "a guess reads what is still in memory"
     )
-    looped = replace(sizes, iterations=3).lower_bound(TierShares(state=(1.0, 0.0)), True, "device", device)
+    looped = replace(sizes, iterations=3).lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "device", device)
     assert looped.device == on_host.device + 1 and looped.host == 14 and len(looped.phases) == 2
 
 

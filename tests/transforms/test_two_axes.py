@@ -256,7 +256,7 @@ def test_advice_of_a_budget_is_to_shard_over_every_axis():
                 torch.empty(4, 64, device="meta"),
                 memory_budget="10KB",
             )
-        assert "with fz.shard_params(axis=('data', 'node'))" in str(error.value)
+        assert "fz.shard_params(axis=('data', 'node'))" in str(error.value)
 
 
 def test_the_text_says_over_which_axis_and_of_what():
