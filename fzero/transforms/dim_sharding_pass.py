@@ -282,23 +282,26 @@ class _ToParts:
         return."""
         if self.stream is None:
             return []
-        number: dict[str, int] = {}
-        for x in self.program.instructions:
-            sent = [number[a] for a in x.args if x.op in COLLECTIVES or x.op == "wait"]
-            number.update(dict.fromkeys((v.name for v in x.out), *(sent[:1] or [x.block.number if x.block else -1])))
         values = {v.name: v for x in self.program.instructions for v in x.out}
-        passing = {
-            a
-            for x in self.program.instructions
-            for a in (x.args if x.op not in COLLECTIVES and x.op != "wait" else ())
-            if a in number and number[a] != (x.block.number if x.block else -1)
-        }
-        shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
+        passing = self._between_blocks()
+        shapes = [values[a].shape for a in values if passing.get(a, -1) >= 0 and len(values[a].shape) > 2]
         shapes = [shape for shape in dict.fromkeys(shapes) if shape[1] > 1]
         if shapes or self.program.update is not None:  # an evaluation may have none, e.g. one of parameters only
             self.spec.check_passing(shapes, self.n)
         shapes = [shape for shape in shapes if shape[1] % self.n == 0]
         return [name for name in values if name in passing and values[name].shape in shapes]
+
+    def _between_blocks(self) -> dict[str, int]:
+        """Returns the values that pass from one block to another, or to code outside blocks, with the number of the
+        block that computes each; -1 outside blocks."""
+        moves = lambda x: x.op in COLLECTIVES or x.op == "wait"  # noqa: E731
+        block_of = lambda x: x.block.number if x.block else -1  # noqa: E731
+        number: dict[str, int] = {}
+        for x in self.program.instructions:
+            moved = [number[a] for a in x.args if moves(x)]
+            number.update(dict.fromkeys((v.name for v in x.out), moved[0] if moved else block_of(x)))
+        readers = [(a, x) for x in self.program.instructions if not moves(x) for a in x.args if a in number]
+        return {a: number[a] for a, x in readers if number[a] != block_of(x)}
 
     def _hand_on(self) -> None:
         """Finds the exchanged values that subgraphs return for others: those that another subgraph reads."""

@@ -163,7 +163,7 @@ def offload(
     Papers: Ren et al., ZeRO-Offload: democratizing billion-scale model training, USENIX ATC 2021; Rajbhandari et al.,
         ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning, SC 2021.
     """
-    problems = []
+    problems: list[str] = []
     if isinstance(step, str):
         if tier is not None and of is not None:
             problems.append(f"{step!r}, {tier!r}, {of!r}: one tier and the roles")
@@ -172,30 +172,9 @@ def offload(
     of = (ROLES if tier == "auto" else "opt_state") if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
     paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
-    if not isinstance(tier, str) or tier not in (*TIERS, "auto"):
-        problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, (*TIERS, 'auto')))}")
-    if odd := [role for role in roles if role not in ROLES]:
-        problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
-    if not roles:
-        problems.append("of=(): nothing to offload")
-    if tier == "nvme" and not paths:
-        problems.append("path: 'nvme' needs a directory")
-    if tier == "cpu" and path is not None:
-        problems.append(f"path={path!r}: 'cpu' is memory, it has none")
-    if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
-        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is not a directory's name")
-    if tier == "nvme" and "activations" in roles:
-        problems.append(
-            "of='activations': activations exist only within a step and cannot be on this tier: send them to 'cpu'"
-        )
-    if tier == "cpu" and "gradients" in roles:
-        problems.append(
-            "of='gradients': gradients wait in host memory automatically, if the plan has space: send them to 'nvme'"
-        )
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-        problems.append(f"fraction={fraction!r}: a share is more than 0 and at most 1")
-    elif tier == "auto" and fraction != 1:
-        problems.append(f"fraction={fraction!r}: 'auto' chooses it")
+    problems += _roles_problems(tier, of, roles)
+    problems += _path_problems(tier, path, paths)
+    problems += _share_problems(tier, fraction)
     problems += predicate("where", where)
     if update_on not in SIDES:
         problems.append(f"update_on={update_on!r}: not one of {', '.join(map(repr, SIDES))}")
@@ -208,19 +187,47 @@ def offload(
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
         raise FzeroValueError("offload", "invalid arguments", problems, fix)
     ordered = tuple(role for role in ROLES if role in roles)
-    return applied(
-        Offload(
-            str(tier),
-            ordered,
-            tuple(os.fspath(p) for p in paths),
-            float(fraction),
-            where,
-            update_on,
-            # A script may change its working directory before the files are made.
-            os.getcwd() if paths else "",
-        ),
-        step,
-    )
+    # A script may change its working directory before the files are made.
+    directory = os.getcwd() if paths else ""
+    files = tuple(os.fspath(p) for p in paths)
+    return applied(Offload(str(tier), ordered, files, float(fraction), where, update_on, directory), step)
+
+
+def _roles_problems(tier: Any, of: Any, roles: Sequence[Any]) -> list[str]:
+    """What is wrong with a tier and the roles that are to be stored on it."""
+    problems = []
+    if not isinstance(tier, str) or tier not in (*TIERS, "auto"):
+        problems.append(f"tier={tier!r}: not one of {', '.join(map(repr, (*TIERS, 'auto')))}")
+    if odd := [role for role in roles if role not in ROLES]:
+        problems.append(f"of={of!r}: {', '.join(map(repr, odd))} not among {', '.join(map(repr, ROLES))}")
+    if not roles:
+        problems.append("of=(): nothing to offload")
+    if tier == "nvme" and "activations" in roles:
+        problems.append(
+            "of='activations': activations exist only within a step and cannot be on this tier: send them to 'cpu'"
+        )
+    if tier == "cpu" and "gradients" in roles:
+        problems.append(
+            "of='gradients': gradients wait in host memory automatically, if the plan has space: send them to 'nvme'"
+        )
+    return problems
+
+
+def _path_problems(tier: Any, path: Any, paths: Sequence[Any]) -> list[str]:
+    problems = []
+    if tier == "nvme" and not paths:
+        problems.append("path: 'nvme' needs a directory")
+    if tier == "cpu" and path is not None:
+        problems.append(f"path={path!r}: 'cpu' is memory, it has none")
+    if wrong := [p for p in paths if not isinstance(p, (str, os.PathLike)) or not os.fspath(p)]:
+        problems.append(f"path={path!r}: {', '.join(map(repr, wrong))} is not a directory's name")
+    return problems
+
+
+def _share_problems(tier: Any, fraction: Any) -> list[str]:
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        return [f"fraction={fraction!r}: a share is more than 0 and at most 1"]
+    return [f"fraction={fraction!r}: 'auto' chooses it"] if tier == "auto" and fraction != 1 else []
 
 
 class LeafTiers(NamedTuple):

@@ -115,20 +115,15 @@ class _TierRewrite:
         if op.op == "assign":
             return self._assign(op)
         if op.by == "optimizer" and op.op == "call":
-            self.scalars.update(v.name for v in op.out)
-            self.lies |= {
-                a: {**self._at(a), self._tier(found[a]): found[a]}
-                for found in self.recent
-                for a in op.writes
-                if a in found
-            }
-            before = self._written() if self._stored(op) else []
-            ops = self._on(self._side(op), op)
-            speculated = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in ops]
-            return [*before, *(speculated if op.speculative else ops)]
+            return self._update(op)
         if op.op == "accumulate" and op.out[0].name in self.waiting:
             self.summands.append(op)
             return []
+        return self._compute(op)
+
+    def _compute(self, op: Instruction) -> list[Instruction]:
+        """Returns an op of loss and gradients on the device. After a backward come the sums and the writes that may
+        run then."""
         ops, sums = self._on("device", op), list[Instruction]()
         if (op.is_backward or op.by == "fuse") and not repeats(op):
             # with separate memories, an update comes a block later (compiler/hoist_updates.py)
@@ -137,6 +132,19 @@ class _TierRewrite:
             self.recent = [*self.recent, {**before, **self._read_by(ops)}][-num:]
             sums = [*self._added(), *self._written()]
         return [*ops, *sums, *self._rest(op)]
+
+    def _update(self, op: Instruction) -> list[Instruction]:
+        """Returns a call of the optimizer on the side where it runs. It writes the copies of tensors that were brought
+        for a recent backward."""
+        self.scalars.update(v.name for v in op.out)
+        for found in self.recent:
+            written = (a for a in op.writes if a in found)
+            self.lies |= {a: {**self._at(a), self._tier(found[a]): found[a]} for a in written}
+        before = self._written() if self._stored(op) else []
+        ops = self._on(self._side(op), op)
+        if op.speculative:
+            ops = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in ops]
+        return [*before, *ops]
 
     def _with_body(self, op: Instruction) -> list[Instruction]:
         """Returns an op that contains other ops, with these rewritten."""

@@ -263,59 +263,54 @@ def mixed_precision(
     auto = compute == "auto"
     if auto:
         compute = start or "auto"
-    dtypes = {
-        "compute": compute,
-        "params": params,
-        "reduce": reduce,
-        **({} if outputs is None else {"outputs": outputs}),
-    }
-    unknown = [
-        f"{what}={value!r}"
-        for what, value in dtypes.items()
-        if value not in list(DTYPES) and (what, value) != ("compute", "auto")
-    ]
-    if unknown:
-        raise FzeroValueError(
-            "mixed_precision",
-            "unknown dtype",
-            unknown,
-            f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8",
-        )
+    _check_dtypes(compute, params, reduce, outputs)
     if wrong := predicate("where", where):
         raise FzeroTypeError(
             "mixed_precision", "invalid arguments", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"
         )
     scaled = "fp16" in (compute, reduce) or compute == "auto"
-    problems = (
-        []
-        if loss_scale_at_minimum in AT_MINIMUM
-        else [f"loss_scale_at_minimum={loss_scale_at_minimum!r}: not one of 'warn', 'raise'"]
-    )
-    problems += _not_a_scale(loss_scale)
-    if not scaled and not problems:
-        given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", loss_scale_at_minimum, "warn")]
-        problems += [
-            f"{what}={x!r}: neither compute={compute!r} nor reduce={reduce!r} needs one"
-            for what, x, default in given
-            if x != default
-        ]
-    fixes = ["'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"] if problems else []
-    if unrounded := _not_a_rounding(rounding, params):
-        problems, fixes = problems + unrounded, [*fixes, 'rounding="stochastic" or "nearest", with params="bf16"']
-    if unwatched := _not_a_watch(watch, start, auto):
-        problems, fixes = (
-            problems + unwatched,
-            [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'],
-        )
-    if problems:
-        raise FzeroValueError("mixed_precision", "invalid arguments", problems, "; ".join(fixes))
+    unscaled = _scale_problems(loss_scale, loss_scale_at_minimum, compute, reduce)
+    checks = [
+        (unscaled, "'dynamic', a number above 0, or fz.LossScale(...), with compute or reduce 'fp16'"),
+        (_not_a_rounding(rounding, params), 'rounding="stochastic" or "nearest", with params="bf16"'),
+        (_not_a_watch(watch, start, auto), 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'),
+    ]
+    if problems := [problem for found, _ in checks for problem in found]:
+        fixes = "; ".join(fix for found, fix in checks if found)
+        raise FzeroValueError("mixed_precision", "invalid arguments", problems, fixes)
     if params == "bf16":
         rounding = rounding or "stochastic"
-    found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
-    found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
+    scale = _scale_of(loss_scale) if scaled else None
     kind = AutomaticPrecision if auto else MixedPrecision
-    fields = (compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto)
+    fields = (compute, params, reduce, rounding, outputs, scale, loss_scale_at_minimum, where, watch or auto)
     return applied(kind(*fields), step)
+
+
+def _scale_problems(loss_scale: Any, at_minimum: Any, compute: str, reduce: str) -> list[str]:
+    """What is wrong with the loss scale, or with giving one."""
+    problems = _not_a_scale(loss_scale)
+    if at_minimum not in AT_MINIMUM:
+        problems.insert(0, f"loss_scale_at_minimum={at_minimum!r}: not one of 'warn', 'raise'")
+    if problems or "fp16" in (compute, reduce) or compute == "auto":
+        return problems
+    given = [("loss_scale", loss_scale, None), ("loss_scale_at_minimum", at_minimum, "warn")]
+    none = f"neither compute={compute!r} nor reduce={reduce!r} needs one"
+    return [f"{what}={x!r}: {none}" for what, x, default in given if x != default]
+
+
+def _scale_of(given: str | float | LossScale | None) -> LossScale:
+    if isinstance(given, LossScale):
+        return given
+    return LossScale() if given in (None, "dynamic") else fixed_scale(float(given))  # type: ignore[arg-type]
+
+
+def _check_dtypes(compute: Any, params: Any, reduce: Any, outputs: Any) -> None:
+    dtypes = {"compute": compute, "params": params, "reduce": reduce}
+    dtypes |= {} if outputs is None else {"outputs": outputs}
+    known = lambda what, value: value in list(DTYPES) or (what, value) == ("compute", "auto")  # noqa: E731
+    if unknown := [f"{what}={value!r}" for what, value in dtypes.items() if not known(what, value)]:
+        fix = f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8"
+        raise FzeroValueError("mixed_precision", "unknown dtype", unknown, fix)
 
 
 def _short(dtype: Any) -> Any:
