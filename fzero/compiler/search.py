@@ -102,7 +102,8 @@ class Search:
             fitting += filter(self.fits, self._sides(start))
             if fitting and not self.waits(fitting[-1]):
                 break
-        best = min(fitting, key=self.seconds, default=None)
+        least = min(map(self.seconds, fitting), default=0.0)
+        best = next((c for c in fitting if self.seconds(c) <= (1 + STEP) * least), None)  # the simplest of the fastest
         if best is None or not self.limited:
             return best and self._with_side(best)
         best = self._grown(best)
