@@ -200,7 +200,7 @@ class Search:
         ends = self._sides(best)
         if len(ends) == 1:
             return best
-        if not self.waits(best):
+        if not self.waits(best) and not all(end in self.tried for end in ends):
             why = f"{duration(self.seconds(best))} a step, which hardly waits for transfers"
             return replace(best, share_because=best.share_because or why)
         tried = {c: self.seconds(c) for c in dict.fromkeys((*ends, best)) if self.fits(c)}
