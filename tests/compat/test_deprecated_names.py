@@ -148,8 +148,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     ),
     "Health.replicas": (lambda: fz.Health(check_replicas_every=10).replicas, lambda: 10, "use Health.check_replicas"),
     "run(on_resize='refuse')": (
-        in_a_run(lambda run: run._on_resize, on_resize="refuse"),
-        in_a_run(lambda run: run._on_resize, on_resize="error"),
+        in_a_run(lambda run: run._recovery._refuse_resize, on_resize="refuse"),
+        in_a_run(lambda run: run._recovery._refuse_resize, on_resize="error"),
         "fz.run(on_resize='refuse') is deprecated and will be removed in 0.4: use fz.run(on_resize='error')",
     ),
     "run.keep": (
