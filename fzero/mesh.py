@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +132,7 @@ class Context:
         control: exchanges small values between the ranks (comm/control_group.py).
         peer_replicas: stores the data that arrives from another rank's state (elastic/peer_replicas.py); None if
             nothing stores it.
-        lock: held by the call that has exclusive use of the mesh.
+        holder: has an object of the call that has exclusive use of the mesh, if there is one.
         groups: the process group along each axis, cached because a DeviceMesh of several axes takes a millisecond to
             find it.
     """
@@ -146,7 +145,7 @@ class Context:
         self.collective_sequence: CollectiveSequence | None = None
         self.control: ControlGroup | None = None
         self.peer_replicas: Keeps | None = None
-        self.lock = threading.Lock()
+        self.holder: dict[str, object] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,12 +277,16 @@ class Mesh(AbstractMesh):
         """
         if self.context.collective_sequence is not None:
             self.context.collective_sequence.check(owner)
-        if not self.context.lock.acquire(blocking=False):
-            raise _busy(owner)
+        # Not a lock: Ctrl-C between acquiring it and entering the `try` would leave the mesh in use for ever.
+        holder, this_call = self.context.holder, object()
         try:
+            if holder.setdefault("call", this_call) is not this_call:  # atomic: of two threads, one comes first
+                raise _busy(owner)
             yield
         finally:
-            self.context.lock.release()
+            # This calls no function, so Python raises no KeyboardInterrupt before the mesh is released.
+            if "call" in holder and holder["call"] is this_call:
+                del holder["call"]
 
     def __eq__(self, other: object) -> bool:
         return self is other

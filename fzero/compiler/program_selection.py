@@ -56,17 +56,13 @@ def lower_inputs(
         # Without rates nothing can be compared.
         return found.lowered(found.starts[0][0], draft)
     search = Search(found.programs, budget, trains=isinstance(step, Step))
-    with within("planning", "the fastest program that fits"):
-        if open_formats(step) is None:
-            # `map` is lazy: a start that needs less memory is searched only if nothing fits from those before it.
-            starts = found.starts
-            if start is not None:
-                # If compute waits for transfers, other options with as few values in flight may be faster.
-                like = next(group for group in starts if group[0].order == start.order)
-                starts = [like if search.waits(start) else [start]]
-            options = next(filter(None, map(search.best, starts)), None)
-        else:
-            options = _with_formats(found, search, formats or ())
+    try:
+        options = _chosen(step, found, search, formats, start)
+    except (LookupError, AttributeError, AssertionError):
+        # Programs are searched before they are verified. One that violates the rules may have no cost, so the pass that
+        # violates them is named instead.
+        found.pass_cache.all_verified(found.starts[0][0])
+        raise
     if options is not None:
         return found.lowered(options, draft)
     # The last start needs the least memory of all, so the error names the smallest excess.
@@ -76,6 +72,22 @@ def lower_inputs(
     over = budget.nbytes is not None and least.peak_bytes > budget.nbytes and not draft
     advice = advice_on(step, mesh, params, batch, budget, least) if over and isinstance(step, Step) else ()
     raise unmet(program, least, budget, advice, _rows(step, batch))
+
+
+def _chosen(
+    step: Step | EvalStep, found: CandidatePrograms, search: Search, formats: Formats | None, start: Options | None
+) -> Options | None:
+    """Returns the options of the fastest program that fits; None if none does."""
+    with within("planning", "the fastest program that fits"):
+        if open_formats(step) is not None:
+            return _with_formats(found, search, formats or ())
+        # `map` is lazy: a start that needs less memory is searched only if nothing fits from those before it.
+        starts = found.starts
+        if start is not None:
+            # If compute waits for transfers, other options with as few values in flight may be faster.
+            like = next(group for group in starts if group[0].order == start.order)
+            starts = [like if search.waits(start) else [start]]
+        return next(filter(None, map(search.best, starts)), None)
 
 
 def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Options | None:

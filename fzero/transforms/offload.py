@@ -172,8 +172,8 @@ def offload(
     of = (ROLES if tier == "auto" else "opt_state") if of is None else of
     roles = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, (list, tuple)) else (of,)
     paths: tuple[Any, ...] = () if path is None else tuple(path) if isinstance(path, (list, tuple)) else (path,)
-    problems += _roles_problems(tier, of, roles)
     problems += _path_problems(tier, path, paths)
+    problems += _roles_problems(tier, of, roles)
     problems += _share_problems(tier, fraction)
     problems += predicate("where", where)
     if update_on not in SIDES:

@@ -141,7 +141,7 @@ def _all_apart(monkeypatch: pytest.MonkeyPatch) -> Program:
 
 def test_a_place_in_a_room_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     program = check(_all_apart(monkeypatch))
-    assert "into=apart[" in str(program)
+    assert "into=apart[" in fz.show(program, full=True)
     starts = [x for x in program.instructions if x.op == "reduce_scatter_start"]
     onto = starts[0].into[0]
     assert onto is not None

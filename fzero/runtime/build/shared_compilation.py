@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fzero._utils.cpu_affinity import listed, own_cores, share_of, spelled
 from fzero.comm import control_group
+from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 
 
@@ -55,10 +56,15 @@ class Share:
         """Runs `act`, in which this rank delivers its keys, and returns after all ranks have delivered theirs.
 
         Raises:
-            FzeroValueError: ranks failed; names them.
+            DivergenceError: other ranks failed; names them. A rank that failed raises its own exception.
         """
         control_group.run_on_all_ranks(
-            self._mesh.control, "compile", act, what="not every rank has compiled its share", about="compiles functions"
+            self._mesh.control,
+            "compile",
+            act,
+            what="not every rank has compiled its share; FZERO_CACHE=off lets every rank compile for itself",
+            failure=DivergenceError,
+            about="compiles functions",
         )
 
 
