@@ -197,7 +197,9 @@ class _Tiers:
         if self.narrow != self.least and self.budget.filled(self.search.cost(self.least).peaks) < NEARLY:
             self._try(self.narrow)
         placements = self._placements()
-        program = self.pass_cache_of(placements[-1]).before("gradients", self.least)
+        # Without gradients on disk, which a loop over micro-batches rejects.
+        most = placements[-1]._replace(gradients=(0.0, 0.0))
+        program = self.pass_cache_of(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop, there is no computation left to overlap with
         self.speculates = self.sizes.iterations == 1 and speculate_pass.is_possible(program)

@@ -555,6 +555,16 @@ def test_only_the_named_roles_are_moved() -> None:
 
 
 @pytest.mark.full
+def test_auto_leaves_the_gradients_of_a_loop_off_the_disk() -> None:
+    """A loop over micro-batches rejects gradients on disk, so they are no candidate there."""
+    budget = int(0.7 * plain_peak())
+    found = lowered(
+        fz.accumulate(2), fz.offload("auto", path="/scratch"), device="h100", memory_budget=budget, host_budget="1MB"
+    )
+    roles = {role for record in found.program.transforms if isinstance(record, Offload) for role in record.of}
+    assert roles and "gradients" not in roles and found.plan.peak_bytes <= budget
+
+
 def test_on_one_memory_auto_goes_to_disk_alone() -> None:
     mesh = fz.AbstractMesh(data=1)
     budget = int(0.8 * lowered(mesh=mesh, device="cpu").plan.peak_bytes)
