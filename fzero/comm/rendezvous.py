@@ -48,12 +48,6 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     if store.check(["fzero/generation"]):
         collective_sequence.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
     generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
-    if (absent := _absent()) and not store.check([_go(generation)]):
-        launcher.tell_through(dist.PrefixStore(_life(store, world), store))
-        lines = [f"rank {r} has ended with code 0, before it called fz.run" for r in absent]
-        raise DivergenceError(
-            "make_mesh", "not every rank joins", lines, "have every rank call fz.run, or none of them"
-        )
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
@@ -108,22 +102,12 @@ def _looks(deadline: float) -> Iterator[None]:
     The store is polled, because every wait on it that times out makes c10d print a warning.
     """
     pause = 0.001
-    looked = time.monotonic()
     while True:
         yield
         if time.monotonic() > deadline:
             return
-        if time.monotonic() - looked > _LOOK:
-            if _absent():
-                return
-            looked = time.monotonic()
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-def _absent() -> list[int]:
-    """Returns the ranks of which the supervisor knows that they will not come."""
-    return [] if collective_sequence.watcher is None else collective_sequence.watcher.absent()
 
 
 def _missing(store: dist.Store, world: int, generation: str) -> list[int]:

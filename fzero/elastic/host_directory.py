@@ -160,17 +160,6 @@ def not_a_directory(given: str) -> list[str]:
     return []
 
 
-def is_absent(memory: Path, rank: int) -> None:
-    """Records that a rank, of this host or of another one, has ended without calling `fz.run`, so that nobody waits for
-    it."""
-    (memory / f"absent-{rank}").touch()
-
-
-def absent(memory: Path) -> list[int]:
-    """Returns the ranks that have ended without calling `fz.run`."""
-    return sorted(int(path.name.partition("-")[2]) for path in memory.glob("absent-*"))
-
-
 def elastic() -> bool:
     """Whether torchrun may restart the ranks on more or fewer hosts, as with `--nnodes 1:3`."""
     try:
@@ -291,10 +280,6 @@ class RankProgress:
             self._map[:] = content
         self._seen = self.read()
         self.say(STARTING)
-
-    def absent(self) -> list[int]:
-        """Returns the ranks that have ended without calling `fz.run`."""
-        return absent(self._path.parent)
 
     def met(self) -> None:
         """Records that all ranks have come together."""

@@ -7,10 +7,7 @@ requires), PyTorch would have rank 0 keep it, and all would be lost with that ra
 first host keeps the store.
 
 The process imports PyTorch; supervisors do not. It writes what it knows into the host's memory directory, for the
-supervisors of all ranks of the host:
-
-    hosts           which host has been silent longest, and since when
-    absent-<rank>   a rank, possibly of another host, that has ended without calling `fz.run`
+supervisors of all ranks of the host, to the file `hosts`: which host has been silent longest, and since when.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from fzero._utils import bounded_json, procfs
 from fzero._utils.bounded_json import Malformed, parsed
 from fzero.elastic import host_directory as host
 
-_MOST_RANKS = 1 << 20
 _BEAT = 1.0  # seconds between two heartbeats
 _LEAVE = 10.0  # seconds after the end of rank 0 in which the others disconnect from the store
 _FRESH = 5.0  # seconds for which what was written counts as current
@@ -45,13 +41,11 @@ class Silent(NamedTuple):
     Attributes:
         host: its number as torchrun counts (GROUP_RANK), or `STORE`.
         since: since when, in seconds of the clock that all processes of a host share.
-        called: whether a rank of another host has called `fz.run`.
         now: when this was written.
     """
 
     host: int
     since: float
-    called: bool
     now: float
 
 
@@ -82,7 +76,8 @@ class Watch:
         self._keeps_store = _without_store() and number("RANK", 0) == 0 and number("WORLD_SIZE", 1) > 1
         self._memory, self._process, self._started = memory, None, 0.0
         self._is_wanted = (several() and number("LOCAL_RANK", 0) == 0) or self._keeps_store
-        self._forget()
+        if number("LOCAL_RANK", 0) == 0:
+            (memory / "hosts").unlink(missing_ok=True)  # of an earlier start
         self.look()
 
     def look(self) -> bool:
@@ -118,18 +113,6 @@ class Watch:
             self._process.kill()
             self._process.wait()
 
-    def _forget(self) -> None:
-        """Removes the records of an earlier start.
-
-        Each supervisor removes that of its own rank, and the first supervisor of the host also those of other hosts'
-        ranks. Records of this host's other ranks stay, because these ranks may have ended already in this start.
-        """
-        mine, local = number("RANK", 0), number("LOCAL_RANK", 0)
-        here = range(mine - local, mine - local + number("LOCAL_WORLD_SIZE", 1))
-        left = {mine} | (set() if local else set(host.absent(self._memory)) - set(here))
-        for path in (*(() if local else (self._memory / "hosts",)), *(self._memory / f"absent-{r}" for r in left)):
-            path.unlink(missing_ok=True)
-
 
 def silent(memory: Path) -> Silent | None:
     """Returns the host that this host's heartbeat process takes to be silent longest, or None if that process has not
@@ -145,22 +128,18 @@ def silent(memory: Path) -> Silent | None:
 
 
 class _Sign(NamedTuple):
-    """A heartbeat: a unique number, whether the host leaves in an orderly way, whether one of its ranks has called
-    `fz.run`, and its ranks that have ended without calling it."""
+    """A heartbeat: a unique number, and whether the host leaves in an orderly way."""
 
     number: int
     left: bool
-    called: bool
-    absent: list[int]
 
     @classmethod
     def of(cls, text: bytes) -> _Sign | None:
         """Parses a heartbeat. Returns None if the text is not one: everyone on the network can write to the store."""
         try:
-            sign = parsed(text, cls)
+            return parsed(text, cls)
         except Malformed:
             return None
-        return sign._replace(absent=[r for r in sign.absent if 0 <= r < _MOST_RANKS])
 
 
 class _Signs:
@@ -171,21 +150,19 @@ class _Signs:
     """
 
     def __init__(self, store: Any, memory: Path):
-        self._store, self._memory = store, memory
+        self._store = store
         self._me, self._count = number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", 1)
         first = number("RANK", 0) - number("LOCAL_RANK", 0)
-        self._ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
+        ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
         self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last heartbeat, and when it arrived
         self._first: dict[int, int] = {}
         self._left: set[int] = set()
-        self._progress = [host.RankProgress(memory, rank) for rank in self._ranks]
-        self._called, self.trip = False, time.monotonic()
+        self._progress = [host.RankProgress(memory, rank) for rank in ranks]
+        self.trip = time.monotonic()
 
     def say(self, left: bool = False) -> None:
         """Writes this host's heartbeat."""
-        here = [rank for rank in host.absent(self._memory) if rank in self._ranks]
-        called = any(progress.read().phase != host.STARTING for progress in self._progress)
-        self._store.set(_sign(self._me), json.dumps(_Sign(time.time_ns(), left, called, here)))
+        self._store.set(_sign(self._me), json.dumps(_Sign(time.time_ns(), left)))
 
     def hear(self) -> None:
         """Reads the heartbeats of the other hosts."""
@@ -210,16 +187,13 @@ class _Signs:
             self._heard.pop(other, None)
         elif sign.number != self._heard.get(other, (0, 0.0))[0]:
             self._heard[other] = sign.number, time.monotonic()
-        self._called = self._called or sign.called
-        for rank in sign.absent:
-            host.is_absent(self._memory, rank)
 
     def oldest(self) -> Silent:
         """Returns the host that has been silent longest, or the store if that does not answer."""
         since, other = min(((since, other) for other, (_, since) in self._heard.items()), default=(self.trip, STORE))
         if since > self.trip - 2 * _BEAT:  # all hosts were heard when the store last answered
             since, other = self.trip, STORE
-        return Silent(other, since, self._called, time.monotonic())
+        return Silent(other, since, time.monotonic())
 
 
 def main() -> None:

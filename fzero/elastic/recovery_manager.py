@@ -119,9 +119,7 @@ class RecoveryManager:
                 break
             except (torch.distributed.DistError, RuntimeError) as error:
                 tries -= 1
-                # A rank that cannot come back makes another attempt pointless: the store is gone, or a rank has ended
-                # without calling `fz.run`.
-                if not tries or not _store_answers() or (watcher is not None and watcher.absent()):
+                if not tries or not _store_answers():
                     raise
                 logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
             self.leave()

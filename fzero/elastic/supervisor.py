@@ -67,8 +67,6 @@ class Supervisor:
         self._progress.say(host_directory.STARTING, 0)
         self._parent, self._stop_requested = os.getppid(), False
         self._process: subprocess.Popen[bytes] | None = None
-        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        self._here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def run(self) -> int:
         """Runs the rank until it ends for good, and returns its exit code."""
@@ -108,9 +106,7 @@ class Supervisor:
             code = self._watch()
             step, phase = self._progress.read().step, self._progress.read().phase
             finished = phase == host_directory.FINISHED
-            if code == 0 and phase == host_directory.STARTING:
-                return self._does_not_come()
-            if code == 0 and not finished:
+            if code == 0 and not finished and phase != host_directory.STARTING:
                 self._say(
                     f"ended in step {step}, before the end of the run: the "
                     "other ranks wait for it, and the run ends here"
@@ -185,26 +181,6 @@ class Supervisor:
             else f"host {found.host} (GROUP_RANK) has sent no heartbeat"
         )
         return f"{who} for {silence:.0f} s (--heartbeat-timeout)"
-
-    def _does_not_come(self) -> int:
-        """Returns the exit code for a rank that has ended with code 0 without calling `fz.run`.
-
-        It is 1 if any other rank calls `fz.run`, which would then wait for this one, and 0 otherwise.
-        """
-        others = [host_directory.RankProgress(self._memory, rank) for rank in self._here if rank != self._rank]
-        known = node_heartbeat.number("WORLD_SIZE", 1) if node_heartbeat.several() else len(self._here)
-        if known > 1:
-            self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")
-        host_directory.is_absent(self._memory, self._rank)
-        # The first supervisor that has seen the records of all ranks removes the directory, with these records.
-        while self._memory.is_dir() and len(host_directory.absent(self._memory)) < known and not self._stop_requested:
-            time.sleep(_STACKS)  # what the others report may first be of an earlier start
-            self._hosts.look()
-            found = node_heartbeat.silent(self._memory)
-            if (found is not None and found.called) or any(x.read().phase != host_directory.STARTING for x in others):
-                time.sleep(_STACKS)  # so that they can report why they end
-                return 1
-        return 0
 
     def _hear(self, number: int, _: Any) -> None:
         """Passes a signal on to the rank. If torchrun is gone, ends the rank and removes the directory of the run

@@ -254,31 +254,6 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("who", ["1", "0", "01"])
-def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
-    """With code 0, for which torchrun would wait for the others, and they for it: the others end at once, with an error
-    that names it. If no rank comes there is no run."""
-    script = tmp_path / "leaves.py"
-    script.write_text(
-        "import os, sys\n"
-        f"if os.environ['RANK'] in {who!r}: sys.exit(0)\n"
-        "import fzero as fz\n"
-        "fz.run(lambda run: None, device='cpu', timeout=1000)\n"
-    )
-    with supervisors(tmp_path, "", script=script) as started:
-        done = [ended(one) for one in started]
-    assert [code for code, _ in done] == [0 if len(who) == 2 else 1] * 2, done
-    for rank, (_, text) in enumerate(done):
-        if str(rank) in who:
-            assert f"rank {rank} has ended with code 0, before it called fz.run" in text, text
-        else:
-            words = (
-                f"fzero.make_mesh: not every rank joins\n  rank {who} has ended with code 0, before it called fz.run"
-            )
-            assert words in text and "joining again" not in text and "a rank was lost" not in text, text
-
-
-@pytest.mark.full
 def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: Path) -> None:
     """With the same error, rather than wait for the other to come back."""
     script = tmp_path / "raises.py"
