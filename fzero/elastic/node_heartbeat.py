@@ -1,52 +1,37 @@
 """Detects lost hosts of a run by heartbeats in the ranks' store.
 
 torchrun restarts ranks when one of its own ranks ends, but the other hosts hear nothing of a host that is lost. So
-the supervisor of each host's first rank runs a process that writes a heartbeat every second and reads the heartbeats of
-the other hosts. If torchrun keeps no store (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which a changing number of hosts
-requires), PyTorch would have rank 0 keep it, and all would be lost with that rank. In that case the process of the
-first host keeps the store.
+the supervisor of each host's first rank starts a process that writes a heartbeat every second and reads the heartbeats
+of the other hosts. If a host is silent for too long and the ranks of this host make no progress, the process writes the
+reason into the host's memory directory. The supervisors of the host then end their ranks, and torchrun restarts all
+ranks on the remaining hosts.
 
-The process imports PyTorch; supervisors do not. It writes what it knows into the host's memory directory, for the
-supervisors of all ranks of the host, to the file `hosts`: which host has been silent longest, and since when.
+If torchrun keeps no store (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which a changing number of hosts requires), PyTorch
+would have rank 0 keep it, and all ranks would be lost with that rank. In that case the process of the first host keeps
+the store.
+
+The process imports PyTorch; supervisors do not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fzero._utils import bounded_json, procfs
-from fzero._utils.bounded_json import Malformed, parsed
+from fzero._utils import procfs
 from fzero.elastic import host_directory as host
 
 _BEAT = 1.0  # seconds between two heartbeats
-_LEAVE = 10.0  # seconds after the end of rank 0 in which the others disconnect from the store
-_FRESH = 5.0  # seconds for which what was written counts as current
-_AGAIN = 5.0  # seconds before a process that has ended is started again
+_IDLE = 5.0  # seconds without progress after which a rank is assumed to wait for other ranks
+_LINGER = 2.0  # seconds for which the store outlives rank 0, while the other ranks end
 _AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
-STORE = -1
-"""Stands for the host of the store, when the store does not answer."""
-
-
-class Silent(NamedTuple):
-    """The host that has been silent longest.
-
-    Attributes:
-        host: its number as torchrun counts (GROUP_RANK), or `STORE`.
-        since: since when, in seconds of the clock that all processes of a host share.
-        now: when this was written.
-    """
-
-    host: int
-    since: float
-    now: float
+_LOST = "lost-host"
 
 
 def number(name: str, default: int) -> int:
@@ -54,13 +39,8 @@ def number(name: str, default: int) -> int:
     return int(os.environ.get(name) or default)
 
 
-def several() -> bool:
-    """Whether torchrun has started this run on several hosts."""
-    return number("GROUP_WORLD_SIZE", 1) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def environment() -> dict[str, str]:
-    """Returns the environment variables with which no rank keeps the store, if the heartbeat process keeps it."""
+    """Returns the environment variables with which no rank keeps the store, if a heartbeat process keeps it."""
     return {_AGENTS: "True"} if _without_store() else {}
 
 
@@ -68,185 +48,131 @@ def _without_store() -> bool:
     return os.environ.get(_AGENTS) == "False" and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-class Watch:
-    """The heartbeat process of a host, as its supervisor sees it. On one host whose torchrun keeps the store no such
-    process is needed."""
+def start(memory: Path, timeout: float) -> subprocess.Popen[bytes] | None:
+    """Starts the heartbeat process of this host, which ends when its standard input is closed.
 
-    def __init__(self, memory: Path):
-        self._keeps_store = _without_store() and number("RANK", 0) == 0 and number("WORLD_SIZE", 1) > 1
-        self._memory, self._process, self._started = memory, None, 0.0
-        self._is_wanted = (several() and number("LOCAL_RANK", 0) == 0) or self._keeps_store
-        if number("LOCAL_RANK", 0) == 0:
-            (memory / "hosts").unlink(missing_ok=True)  # of an earlier start
-        self.look()
+    Returns None if another supervisor of the host starts it, or if there is one host and torchrun keeps the store.
 
-    def look(self) -> bool:
-        """Starts the process, or restarts it if it has ended. Returns False if the store has ended with it."""
-        if not self._is_wanted or (self._process is not None and self._process.poll() is None):
-            return True
-        if self._process is not None and self._keeps_store:
-            return False
-        if self._process is None or time.monotonic() - self._started > _AGAIN:
-            role = "store" if self._keeps_store else "signs"
-            command = [
-                sys.executable,
-                "-c",
-                "from fzero.elastic.node_heartbeat import main; main()",
-                role,
-                str(self._memory),
-            ]
-            self._started = time.monotonic()
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, preexec_fn=procfs.die_with_parent, process_group=host.own_group()
-            )
-        return True
-
-    def close(self, at_once: bool) -> None:
-        """Ends the process: after all others have disconnected from the store, or immediately if `at_once`."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(0.0 if at_once else 1.5 * _LEAVE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def silent(memory: Path) -> Silent | None:
-    """Returns the host that this host's heartbeat process takes to be silent longest, or None if that process has not
-    written for a while."""
-    try:
-        found = bounded_json.read(memory / "hosts", Silent)
-    except (OSError, Malformed):
+    Args:
+        memory: the run's directory on this host.
+        timeout: seconds after which a silent host counts as lost.
+    """
+    keeps_store = _without_store() and number("RANK", 0) == 0 and number("WORLD_SIZE", 1) > 1
+    several = number("GROUP_WORLD_SIZE", 1) > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if not keeps_store and not (several and number("LOCAL_RANK", 0) == 0):
         return None
-    return found if time.monotonic() - found.now < _FRESH else None
+    code = "from fzero.elastic.node_heartbeat import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "store" if keeps_store else "", str(memory), str(timeout)],
+        stdin=subprocess.PIPE,
+        preexec_fn=procfs.die_with_parent,
+        process_group=host.own_group(),
+    )
+
+
+def end(process: subprocess.Popen[bytes] | None) -> None:
+    """Ends a heartbeat process; a store that it keeps stays for two seconds."""
+    if process is not None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+def lost_host(memory: Path, since: float) -> str:
+    """Returns the reason why the ranks of this host wait in vain, or "" if they do not.
+
+    Args:
+        since: when this start of the run began (`time.time()`); what an earlier start has written is ignored.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if (memory / _LOST).stat().st_mtime > since:
+            return (memory / _LOST).read_text()
+    return ""
 
 
 # --- the process ---
 
 
-class _Sign(NamedTuple):
-    """A heartbeat: a unique number, and whether the host leaves in an orderly way."""
+class Heartbeats:
+    """The heartbeats of this host, `me`, and of the other ones of `count` hosts. A host is alive if its heartbeat
+    changes: the first one that is read may be left from an earlier start."""
 
-    number: int
-    left: bool
+    def __init__(self, store: Any, me: int, count: int):
+        self._store, self._me = store, me
+        # By host: its last heartbeat, and when that has changed.
+        self._heard: dict[int, tuple[bytes | None, float | None]] = {o: (None, None) for o in range(count) if o != me}
+        self._answered = time.monotonic()
 
-    @classmethod
-    def of(cls, text: bytes) -> _Sign | None:
-        """Parses a heartbeat. Returns None if the text is not one: everyone on the network can write to the store."""
-        try:
-            return parsed(text, cls)
-        except Malformed:
-            return None
+    def exchange(self) -> None:
+        """Writes the heartbeat of this host and reads those of the others."""
+        self._store.set(_key(self._me), str(time.time_ns()))
+        for other, (last, _) in self._heard.items():
+            if self._store.check([_key(other)]) and (now := self._store.get(_key(other))) != last:
+                self._heard[other] = now, None if last is None else time.monotonic()
+        self._answered = time.monotonic()
 
+    def lost(self, timeout: float, first_step: float | None) -> str:
+        """Returns who has been silent for `timeout` seconds, a host or the store itself, or "".
 
-class _Signs:
-    """The heartbeats of this host and of the others.
-
-    Until a rank of this host has finished a step, a host that has sent no heartbeat yet does not count as silent,
-    because it may still be importing PyTorch.
-    """
-
-    def __init__(self, store: Any, memory: Path):
-        self._store = store
-        self._me, self._count = number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", 1)
-        first = number("RANK", 0) - number("LOCAL_RANK", 0)
-        ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
-        self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last heartbeat, and when it arrived
-        self._first: dict[int, int] = {}
-        self._left: set[int] = set()
-        self._progress = [host.RankProgress(memory, rank) for rank in ranks]
-        self.trip = time.monotonic()
-
-    def say(self, left: bool = False) -> None:
-        """Writes this host's heartbeat."""
-        self._store.set(_sign(self._me), json.dumps(_Sign(time.time_ns(), left)))
-
-    def hear(self) -> None:
-        """Reads the heartbeats of the other hosts."""
-        for other in range(self._count):
-            if other != self._me and self._store.check([_sign(other)]):
-                self._heed(other, _Sign.of(self._store.get(_sign(other))))
-        self.trip = time.monotonic()
-        if any(progress.read().has_stepped for progress in self._progress):  # so all hosts have started
-            for other in {*range(self._count)} - {self._me} - self._left:
-                self._heard.setdefault(other, (0, self.trip))
-
-    def _heed(self, other: int, sign: _Sign | None) -> None:
-        """Processes a heartbeat of another host.
-
-        The first heartbeat that is read may be left from an earlier start. So a host only counts as heard once the
-        number of its heartbeat changes.
+        A host that was never heard counts from the first step on: before it, it may still be importing PyTorch.
         """
-        if sign is None or self._first.setdefault(other, sign.number) == sign.number:
-            return
-        if sign.left:
-            self._left.add(other)
-            self._heard.pop(other, None)
-        elif sign.number != self._heard.get(other, (0, 0.0))[0]:
-            self._heard[other] = sign.number, time.monotonic()
-
-    def oldest(self) -> Silent:
-        """Returns the host that has been silent longest, or the store if that does not answer."""
-        since, other = min(((since, other) for other, (_, since) in self._heard.items()), default=(self.trip, STORE))
-        if since > self.trip - 2 * _BEAT:  # all hosts were heard when the store last answered
-            since, other = self.trip, STORE
-        return Silent(other, since, time.monotonic())
+        if (silence := time.monotonic() - self._answered) > timeout:
+            return f"the store of the ranks has not answered for {silence:.0f} s"
+        # Compared with the last answer of the store: until it answers again, nothing is known of the hosts.
+        for other, (_, heard) in self._heard.items():
+            since = first_step if heard is None else heard
+            if since is not None and (silence := self._answered - since) > timeout:
+                return f"host {other} (GROUP_RANK) has sent no heartbeat for {silence:.0f} s"
+        return ""
 
 
 def main() -> None:
-    """Runs `python -c ... store|signs MEMORY` until its standard input is closed."""
+    """Runs `python -c ... store|"" MEMORY TIMEOUT` until its standard input is closed."""
     import signal
 
     import torch.distributed as dist
 
     for heard in (signal.SIGINT, signal.SIGTERM):  # its supervisor handles these
         signal.signal(heard, signal.SIG_IGN)
-    keeps_store, memory = sys.argv[1] == "store", Path(sys.argv[2])
+    keeps_store, memory, timeout = sys.argv[1] == "store", Path(sys.argv[2]), float(sys.argv[3])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kept = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if keeps_store else None
-    # The sockets of this process while no other process is connected to its store.
-    alone = _sockets()
-    signs = _Signs(kept or dist.TCPStore(address, port, wait_for_workers=False), memory)
-    told = threading.Event()
+    store = dist.TCPStore("localhost" if keeps_store else address, port, is_master=keeps_store, wait_for_workers=False)
+    heartbeats = Heartbeats(store, number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", 1))
 
     def beat() -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            while not told.wait(_BEAT):
-                signs.say()
-                signs.hear()
-            signs.say(left=True)
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
+            while True:
+                heartbeats.exchange()
+                time.sleep(_BEAT)
 
-    def write() -> None:
-        while not told.wait(_BEAT):
-            # Replaced in one operation, so that no supervisor reads half a file.
-            new = memory / "hosts.new"
-            with contextlib.suppress(OSError):
-                new.write_text(json.dumps(signs.oldest()))
-                os.replace(new, memory / "hosts")
-
-    beating = threading.Thread(target=beat, daemon=True)
-    beating.start()
-    threading.Thread(target=write, daemon=True).start()
+    # A thread, because a store whose host is lost never answers.
+    threading.Thread(target=beat, daemon=True).start()
+    threading.Thread(target=_watch, args=(heartbeats, memory, timeout), daemon=True).start()
     sys.stdin.buffer.read()
-    told.set()
-    beating.join(_BEAT)
-    deadline = time.monotonic() + _LEAVE
-    while kept is not None and _sockets() > alone and time.monotonic() < deadline:
-        time.sleep(0.05)
+    time.sleep(_LINGER if keeps_store else 0.0)
     os._exit(0)  # a thread may still wait for a store that does not answer
 
 
-def _sockets() -> int:
-    """Returns the number of open sockets of this process."""
-    found = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this iteration itself is closed by now
-            found += os.readlink(entry).startswith("socket:")
-    return found
+def _watch(heartbeats: Heartbeats, memory: Path, timeout: float) -> None:
+    """Waits until a host is lost while the ranks of this host make no progress, and writes the reason to the directory
+    of the run."""
+    first = number("RANK", 0) - number("LOCAL_RANK", 0)
+    ranks = [host.RankProgress(memory, rank) for rank in range(first, first + number("LOCAL_WORLD_SIZE", 1))]
+    first_step: float | None = None
+    beats, moved = [0], 0.0
+    while True:
+        time.sleep(_BEAT)
+        seen, now = [rank.read() for rank in ranks], time.monotonic()
+        if first_step is None and any(one.has_stepped for one in seen):  # so all hosts have started
+            first_step = now
+        if beats != [one.beats for one in seen]:
+            beats, moved = [one.beats for one in seen], now
+        if now - moved > _IDLE and (why := heartbeats.lost(timeout, first_step)):
+            # Renamed when it is complete, so that no supervisor reads half a file.
+            (memory / f"{_LOST}.new").write_text(f"{why} (--heartbeat-timeout)")
+            os.replace(memory / f"{_LOST}.new", memory / _LOST)
+            return
 
 
-def _sign(of: int) -> str:
+def _key(of: int) -> str:
     return f"fzero/hosts/{of}"

@@ -46,7 +46,7 @@ class Supervisor:
         hang_timeout: seconds without progress that fzero can see, from the second step on, after which the process
             is killed.
         heartbeat_timeout: seconds without a heartbeat from another host, after which a rank that makes no progress
-            exits.
+            is ended.
         max_failures: failures in a row, without a step between them, after which the run ends.
         memory: the directory of the run's in-memory checkpoints on this host.
     """
@@ -60,8 +60,8 @@ class Supervisor:
         memory: Path,
     ):
         self._command, self._memory, self._max_failures = command, memory, max_failures
-        self._hang_timeout, self._heartbeat_timeout = hang_timeout, heartbeat_timeout
-        self._hosts, self._is_alone = node_heartbeat.Watch(memory), False
+        self._hang_timeout, self._since = hang_timeout, time.time()
+        self._heartbeat = node_heartbeat.start(memory, heartbeat_timeout)
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host_directory.RankProgress(memory, self._rank)
         self._progress.say(host_directory.STARTING, 0)
@@ -86,7 +86,7 @@ class Supervisor:
                 "is started, on each host; without it PyTorch waits for a store of the first start"
             )
         code = self._lives()
-        self._hosts.close(at_once=self._is_alone)
+        node_heartbeat.end(self._heartbeat)
         # When the number of hosts changes, torchrun sends SIGTERM to the ranks, as it does at the end of a run, and
         # starts them again. This does not count as one of its restarts.
         again = restarts_left() or (code == 128 + signal.SIGTERM and host_directory.elastic())
@@ -141,12 +141,11 @@ class Supervisor:
             seen = self._progress.read()
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
-            if seen.phase != host_directory.FINISHED and (why := self._alone(time.monotonic() - since)):
+            if seen.phase != host_directory.FINISHED and (why := node_heartbeat.lost_host(self._memory, self._since)):
                 again = "torchrun restarts the ranks on the remaining hosts"
                 self._say(f"ends: {why}; {again if restarts_left() else 'there is no restart left: --max-restarts'}")
                 self._process.kill()
                 self._process.wait()
-                self._is_alone = True
                 return _AGAIN
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host_directory.STEPPING
             watched = seen.phase == host_directory.JOINING or seen.has_stepped
@@ -163,24 +162,6 @@ class Supervisor:
         time.sleep(_STACKS)
         self._process.kill()
         self._process.wait()
-
-    def _alone(self, idle: float) -> str:
-        """Returns the reason why this rank waits in vain for a lost host, or "" if it does not.
-
-        `idle` is the number of seconds since the rank last did something together with others. torchrun restarts
-        ranks when one of its own ends, so nobody else could restart the ranks for a host that is lost.
-        """
-        if not self._hosts.look():
-            return "the process that hosted the store of the ranks has exited"
-        found = node_heartbeat.silent(self._memory) if idle > _FRESH else None
-        if found is None or (silence := time.monotonic() - found.since) < self._heartbeat_timeout:
-            return ""
-        who = (
-            "the store of the ranks has not answered"
-            if found.host == node_heartbeat.STORE
-            else f"host {found.host} (GROUP_RANK) has sent no heartbeat"
-        )
-        return f"{who} for {silence:.0f} s (--heartbeat-timeout)"
 
     def _hear(self, number: int, _: Any) -> None:
         """Passes a signal on to the rank. If torchrun is gone, ends the rank and removes the directory of the run

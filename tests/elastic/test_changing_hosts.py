@@ -144,35 +144,25 @@ def test_a_supervisor_that_may_start_again_on_other_hosts(tmp_path: Path, nnodes
     assert bool([*tmp_path.glob("memory-0/*/*")]) == (nnodes == "1:3")
 
 
-def test_what_is_no_life_sign() -> None:
-    """Everyone on the network can write to the store."""
-    assert node_heartbeat._Sign.of(b"[3, false]") == (3, False)
-    for text in (b"", b"\x80\x04K\x03.", b"3", b"{}", b"[1]", b'["a", 0]', b"[1, 2, 3]"):
-        assert node_heartbeat._Sign.of(text) is None, text
-    assert node_heartbeat._Sign.of(b"[" * 100_000) is None
-
-
-def test_a_host_that_was_lost_before_it_gave_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may still have been importing PyTorch. Once a rank here has done a step, all hosts were there."""
-    for name, value in {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "3", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    store, rank = torch.distributed.HashStore(), host_directory.RankProgress(tmp_path, 0)
-    signs = node_heartbeat._Signs(store, tmp_path)
-    store.set(
-        node_heartbeat._sign(2), json.dumps(node_heartbeat._Sign(1, True))
-    )  # of an earlier start, it may be
-    rank.begin()
-    rank.met()
-    rank.say(host_directory.STEPPING, 5)
-    signs.hear()
-    assert not signs._heard, "it may begin yet"
-    store.set(node_heartbeat._sign(2), json.dumps(node_heartbeat._Sign(2, True)))
-    rank.say(host_directory.STEPPING, 6)
-    signs.hear()
-    assert list(signs._heard) == [1], "host 2 has left in order"
-    since = signs._heard[1]
-    signs.trip += 10.0
-    signs.hear()
-    assert signs._heard[1] == since and signs.oldest().host == node_heartbeat.STORE
-    signs.trip += 10.0  # the store answered, and host 1 was not heard
-    assert signs.oldest()[:2] == (1, since[1])
+def test_a_host_that_was_never_heard_counts_as_lost_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, its process may still be importing PyTorch. The content of a heartbeat does not matter: everyone on
+    the network can write to the store."""
+    now = 100.0
+    monkeypatch.setattr(node_heartbeat.time, "monotonic", lambda: now)
+    store = torch.distributed.HashStore()
+    store.set(node_heartbeat._key(2), b"\x80\x04K\x03.")  # of an earlier start, it may be
+    beats = node_heartbeat.Heartbeats(store, me=0, count=3)
+    beats.exchange()
+    now = 130.0
+    assert beats.lost(10.0, None) == "the store of the ranks has not answered for 30 s"
+    beats.exchange()
+    assert beats.lost(10.0, None) == "" == beats.lost(20.0, first_step=115.0)
+    store.set(node_heartbeat._key(2), "{")
+    beats.exchange()
+    assert beats.lost(10.0, first_step=115.0) == "host 1 (GROUP_RANK) has sent no heartbeat for 15 s"
+    now = 145.0
+    beats.exchange()
+    assert beats.lost(10.0, None) == "host 2 (GROUP_RANK) has sent no heartbeat for 15 s"
+    store.set(node_heartbeat._key(2), "[")
+    beats.exchange()
+    assert beats.lost(10.0, None) == ""
