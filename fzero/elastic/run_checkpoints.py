@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fzero import checkpoint
 from fzero._utils.arguments import shown
@@ -24,13 +24,6 @@ logger = logging.getLogger("fzero")
 _NOTE = "fzero.run"  # the key in a checkpoint's meta: how many batches its state has seen, and of which data
 
 
-class RunProgress(NamedTuple):
-    """The progress of a state: the number of batches that it has seen, and the number of steps that it has taken."""
-
-    seen: int
-    step: int
-
-
 class RunCheckpoints:
     """The checkpoints of a run.
 
@@ -39,6 +32,9 @@ class RunCheckpoints:
         path: the directory or URL of the checkpoints; None if the run has none.
         data: the data set whose batches the run sees.
         private: whether only this user can read the checkpoints.
+
+    Attributes:
+        safe: the number of batches that the newest state on disk has seen; None if there is none.
     """
 
     def __init__(
@@ -49,12 +45,11 @@ class RunCheckpoints:
         private: bool = False,
     ):
         self.path = path
-        self.safe: RunProgress | None = None  # the progress of the newest state on disk
+        self.safe: int | None = None
         self._mesh, self._data, self._private = mesh, data, private
         self._cursor: Mapping[str, Any] | None = None if data is None else data.cursor(0)  # before the first batch
-        self._behind: tuple[AsyncSave, RunProgress] | None = None  # a running save, and the progress of its state
+        self._behind: tuple[AsyncSave, int] | None = None  # a running save, and what its state has seen
         self._saved: dict[str, Any] = {}  # the arguments of the last save
-        self._found: int | None = None  # the number of batches that the state of the newest checkpoint has seen
 
     def newest(self) -> tuple[Index | None, int | None]:
         """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is
@@ -62,12 +57,8 @@ class RunCheckpoints:
         if self.path is None or checkpoint.find(self.path) is None:
             return None, None
         found = checkpoint.describe(self.path, self._mesh)
-        self._found = self._seen_by(found)
-        return found, self._found
-
-    def found(self, known: RunProgress) -> None:
-        """Records the progress of the state from which the run continues, which the newest checkpoint may have."""
-        self.safe = known if self._found == known.seen else None
+        self.safe = self._seen_by(found)
+        return found, self.safe
 
     def _seen_by(self, saved: Index) -> int:
         note = saved.meta.get(_NOTE, {})
@@ -91,25 +82,25 @@ class RunCheckpoints:
             raise FzeroValueError("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
 
     def save(
-        self, state: State, known: RunProgress, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
+        self, state: State, seen: int, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
     ) -> Path | Url | AsyncSave:
-        """Saves a state that has passed `check`. `known` is its progress; the other arguments are those of
+        """Saves a state that has passed `check` and has seen `seen` batches. The other arguments are those of
         `Run.save`."""
         assert self.path is not None
         # Kept before the save, which may fail: a save that a stop request causes later uses the same arguments.
         self._saved = {"keep": keep, "meta": meta}
-        note: dict[str, Any] = {"seen": known.seen}
+        note: dict[str, Any] = {"seen": seen}
         if self._data is not None:
-            note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
+            note["data"] = {**(self._cursor or {}), "next": self._data.data_step(seen)}
         more = {**(meta or {}), _NOTE: note}
         saved = checkpoint.save(self.path, state, keep=keep, meta=more, wait=wait, private=self._private)
         if isinstance(saved, AsyncSave):
-            self._behind = saved, known
+            self._behind = saved, seen
         else:
-            self.safe = known
+            self.safe = seen
         return saved
 
-    def save_last(self, state: State, known: RunProgress, in_memory: bool) -> None:
+    def save_last(self, state: State, seen: int, in_memory: bool) -> None:
         """Saves the newest state of a run that was asked to stop, with the arguments of the last save.
 
         Args:
@@ -122,14 +113,14 @@ class RunCheckpoints:
         keep, meta = self._saved.get("keep"), self._saved.get("meta")
         try:
             self.check(state, meta)
-            saved = self.save(state, known, keep, meta)
+            saved = self.save(state, seen, keep, meta)
         except CheckpointError as error:
             text, fix = parted(error)
-            what = f"a stop of the run is requested, and its state after {known.seen} batches is not saved"
+            what = f"a stop of the run is requested, and its state after {seen} batches is not saved"
             problems = [line.strip() for line in text.splitlines()] + [self._next_start(in_memory)]
             raise type(error)("run", what, problems, fix or None) from error
         if self._mesh.rank == 0:
-            logger.warning("fzero.run: the state after %d batches is saved: %s", known.seen, saved)
+            logger.warning("fzero.run: the state after %d batches is saved: %s", seen, saved)
 
     def _next_start(self, in_memory: bool) -> str:
         """Returns a message that says from which state the next start continues if the last state is not on disk. To be
@@ -148,10 +139,10 @@ class RunCheckpoints:
     def settle(self) -> None:
         """Waits for the asynchronous save, if one is running."""
         if self._behind is not None:
-            (saving, known), self._behind = self._behind, None
+            (saving, seen), self._behind = self._behind, None
             try:
                 saving.wait()
-                self.safe = known
+                self.safe = seen
             except StorageError as error:
                 self.without(error)
 

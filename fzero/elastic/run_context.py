@@ -23,7 +23,7 @@ from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.rank_loss import Signals
 from fzero.elastic.recovery_manager import RecoveryManager
-from fzero.elastic.run_checkpoints import RunCheckpoints, RunProgress
+from fzero.elastic.run_checkpoints import RunCheckpoints
 from fzero.elastic.stop_request import StopRequest
 from fzero.errors import FzeroValueError, StorageError
 from fzero.runtime.compiled_step import CompiledStep
@@ -65,9 +65,9 @@ class Run:
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
         self._stop_request = StopRequest(mesh, signals)
-        self._seen = 0  # batches before that of this iteration of the loop
-        self._calls: int | None = None  # calls of the step before this iteration of the loop
-        self._known = RunProgress(0, 0)  # the progress of the state that was last looked at
+        self._seen = 0  # batches that the state has seen, but for that of an iteration that is not counted yet
+        self._calls = 0  # calls of the step when `_seen` was counted
+        self._is_open = False  # whether an iteration of `steps` is under way whose batch is not counted yet
 
     @property
     def data_shard(self) -> dict[str, int]:
@@ -150,26 +150,14 @@ class Run:
                 message gives the free amount); the state in memory is lost and there is no `path`; a checkpoint of a
                 run on other data, listing every difference; another number of ranks, with `on_resize="error"`.
         """
-        problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
-        if data is not None and not isinstance(data, Steps):
-            problems.append(f"data={shown(data)}: must be a data set of fz.data")
-        problems += flag("private", private) if path is None else not_private(path, private)
-        if problems:
-            fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
-            raise FzeroValueError("run.state", "invalid arguments", problems, fix)
-        if train.awaits_batch:  # a restarted rank would have another layout than the others
-            problems = ["batch: a run decides the layout of its state before it sees the first batch"]
-            fix = "fz.compile(step, run.mesh, batch=batch), for which meta tensors are enough"
-            raise FzeroValueError("run.state", "stages are made of the blocks that process a batch", problems, fix)
+        _check_arguments(train, path, data, private)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._train, self._checkpoints = train, RunCheckpoints(self.mesh, path, data, private)
         newest = self._checkpoints.newest
         state, self.source, self._seen = self._recovery.restore(train, params, key, newest, path, self._note)
-        self._newest = state
-        self._known = RunProgress(self._seen, int(state.step))
-        self._checkpoints.found(self._known)
+        self._newest, self._calls = state, train.calls
         return state
 
     @plain_numbers
@@ -192,9 +180,7 @@ class Run:
         if problems:
             raise FzeroValueError("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)")
         # For a state that is not the run's own, the number of batches seen is taken to be its number of steps.
-        self._seen, self._calls = self._batches() if state is self._newest else int(state.step), None
-        if state is not self._newest:
-            self._known = RunProgress(self._seen, self._seen)
+        self._close(self._batches() if state is self._newest else int(state.step))
         idle = 0  # iterations in a row without a step
         for batch in range(self._seen, stop):
             if self._stop_request.stops(batch):
@@ -204,18 +190,17 @@ class Run:
                 break
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.STEPPING, batch)
-            self._seen, self._calls = batch, None if self._train is None else self._train.calls
+            calls, self._is_open = self._calls, True
             self._recovery.begin(batch)
             yield batch
-            idle = 0 if self._batches() > batch or self._train is None else idle + 1
+            self._close(batch + 1)
+            idle = 0 if self._calls > calls or self._train is None else idle + 1
             if idle == _IDLE:
                 asked = f"batches {batch + 1 - idle} to {batch} were requested, and no step was taken"
                 fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
                 fix += "without a list or a sampler around it; to leave batches out, fz.data's skip=[(first, last + 1)]"
                 raise FzeroValueError("run.steps", "the iterator is read in advance", [asked], fix)
-            self._seen, self._calls, self._signals.free = batch + 1, None, False
-        if not self.stopping and state is self._newest:
-            self._known = RunProgress(self._seen, int(state.step))
+            self._signals.free = False
         if self.stopping:
             self._save_last()
 
@@ -236,16 +221,12 @@ class Run:
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
         check_whole(state, "run.commit")
-        if (
-            self._recovery.is_due(self._batches()) or not state.step.is_cuda
-        ):  # reading it from a GPU would make the host wait for the step
-            self._count(state, "commit")
+        seen = self._count("commit")
         self._newest = state
         if self._recovery.keeps and (on_disk := self._recovery.on_disk):
             what = f"{len(on_disk)} tensors are stored on disk, and are not kept in memory"
             fix = "leave run.commit out and call run.save(state), or store them elsewhere"
             raise FzeroValueError("run.commit", what, on_disk[:5], fix)
-        seen = self._batches()
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
             self._train.check_replicas(state)
         self._recovery.commit(state, seen)
@@ -272,8 +253,7 @@ class Run:
         try:
             self._checkpoints.settle()
             self._checkpoints.check(state, meta)
-            self._count(state, "save")
-            return self._checkpoints.save(state, self._known, keep, meta, wait)
+            return self._checkpoints.save(state, self._count("save"), keep, meta, wait)
         except StorageError as error:
             self._checkpoints.without(error)
             return None
@@ -294,25 +274,31 @@ class Run:
         if self._newest is None or self._checkpoints.path is None:
             return
         self._checkpoints.settle()
-        self._count(self._newest, "save")
-        if self._known != self._checkpoints.safe:
-            self._checkpoints.save_last(self._newest, self._known, in_memory=self._recovery.keeps)
+        if (seen := self._count("save")) != self._checkpoints.safe:
+            self._checkpoints.save_last(self._newest, seen, in_memory=self._recovery.keeps)
 
-    def _count(self, state: State, owner: str) -> None:
-        """Raises an error if the state has taken steps that no iteration of the loop has counted.
+    def _count(self, owner: str) -> int:
+        """Returns the number of batches that the state has seen. Raises an error if the step was called outside of the
+        iterations of `steps`, or again after this iteration's batch was counted.
 
         Otherwise ranks would treat states of different steps as one, and batches would be used twice.
         """
-        seen, step = self._batches(), int(state.step)
-        if seen == self._known[0] and step != self._known[1]:
-            what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
+        called = 0 if self._train is None else self._train.calls - self._calls
+        if called and not self._is_open:
+            what = f"the step was called {called} times more, after the same {self._seen} batches"
             fix = (
                 "loop over run.steps(state, stop), with one step and one "
                 "run.commit per iteration; several: train on batches "
             )
             fix += "index * 2 and index * 2 + 1, and commit after the second"
             raise FzeroValueError(f"run.{owner}", what, fix=fix)
-        self._known = RunProgress(seen, step)
+        if called:
+            self._close(self._seen + 1)
+        return self._seen
+
+    def _close(self, seen: int) -> None:
+        """Records that the state has seen `seen` batches after all calls of the step until now."""
+        self._seen, self._calls, self._is_open = seen, 0 if self._train is None else self._train.calls, False
 
     def _note(self, finding: Finding) -> None:
         """Records a finding on every rank, and logs it once."""
@@ -321,7 +307,20 @@ class Run:
             logger.warning("fzero.run: %s", finding.text)
 
     def _batches(self) -> int:
-        """Returns the number of batches seen: those before this iteration of the loop, and its own once the step was
-        called."""
-        called = self._train is not None and self._calls is not None and self._train.calls > self._calls
-        return self._seen + called
+        """Returns the number of batches seen, with that of an open iteration if the step was called in it."""
+        return self._seen + (self._is_open and self._train is not None and self._train.calls > self._calls)
+
+
+def _check_arguments(train: Any, path: str | os.PathLike[str] | None, data: Any, private: Any) -> None:
+    """Raises an error about invalid arguments of `Run.state`."""
+    problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
+    if data is not None and not isinstance(data, Steps):
+        problems.append(f"data={shown(data)}: must be a data set of fz.data")
+    problems += flag("private", private) if path is None else not_private(path, private)
+    if problems:
+        fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
+        raise FzeroValueError("run.state", "invalid arguments", problems, fix)
+    if train.awaits_batch:  # a restarted rank would have another layout than the others
+        problems = ["batch: a run decides the layout of its state before it sees the first batch"]
+        fix = "fz.compile(step, run.mesh, batch=batch), for which meta tensors are enough"
+        raise FzeroValueError("run.state", "stages are made of the blocks that process a batch", problems, fix)
