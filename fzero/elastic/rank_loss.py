@@ -1,60 +1,21 @@
-"""Handles the signals that end a run, and tells the loss of a rank from an error of this one."""
+"""Tells the loss of a rank from an error of this one."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import sys
-import threading
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fzero.comm import control_group, launcher
+from fzero.comm import control_group
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
 from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
-STOPPED = 143  # the exit code of a process that SIGTERM ends
 _PATIENCE = 5.0  # seconds to wait for the news that a rank has died, after an error that its death may have caused
 _RAISED = "fzero/run/raised"
-
-
-class Signals:
-    """Records that a signal has arrived, so that the run can act on it between two steps.
-
-    Attributes:
-        came: whether a signal has arrived.
-        free: whether the process exits at once when a signal arrives, because nothing would be lost. This holds
-            until the first step after a state that is no newer than the one on disk. Without it, bringing the ranks
-            together and building could take longer than the seconds that a process has left after a signal.
-    """
-
-    def __init__(self, numbers: Sequence[int]):
-        # Python sets signal handlers in the main thread only.
-        self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
-        self._before: dict[int, Any] = {}
-        self.came, self.free = False, False
-
-    def __enter__(self) -> Signals:
-        launcher.listen()
-        self._before = {n: signal.signal(n, self._hear) for n in self._numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for n, handler in self._before.items():
-            signal.signal(n, handler)
-
-    def _hear(self, number: int, _: Any) -> None:
-        # Nothing would be lost, so the process ends at once. Otherwise the run ends between two steps, and the state is
-        # saved first.
-        if self.free:
-            sys.exit(128 + number)
-        self.came = True
 
 
 def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:

@@ -29,7 +29,8 @@ from fzero.elastic import host_directory, recovery_source
 from fzero.elastic.health import Finding
 from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint
 from fzero.elastic.peer_replicas import PeerReplica
-from fzero.elastic.rank_loss import STOPPED, Signals, cause
+from fzero.elastic.rank_loss import cause
+from fzero.elastic.stop_request import STOPPED, StopSignals
 from fzero.errors import CheckpointError, FzeroError, FzeroValueError
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.runtime.compiled_step import CompiledStep
@@ -87,7 +88,7 @@ class RecoveryManager:
         self,
         memory: Path | None,
         every: int,
-        signals: Signals,
+        signals: StopSignals,
         again: bool,
         timeout: float,
         axes: Mapping[str, Any],
@@ -112,7 +113,7 @@ class RecoveryManager:
         watcher = collective_sequence.watcher
         if watcher is not None:
             watcher.say(host_directory.COMING)
-        tries, self._signals.free = _TRIES if self._again else 1, True
+        tries, self._signals.exits = _TRIES if self._again else 1, True
         while True:
             try:
                 self.mesh = make_mesh(**self._make)
@@ -150,7 +151,6 @@ class RecoveryManager:
             note: called with a finding for each damaged slot.
         """
         found = self._in_memory(note)
-        self._signals.free = found.kept is None
         on_disk, seen = newest()
         recovered = self._recovered(train, params, key, found, on_disk, seen, path)
         state, source, seen = recovered
@@ -160,7 +160,6 @@ class RecoveryManager:
             # this rank does not store the state yet: it came from disk, another host or another number of ranks
             if source != "memory" or not self._checkpoint.has(seen):
                 self._checkpoint.keep(state, seen)
-        self._signals.free = source != "memory" and not self._signals.came
         return recovered
 
     def begin(self, seen: int) -> None:

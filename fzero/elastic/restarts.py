@@ -23,9 +23,10 @@ from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
 from fzero.elastic.health import Health
-from fzero.elastic.rank_loss import STOPPED, Signals, alike, cause, in_different_runs, lost, said_why, say_why
+from fzero.elastic.rank_loss import alike, cause, in_different_runs, lost, said_why, say_why
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_context import Run
+from fzero.elastic.stop_request import STOPPED, StopSignals
 from fzero.errors import DivergenceError, FzeroValueError
 from fzero.mesh import close_mesh
 
@@ -118,7 +119,7 @@ def run(
             "run", what, [str(error)], f"{host_directory.elsewhere()} uses another directory"
         ) from error
     try:
-        with Signals(stop_on) as signals:
+        with StopSignals(stop_on) as signals:
             if supervised:
                 # The supervisor sends this signal before it kills a rank that hangs, to log where its threads are.
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -185,7 +186,7 @@ def _until_it_returns(
     main: Callable[[Run], T],
     memory: Path | None,
     every: int,
-    signals: Signals,
+    signals: StopSignals,
     again: bool,
     timeout: float,
     health: Health,

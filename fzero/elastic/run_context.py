@@ -21,10 +21,9 @@ from fzero.compiler.combined_transforms import zero_of
 from fzero.data.sample_order import Steps
 from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
-from fzero.elastic.rank_loss import Signals
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_checkpoints import RunCheckpoints
-from fzero.elastic.stop_request import StopRequest
+from fzero.elastic.stop_request import StopSignals
 from fzero.errors import FzeroValueError, StorageError
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
@@ -55,7 +54,7 @@ class Run:
         (1, {'rank': 0, 'size': 1}, False)
     """
 
-    def __init__(self, recovery: RecoveryManager, signals: Signals, health: Health):
+    def __init__(self, recovery: RecoveryManager, signals: StopSignals, health: Health):
         mesh = recovery.mesh
         self.mesh, self.source, self.stopping = mesh, "", False
         self._recovery, self._signals = recovery, signals
@@ -64,7 +63,6 @@ class Run:
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
-        self._stop_request = StopRequest(mesh, signals)
         self._seen = 0  # batches that the state has seen, but for that of an iteration that is not counted yet
         self._calls = 0  # calls of the step when `_seen` was counted
         self._is_open = False  # whether an iteration of `steps` is under way whose batch is not counted yet
@@ -183,7 +181,7 @@ class Run:
         self._close(self._batches() if state is self._newest else int(state.step))
         idle = 0  # iterations in a row without a step
         for batch in range(self._seen, stop):
-            if self._stop_request.stops(batch):
+            if self._signals.stop_before(batch, self.mesh):
                 self.stopping = True
                 if self.mesh.rank == 0:
                     logger.warning("fzero.run: a stop was requested: batch %d is the next", batch)
@@ -200,7 +198,7 @@ class Run:
                 fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
                 fix += "without a list or a sampler around it; to leave batches out, fz.data's skip=[(first, last + 1)]"
                 raise FzeroValueError("run.steps", "the iterator is read in advance", [asked], fix)
-            self._signals.free = False
+            self._signals.exits = False
         if self.stopping:
             self._save_last()
 

@@ -1,33 +1,63 @@
-"""Makes all ranks of a run stop before the same step after a signal has arrived at any of them."""
+"""Records the signals that ask a run to stop, and makes all ranks stop before the same step."""
 
 from __future__ import annotations
 
 import hashlib
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
 
-from fzero.elastic.rank_loss import Signals
+from fzero.comm import launcher
 from fzero.mesh import Mesh
 
+STOPPED = 143  # the exit code of a process that SIGTERM ends
 
-class StopRequest:
-    """The agreement of the ranks on the step before which they stop."""
 
-    def __init__(self, mesh: Mesh, signals: Signals):
-        self._mesh, self._signals = mesh, signals
-        # The key is a secret of the ranks: a stranger who reaches the store could otherwise stop the run.
-        self._key = "fzero/run/stop/" + hashlib.sha256(mesh.secret + b"stop").hexdigest()
+class StopSignals:
+    """Records that a signal has arrived, so that the run can act on it between two steps.
 
-    def stops(self, step: int) -> bool:
-        """Whether the run ends before this step.
+    Attributes:
+        came: whether a signal has arrived.
+        exits: whether the process exits at once when a signal arrives. It does so from the moment when the ranks come
+            together until the end of the first step, because this could take longer than the seconds that a process
+            has left after a signal.
+    """
+
+    def __init__(self, numbers: Sequence[int]):
+        # Python sets signal handlers in the main thread only.
+        self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
+        self._before: dict[int, Any] = {}
+        self.came, self.exits = False, False
+
+    def __enter__(self) -> StopSignals:
+        launcher.listen()
+        self._before = {n: signal.signal(n, self._hear) for n in self._numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for n, handler in self._before.items():
+            signal.signal(n, handler)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if self.exits:
+            sys.exit(128 + number)
+        self.came = True
+
+    def stop_before(self, step: int, mesh: Mesh) -> bool:
+        """Whether the run ends before this step, the same on all ranks.
 
         A rank that has received a signal tells the others before it begins a step, and no rank can end that step
         without it.
         """
-        if self._mesh.size == 1:
-            return self._signals.came
-        store, said = self._mesh.store, None
-        if store.check([self._key]):
-            said = store.get(self._key)
-        if self._signals.came and said is None:
+        if mesh.size == 1:
+            return self.came
+        # The name is a secret of the ranks: a stranger who reaches the store could otherwise stop the run.
+        key, said = "fzero/run/stop/" + hashlib.sha256(mesh.secret + b"stop").hexdigest(), None
+        if mesh.store.check([key]):
+            said = mesh.store.get(key)
+        if self.came and said is None:
             # The step after this one: another rank may have looked already, and begun this step.
-            said = store.compare_set(self._key, "", str(step + 1))
+            said = mesh.store.compare_set(key, "", str(step + 1))
         return said is not None and int(said) <= step
