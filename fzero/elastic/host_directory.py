@@ -138,17 +138,10 @@ LOGOUT = (
 )
 
 
-def of_run(memory: Path, ended: int) -> Path:
-    """Returns the directory of the in-memory checkpoints of a run that follows `ended` other runs of the same
-    script."""
-    return memory / f"after-{ended}" if ended else memory
-
-
-def forget(memory: Path, ended: int) -> None:
-    """Removes the in-memory checkpoints of the first `ended` runs of the script, which have ended."""
-    for number in range(ended):
-        for directory in of_run(memory, number).glob("of-*"):
-            shutil.rmtree(directory, ignore_errors=True)
+def forget(memory: Path) -> None:
+    """Removes the in-memory checkpoints of a run that has ended, so that later runs of the script have the memory."""
+    for directory in memory.glob("of-*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def not_a_directory(given: str) -> list[str]:

@@ -8,27 +8,13 @@ import time
 
 import torch
 
-from fzero.comm import control_group
-from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
+from fzero.errors import CheckpointError, DivergenceError, FzeroError, RankLost, StorageError
 from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
 _PATIENCE = 5.0  # seconds to wait for the news that a rank has died, after an error that its death may have caused
 _RAISED = "fzero/run/raised"
-
-
-def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
-    """Returns the error, the same on every rank, if ranks are in different runs of their script, else None.
-
-    A script may call `fz.run` several times, and a rank that is restarted begins with the first run.
-    """
-    runs = control_group.all_gather_values(mesh.control, "run", lambda: ended)
-    if len(set(runs)) == 1:
-        return None
-    problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(runs)]
-    fix = "start the script again; with a script for each fz.run, a rank that was lost rejoins it"
-    return FzeroValueError("run", "a rank that was lost cannot rejoin this run", problems, fix)
 
 
 def lost(mesh: Mesh, error: Exception) -> bool:

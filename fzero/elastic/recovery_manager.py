@@ -127,6 +127,7 @@ class RecoveryManager:
         if watcher is not None:
             watcher.say(host_directory.COMING)
         if self._memory is not None:
+            host_directory.make_directory(self._memory)  # somebody may have removed it since
             here = Processes.of()
             first = here.rank - here.local
             host = range(first, first + here.num_local)

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,7 +22,7 @@ from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
 from fzero.elastic.health import Health
-from fzero.elastic.rank_loss import alike, cause, in_different_runs, lost, said_why, say_why
+from fzero.elastic.rank_loss import alike, cause, lost, said_why, say_why
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_context import Run
 from fzero.elastic.stop_request import STOPPED, StopSignals
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("fzero")
 
-_ended: Counter[Path] = Counter()  # how many runs under a supervisor have ended in this process, by their directory
+_has_run = False  # whether a run of several processes, or under a supervisor, has ended in this process
 
 
 @keyword_aliases("fz.run", on_resize=("on_resize", {"refuse": "error"}))
@@ -55,7 +54,8 @@ def run(
     Under `python -m fzero.run` (docs/guides/fault-tolerance.md) only the process that died is restarted; the others
     keep running, with their memory and their compiled code. If the script is started by torchrun without it, torchrun
     restarts all processes. In both cases `run.state` finds the state that `run.commit` stored in the memory of the
-    hosts. In a single process with neither, `main` is called once.
+    hosts. In a single process with neither, `main` is called once. If a script calls `fz.run` several times, this holds
+    for the first call; later runs continue from their checkpoints, because a restarted process begins with the first.
 
     Args:
         main: the training function. It takes a `Run` and trains on `run.mesh`, from `run.state(...)`, over
@@ -101,17 +101,17 @@ def run(
         )
         left_out = "; an argument that is left out has a valid default"
         raise FzeroValueError("run", "invalid arguments", problems, fix + left_out)
-    here, supervised, torchrun = Processes.of(), host_directory.SUPERVISOR in os.environ, launcher.under_torchrun()
+    global _has_run
+    here, supervised = Processes.of(), host_directory.SUPERVISOR in os.environ and not _has_run
+    torchrun = launcher.under_torchrun() and not _has_run
     try:
         kept_in = host_directory.memory(memory) if supervised or torchrun or memory is not None else None
         if kept_in is not None:
-            host_directory.make_directory(host_directory.of_run(kept_in, _ended[kept_in]))
+            host_directory.make_directory(kept_in)
             if not supervised and here.local == 0 and host_directory.logout_removes(kept_in):
                 logger.warning("fzero.run: %s", host_directory.LOGOUT)
             collective_sequence.watcher = host_directory.RankProgress(kept_in, here.rank)
-            if (
-                not supervised or collective_sequence.watcher.read().phase == host_directory.FINISHED
-            ):  # the recorded steps belong to an earlier run
+            if not supervised:  # the recorded steps belong to an earlier run
                 collective_sequence.watcher.say(host_directory.COMING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
@@ -137,10 +137,11 @@ def run(
     finally:
         collective_sequence.watcher = None
     close_mesh()
-    if kept_in is not None and supervised:
-        _ended[kept_in] += 1
-    elif kept_in is not None and here.local == 0:
+    _has_run = _has_run or supervised or torchrun
+    if kept_in is not None and here.local == 0 and not supervised:
         host_directory.remove(kept_in)
+    elif kept_in is not None and here.local == 0 and not stopped:  # torchrun may start a stopped run again
+        host_directory.forget(kept_in)
     if stopped:
         sys.exit(STOPPED)
     return result
@@ -195,23 +196,15 @@ def _until_it_returns(
 ) -> tuple[T, bool]:
     """Returns the result of `main`, and whether the run was asked to stop. `again`: whether a lost rank is
     restarted."""
-    ended = 0 if memory is None else _ended[memory]
-    place = None if memory is None else host_directory.of_run(memory, ended)
-    manager = RecoveryManager(place, every, signals, again, timeout, axes, refuse_resize=on_resize == "error")
+    manager = RecoveryManager(memory, every, signals, again, timeout, axes, refuse_resize=on_resize == "error")
     while True:
         mesh = manager.join()
         run = Run(manager, signals, health)
         try:
-            if place is not None:
-                host_directory.make_directory(place)
-            unlike = in_different_runs(mesh, ended) if again else None
-            if unlike is None:
-                if memory is not None and Processes.of().local == 0:
-                    host_directory.forget(memory, ended)
-                with freed(mesh):
-                    result = main(run)
-                run._end(any(control_group.all_gather_values(mesh.control, "run", lambda: signals.came)))
-                return result, run.stopping
+            with freed(mesh):
+                result = main(run)
+            run._end(any(control_group.all_gather_values(mesh.control, "run", lambda: signals.came)))
+            return result, run.stopping
         except Exception as error:
             why = ""
             if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
@@ -227,9 +220,6 @@ def _until_it_returns(
                 logger.warning(text, cause(error))
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", cause(error))
-        else:
-            # Not in the `try`, where it could be taken for the loss of a rank.
-            raise unlike
         # References to the lost mesh would keep its process groups alive, and with them the connections that `leave`
         # closes.
         del mesh, run
