@@ -36,24 +36,17 @@ def lost(mesh: Mesh, error: Exception) -> bool:
 def say_why(mesh: Mesh, error: Exception) -> None:
     """Tells the other ranks, which see this rank leave, that it has raised an error and does not come back."""
     if mesh.size > 1:
+        title = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         with contextlib.suppress(RuntimeError):
-            mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {_title(error)}")
+            mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {title}")
 
 
 def said_why(mesh: Mesh) -> str:
     """Returns the error that a rank has reported with `say_why`, or "" if no rank has."""
-    with contextlib.suppress(RuntimeError):
-        return mesh.store.get(_RAISED).decode() if mesh.store.check([_RAISED]) else ""
+    if mesh.size > 1:
+        with contextlib.suppress(RuntimeError):
+            return mesh.store.get(_RAISED).decode() if mesh.store.check([_RAISED]) else ""
     return ""
-
-
-def alike(error: Exception, why: str) -> bool:
-    """Whether this rank has raised the same error as the first rank that reported one (`said_why`)."""
-    return not isinstance(error, RankLost) and why.endswith(f" has raised {_title(error)}")
-
-
-def _title(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def cause(error: Exception) -> str:

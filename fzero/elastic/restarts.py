@@ -22,7 +22,7 @@ from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
 from fzero.elastic.health import Health
-from fzero.elastic.rank_loss import alike, cause, lost, said_why, say_why
+from fzero.elastic.rank_loss import cause, lost, said_why, say_why
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.run_context import Run
 from fzero.elastic.stop_request import STOPPED, StopSignals
@@ -206,13 +206,13 @@ def _until_it_returns(
             run._end(any(control_group.all_gather_values(mesh.control, "run", lambda: signals.came)))
             return result, run.stopping
         except Exception as error:
-            why = ""
-            if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
+            if why := said_why(mesh):  # that rank does not come back
+                logger.warning("fzero.run: %s, which ends the run", why)
+                raise
+            if not (again and lost(mesh, error)):
                 say_why(mesh, error)
                 raise
-            if why:
-                logger.warning("fzero.run: %s, which ends the run", why)
-            elif signals.came:
+            if signals.came:
                 text = (
                     "fzero.run: a stop was requested, and a rank was lost (%s): "
                     "steps since the last checkpoint are not saved"

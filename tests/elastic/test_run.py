@@ -107,9 +107,8 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
     with supervisors(out, 9, *faults, flags=("--hang-timeout", "5")) as (zero, one):
         code, text = ended(one)
         assert code == 1 and "a user's own error" in text, text
-        zero.send_signal(signal.SIGTERM)  # as torchrun does then
         code, other = ended(zero)
-        assert code == 128 + signal.SIGTERM, other
+        assert code == 1, other
     assert "fzero.run: rank 1 died of SIGKILL in step 2; it is restarted" in text
     assert "rank 0 has made no progress for 5 s in step 6; its stacks:" in other
     assert "fzero.run: rank 1 has raised ValueError: a user's own error, which ends the run" in other
