@@ -20,7 +20,7 @@ from scripts import ROOT, environment
 from test_run import ended, supervisors
 
 import fzero as fz
-from fzero.elastic import host_directory, node_heartbeat
+from fzero.elastic import node_heartbeat
 
 pytestmark = pytest.mark.forks
 
@@ -150,7 +150,7 @@ def test_a_host_that_was_never_heard_counts_as_lost_from_the_first_step_on(monke
     now = 100.0
     monkeypatch.setattr(node_heartbeat.time, "monotonic", lambda: now)
     store = torch.distributed.HashStore()
-    store.set(node_heartbeat._key(2), b"\x80\x04K\x03.")  # of an earlier start, it may be
+    store.set(node_heartbeat._key(2), "\x80\x04K\x03.")  # of an earlier start, it may be
     beats = node_heartbeat.Heartbeats(store, me=0, count=3)
     beats.exchange()
     now = 130.0
