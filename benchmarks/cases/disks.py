@@ -91,23 +91,23 @@ def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], 
             offsets[name] = end, disk.padded(math.prod(leaf.stored_shape(program.mesh)) * leaf.dtype.itemsize)
             end += offsets[name][1]
     # not those of a wrong guess
-    copies = [op for op, times in program.walk() if times and op.op in ("disk_read_start", "disk_write_start")]
+    copies = [op for op, times in program.walk() if times and "disk" in op.tiers]
     spans = [[offsets[a] for a in op.writes or op.args] for op in copies]
     moved = [sum(size for _, size in each) for each in spans]
     largest = max(moved)
     files, ring = disk.ScratchFiles(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
 
-    def transfer(op: str, each: list[tuple[int, int]]) -> Callable[[int], Any]:
+    def transfer(reads: bool, each: list[tuple[int, int]]) -> Callable[[int], Any]:
         def begin(buffer: int) -> Any:
             runs, at = [], 0
             for offset, size in each:
                 runs.append((offset, ring[buffer][at : at + size]))
                 at += size
-            return (files.read if op == "disk_read_start" else files.write)(runs)
+            return (files.read if reads else files.write)(runs)
 
         return begin
 
-    transfers = [transfer(op.op, each) for op, each in zip(copies, spans, strict=True)]
+    transfers = [transfer(op.tiers[0] == "disk", each) for op, each in zip(copies, spans, strict=True)]
     # the first write to a block costs more
     files.write([(at, ring[0][: min(largest, end - at)]) for at in range(0, end, largest)]).wait()
     return lambda: in_turn(transfers), sum(moved) / 1e9, files

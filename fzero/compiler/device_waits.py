@@ -10,7 +10,7 @@ all buffers have been allocated, and does not move any op.
 from __future__ import annotations
 
 from fzero.ir.attributes import WaitAttrs
-from fzero.ir.ops import OPS, STARTS, Start
+from fzero.ir.ops import STARTS
 from fzero.ir.program import Instruction, Program
 
 
@@ -20,9 +20,8 @@ def mark(program: Program) -> Program:
     starts = {op.out[0].name: op for op, _ in program.walk() if op.op in STARTS}
     on_host = {*program.outputs}
     for op, _ in program.walk():
-        row = OPS[op.op]
         on_host.update(op.writes)
-        if not (isinstance(row, Start) and row.holds_device_only):
+        if op.tiers[1:] != ("device",):
             on_host.update(op.args)
 
     def device_alone(op: Instruction) -> bool:
@@ -30,7 +29,7 @@ def mark(program: Program) -> Program:
             return False
         start = starts[op.args[0]]
         return (
-            STARTS[start.op].may_hold_device_only
+            start.tiers == ("device", "host")
             and not start.writes
             and bool(op.into)
             and None not in op.into

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.ir.attributes import SendAttrs
-from fzero.ir.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
+from fzero.ir.ops import COLLECTIVES, OPS, STARTS, transfer_bytes
 from fzero.ir.program import Instruction, Program, Value, repeats
 
-_GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_all_start"
+_GATHER, _SCATTER, _DEAL, _COPY = "all_gather_start", "reduce_scatter_start", "all_to_all_start", "copy_start"
+_TO_DEVICE, _TO_HOST, _READ, _WRITE = ("host", "device"), ("device", "host"), ("disk", "host"), ("host", "disk")
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def overlap(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
             for kind in (_GATHER, _SCATTER):
                 # Before transfers are moved: a merged transfer moves as one.
                 ops = _coalesce(ops, kind, options.coalesced, sent, state)
-        for row in STARTS.values():
-            if row.hoisted and not (row.between == "tiers" and stays(Instruction(row.name), program.mesh)):
-                ops = _Hoisting(ops, row, state, options.ahead).run()
+        for kind, tiers in ((_GATHER, ()), (_COPY, _TO_DEVICE), (_COPY, _TO_HOST), (_COPY, _READ)):
+            if not (program.mesh.unified_memory and "device" in tiers):
+                ops = _Hoisting(ops, kind, tiers, state, options.ahead).run()
         ops = _sink_waits(ops, options.late_sums)
         ops = _leafwise(ops) if options.leafwise else ops
         return tuple(_pair_updates(_join_sums(ops, options.joined_sums, values)))
@@ -244,27 +245,26 @@ def _is_update(op: Instruction) -> bool:
     return bool(op.fn and op.writes)
 
 
-_CARRIED = {"cast", "join_parts", "wait", *COPIES}
+_CARRIED = {"cast", "join_parts", "wait", _COPY}
 """The ops that a transfer takes along when it starts earlier: casts of its shards, and copies from another tier. The
 calls that encode its values come along too."""
 
 
 class _Hoisting:
-    """Moves each transfer of one kind to the block that is `ahead` of its reader, but not before its last input is
-    available.
+    """Moves each gather, or each copy between two tiers, to the block that is `ahead` of its reader, but not before its
+    last input is available.
 
-    A transfer whose row of the op table says "at once" starts directly after its last input, unless it only moves
-    stored state. Values that are written in this step also start directly after they are written, except on disk: those
-    wait until there is memory.
+    A copy from the device starts directly after its last input, unless it only moves stored state. Values that are
+    written in this step also start directly after they are written, except on disk: those wait until there is memory.
 
     Code between blocks that reads gathered parameters counts as a block here. A block's repetitions for more
     micro-batches count as one block, except for a transfer that is for a single one of them. Transfers for an update
     start before the update that is `ahead` of it: between two updates a block may run.
     """
 
-    def __init__(self, ops: Sequence[Instruction], row: Start, state: set[str], ahead: int):
-        self.ops, self.row, self.state, self.ahead = ops, row, state, ahead
-        fetches = {v.name for x in ops if x.op in {_GATHER, *COPIES} for v in x.out}
+    def __init__(self, ops: Sequence[Instruction], kind: str, tiers: tuple[str, ...], state: set[str], ahead: int):
+        self.ops, self.kind, self.tiers, self.state, self.ahead = ops, kind, tiers, state, ahead
+        fetches = {v.name for x in ops if x.op in (_GATHER, _COPY) for v in x.out}
         fetched = {v.name for x in ops if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
         # the first of several gathers starts this many blocks earlier, so that the last is done in time
         self.hops = _hops(ops)
@@ -275,7 +275,7 @@ class _Hoisting:
         self.calls = {id(x) for x in ops if x.begins_block or reads(x)}
         self.blocks = {id(x) for x in ops if id(x) in self.calls and not repeats(x)}
         self.readers = _readers(ops)
-        self.stores = {x.out[0].name: x for x in ops if x.op in COPIES}
+        self.stores = {x.out[0].name: x for x in ops if x.tiers}
         self.made: dict[str, Instruction] = {}
         self.writers: dict[str, list[Instruction]] = {}
         self.out: list[Instruction] = []
@@ -284,7 +284,7 @@ class _Hoisting:
     def run(self) -> list[Instruction]:
         """Returns the ops in their new order."""
         for op in self.ops:
-            if op.op == self.row.name and not op.writes:
+            if op.op == self.kind and op.tiers == self.tiers and not op.writes:
                 self._hoist(op)
             else:
                 self.out.append(op)
@@ -300,7 +300,7 @@ class _Hoisting:
         """Adds a transfer to `out`, moved forward past the blocks that may run while it is in flight."""
         carried, needed, written = self._upstream(op)
         counted, before = self._passes(op)
-        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(op.args))
+        far = written or (self.tiers == _TO_HOST and not self.state.issuperset(op.args))
         # the number of blocks that it may start before
         left = before + 1 if far else min(self.ahead + self.hops.get(op.out[0].name, 0), before)
         after: list[Instruction] = []  # the ops after it, last one first
@@ -329,7 +329,7 @@ class _Hoisting:
             for a in todo.pop().args:
                 writers = self.writers.get(a, ())
                 makers.update(map(id, writers))
-                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers)
+                written |= any(x.tiers != _WRITE and not OPS[x.op].waits for x in writers)
                 maker = self.made.get(a)
                 if maker is not None and self._comes_along(op, maker):
                     todo += [] if id(maker) in carried else [maker]
@@ -358,7 +358,7 @@ def _readers(ops: Sequence[Instruction]) -> dict[str, Instruction]:
     def reader(name: str) -> Instruction | None:
         op = first.get(name)
         while op is not None and (op.op in (_GATHER, *_CARRIED) or op.of_codes):
-            made = started.get(op.out[0].name, ()) if op.op in (_GATHER, *COPIES) and op.out else op.out
+            made = started.get(op.out[0].name, ()) if op.op in (_GATHER, _COPY) and op.out else op.out
             op = next((first[v.name] for v in made if v.name in first), None)
         return op
 
@@ -413,14 +413,14 @@ class _Sinking:
         self.ops, self.waits = ops, {x.args[0]: x for x in ops if OPS[x.op].waits}
         self.sums = _sums(ops, self.waits, late_sums)
         self.onward = _onward(ops, self.waits, self.sums)
-        away = {x.out[0].name: x for x in ops if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+        away = {x.out[0].name: x for x in ops if x.tiers == _TO_HOST}
         self.leaving = {handle for handle, x in away.items() if not x.writes}
-        reduced = {x.out[0].name for x in ops if _is_reduction(x) or (x.op in COPIES and x.writes)}
+        reduced = {x.out[0].name for x in ops if _is_reduction(x) or (x.tiers and x.writes)}
         self.reduced = reduced | {*away, *self.onward}
         # the transfers for which an update counts as a block; for an update on the host: `kept`
         self.here = self.reduced - self.leaving
         self.kept = self.reduced - {*away}
-        self.written = {x.out[0].name: {*x.writes} for x in ops if x.op == "disk_write_start"}
+        self.written = {x.out[0].name: {*x.writes} for x in ops if x.tiers == _WRITE}
         self.staying = {x.out[0].name for x in ops if x.op in STARTS and not STARTS[x.op].sinks}
         self.left: dict[str, int] = {}  # by pending transfer: the number of blocks that may still run before its wait
         self.out: list[Instruction] = []
@@ -476,7 +476,7 @@ class _Sinking:
     def _done(self, op: Instruction) -> set[str]:
         """Returns the transfers that must end before an op that does not read their results: writes end before ops that
         read old values, and writes to disk before the next read of the same tensors."""
-        if op.op == "disk_read_start":
+        if op.tiers == _READ:
             return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(op.args)}
         return self.reduced if OPS[op.op].reads_old else set()
 

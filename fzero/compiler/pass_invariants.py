@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fzero.ir.ops import COPIES, OPS, stays
+from fzero.ir.ops import OPS, stays
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -20,7 +20,7 @@ def on_device(program: Program) -> None:
 
     def wrong(op: Instruction) -> str:
         off = [f"{v.name} on the {v.tier}" for v in op.out if v.tier != "device"]
-        off += ["a copy between tiers"] if op.op in COPIES else ["on the host"] if op.on_host else []
+        off += ["a copy between tiers"] if op.tiers else ["on the host"] if op.on_host else []
         return f"{', '.join(off)}, before copies are placed" if off else ""
 
     _check(program, wrong)

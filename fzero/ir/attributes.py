@@ -244,7 +244,10 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Speculative):
-    """Attributes of a copy between memory tiers."""
+    """`source`, `target`: the memory tier that the copy reads from, and the one that it writes to."""
+
+    source: str
+    target: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 from fzero.ir.aliases import Views
 from fzero.ir.attributes import BufferAttrs
-from fzero.ir.ops import COPIES, OPS, STARTS
+from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Instruction
 
 
@@ -63,7 +63,7 @@ def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
         if op.op in STARTS:
             started[op.out[0].name] = number
         reserved = op.attrs.leaves if isinstance(op.attrs, BufferAttrs) else ()
-        sources = STARTS[start.op].sent(start) if start and start.op in COPIES else reserved
+        sources = STARTS[start.op].sent(start) if start and start.tiers else reserved
         leaf.update((v.name, leaf.get(a, a)) for v, a in zip(op.out, sources, strict=False))
     return before
 

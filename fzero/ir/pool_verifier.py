@@ -141,9 +141,10 @@ class _PoolChecker:
         row = STARTS[guard.start.op]
         released = self._released(op, name, guard, row)
         self._arrive(op, guard, row)
-        if row.holds_device_only or not op.says(WaitAttrs).host:
+        to_device = guard.start.tiers[1:] == ("device",)  # of these, the wait blocks only the device
+        if to_device or not op.says(WaitAttrs).host:
             self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
-        if row.holds_device_only:
+        if to_device:
             self.sent_leaves[name] = [a for a in map(self._origin, guard.start.args) if a in self.program.leaves]
         read = guard.start.into[: len(guard.start.args)]
         guard.spans = [self._span(p) for p in read if p is not None]

@@ -17,7 +17,7 @@ from typing import Any
 
 from fzero._utils.units import size
 from fzero.errors import FzeroTypeError
-from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
+from fzero.ir.ops import OPS, STARTS, transfer_bytes
 from fzero.ir.program import Instruction, Program, repeats
 from fzero.ir.value_names import identifier
 
@@ -126,7 +126,7 @@ def _made(program: Program) -> set[str]:
 def _statement(op: Instruction, program: Program, depth: int, full: bool = False) -> Printed:
     text = OPS[op.op].text(op if full else replace(op, into=()), program)
     out = tuple(v.name for v in op.out)
-    types = () if op.op in TRANSFERS else tuple(map(str, op.out))
+    types = () if op.op in STARTS else tuple(map(str, op.out))
     return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
 
 
@@ -295,7 +295,7 @@ def _sent(program: Program) -> list[str]:
     for specs in named.values():  # those of one name are told apart by their arguments
         cost.update((spec.name if len(specs) == 1 else spec.in_program(), [0, 0]) for spec in specs)
     for op, times in program.walk():
-        if op.op in TRANSFERS:
+        if op.op in STARTS:
             specs = named.get(op.by, [])
             placed = next((spec.in_program() for spec in specs if len(specs) > 1 and spec.placed(op)), op.by)
             entry = cost.setdefault(placed, [0, 0])

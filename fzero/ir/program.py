@@ -44,11 +44,11 @@ separate allocation, a room, is made by the first op that has a buffer in it. It
 in it.
 
 [Note: tiers] A value lies on a memory tier: in the device's memory, in the host's, or, only as a stored tensor of the
-state, on disk. An op computes where its arguments lie. Copies move values: `to_host_start`, `to_device_start` and
-`disk_read_start` each make new values, which their `wait` returns. With `writes` a copy overwrites stored tensors
-instead, as `disk_write_start` always does: its arguments are those tensors, then the values for them. A disk reads to
-and writes from host memory. Host values that move lie in a separate arena. If host and device are one memory
-(`mesh.unified_memory`), copies between the two return their arguments, and everything lies in one arena.
+state, on disk. An op computes where its arguments lie. A `copy_start` moves values from one tier to another and makes
+new values, which its `wait` returns. With `writes` it overwrites stored tensors instead, as a copy to disk always does:
+its arguments are those tensors, then the values for them. A disk reads to and writes from host memory. Host values that
+move lie in a separate arena. If host and device are one memory (`mesh.unified_memory`), copies between the two return
+their arguments, and everything lies in one arena.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from fzero.ir.attributes import (
     Attrs,
     BlockCall,
     CallAttrs,
+    CopyAttrs,
     Counted,
     Over,
     Repeated,
@@ -316,6 +317,11 @@ class Instruction(Generic[A]):
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which it communicates, shards or counts."""
         return self.attrs.axes if isinstance(self.attrs, Over) else ()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The source and the target tier of a copy between memory tiers; empty for any other op."""
+        return (self.attrs.source, self.attrs.target) if isinstance(self.attrs, CopyAttrs) else ()
 
     @property
     def count(self) -> int:

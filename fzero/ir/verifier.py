@@ -22,7 +22,7 @@ from typing import Any
 
 from fzero.errors import VerifyError
 from fzero.ir.attributes import AssignAttrs
-from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
+from fzero.ir.ops import OPS, OWNERS, STARTS, Op, misformed
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
 from fzero.sharding.layout import sharding_over
 from fzero.sharding.shard_regions import DimShard, uneven
@@ -136,7 +136,8 @@ class _Checker:
             return "is read before it is made"
         if name in self.started and not _row(op).waits:
             return "is still moving"
-        if name in self.device_only and not _device_only(op):
+        # A copy to the device reads in the order of the device's queue.
+        if name in self.device_only and op.tiers[1:] != ("device",):
             return "is read on the host, and only the device has waited for it"
         if name not in op.writes and self._gradient_waits(name) and not self._has_arrived(name):
             return "is read before it is written"
@@ -280,17 +281,17 @@ class _Checker:
         to, and results where it computes.
         """
         row = OPS[op.op]
-        if isinstance(row, Copy):
-            reads, writes = row.tiers(op)
+        if op.tiers:
+            reads, writes = op.tiers
         elif row.computes:
             reads = writes = "host" if row.on_host(op, args[0] if args else None) else "device"
         else:
             return
-        num = len(op.writes) if isinstance(row, Copy) else 0
+        num = len(op.writes) if op.tiers else 0
         for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):
             if v.tier != tier:
                 self.bad(op, f"{v.name} is on the {v.tier}, not on the {tier}")
-        for v in op.out if not isinstance(row, Copy) else ():
+        for v in op.out if not op.tiers else ():
             if v.tier != writes:
                 self.bad(op, f"{v.name} is made on the {writes}, but declared on the {v.tier}")
 
@@ -304,12 +305,6 @@ def _row(op: Instruction) -> Op:
 
 
 _NOTHING = Op()
-
-
-def _device_only(op: Instruction) -> bool:
-    """Returns whether an op reads in the order of the device's queue, as a copy to the device does."""
-    row = _row(op)
-    return isinstance(row, Start) and row.holds_device_only
 
 
 def shown(op: Instruction) -> str:

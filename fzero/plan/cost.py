@@ -24,7 +24,7 @@ import torch.fx as fx
 
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import BlockCall
-from fzero.ir.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
+from fzero.ir.ops import DISK, OPS, STARTS, transfer_bytes
 from fzero.ir.program import Function, Instruction, Program, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import Device, Link
@@ -137,7 +137,7 @@ HOST = "host"
 
 def on_host(op: Instruction, program: Program) -> bool:
     """Returns whether the host computes an op, on a mesh whose host has separate memory."""
-    if program.mesh.unified_memory or op.op in TRANSFERS:
+    if program.mesh.unified_memory or op.op in STARTS:
         return False
     return OPS[op.op].on_host(op, program.values_by_name[op.args[0]] if op.args else None)
 
@@ -167,7 +167,7 @@ def seconds(op: Instruction, program: Program, device: Device, backend: str = "i
         return host_bytes(op, program, backend) / device.host_memory_bandwidth + (device.call_seconds if op.fn else 0.0)
     if op.fn:
         return cost_of(program.functions[op.fn], compiler(program.mesh, backend)).seconds(device)
-    if op.op in TRANSFERS:
+    if op.op in STARTS:
         return transfer_seconds(op, program, device)
     return OPS[op.op].touched(op, program.values_by_name, program.mesh) / device.memory_bandwidth
 
@@ -181,9 +181,10 @@ def transfer_seconds(op: Instruction, program: Program, device: Device) -> float
     """
     mesh = program.mesh
     row = STARTS[op.op]
-    if isinstance(row, Copy):
+    if op.tiers:
         nbytes = transfer_bytes(op, program.values_by_name, mesh)
-        return getattr(device, row.link).seconds(nbytes) if nbytes else 0.0
+        way = {("disk", "host"): device.disk_read, ("host", "disk"): device.disk_write}
+        return way.get(op.tiers, device.host_copy).seconds(nbytes) if nbytes else 0.0
     size = mesh.axis_size(op.axes)
     if size == 1:
         return 0.0
@@ -234,8 +235,8 @@ def as_used(device: Device, program: Program) -> Device:
     writes, because reads and writes slow each other down.
     """
     device = on_mesh(device, program.mesh)
-    used = {row.link for op, _ in program.walk() if isinstance(row := STARTS.get(op.op), Copy)}
-    if not device.disk_mixed or not used >= {"disk_read", "disk_write"}:
+    used = {op.tiers for op, _ in program.walk()}
+    if not device.disk_mixed or not used >= {("disk", "host"), ("host", "disk")}:
         return device
     read, write = device.disk_read, device.disk_write
     # compared with reads and writes that take turns

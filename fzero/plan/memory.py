@@ -18,7 +18,7 @@ from fzero._utils.deprecation import attribute_alias
 from fzero._utils.host_memory import padded
 from fzero.ir.aliases import Aliases
 from fzero.ir.attributes import BufferAttrs, ReplicateAttrs
-from fzero.ir.ops import COPIES, OPS, STARTS, Start, iterations, stays, written_aside
+from fzero.ir.ops import OPS, STARTS, Start, iterations, stays, written_aside
 from fzero.ir.printer import last_reads
 from fzero.ir.program import Function, Instruction, Place, Program, Value, local_bytes
 
@@ -346,7 +346,7 @@ def _copies(program: Program) -> dict[str, str]:
     started: dict[str, Instruction] = {}
     out: dict[str, str] = {}
     for op, _ in program.walk():
-        if op.op in COPIES:
+        if op.tiers:
             started[op.out[0].name] = op
         elif OPS[op.op].waits and op.args[0] in started:
             start = started[op.args[0]]

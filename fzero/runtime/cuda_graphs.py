@@ -27,7 +27,7 @@ from fzero._compat import compat
 from fzero.comm import control_group
 from fzero.comm.collective_sequence import before_leaving
 from fzero.errors import FzeroValueError
-from fzero.ir.ops import COPIES, OPS, from_to
+from fzero.ir.ops import OPS
 from fzero.ir.program import Program
 from fzero.mesh import Mesh
 from fzero.runtime.build.artifact_cache import logger
@@ -92,8 +92,9 @@ def obstacles(program: Program) -> list[str]:
     """Lists the ops because of which a program cannot be captured, one of each kind."""
     found: dict[str, str] = {}
     for op, _ in program.walk():
-        if op.op in COPIES:
-            found.setdefault(op.op, f"{op.op}: moves values from {' to '.join(from_to(op))}")
+        if op.tiers:
+            way = " to ".join(op.tiers)
+            found.setdefault(way, f"{op.op}: moves values from {way}")
         elif reason := OPS[op.op].uncaptured:
             found.setdefault(reason, f"{op.op}: {reason}")
         elif op.on_host:

@@ -13,7 +13,7 @@ import torch
 from fzero._utils.host_memory import host_pool
 from fzero.comm import control_group
 from fzero.comm.transport import transport
-from fzero.ir.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, replicated_leaves
+from fzero.ir.ops import DISK, OPS, Attempt, batch_axes_of, replicated_leaves
 from fzero.ir.printer import name_of, source
 from fzero.ir.program import Function, Program
 from fzero.memory.tier_copies import TierCopy, TierTransport
@@ -45,7 +45,7 @@ def executable(
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
     carrier.connect_pairs(pairs)
-    tiers = TierTransport(mesh, any(op.op in COPIES and DISK in from_to(op) for op, _ in program.walk()))
+    tiers = TierTransport(mesh, any(DISK in op.tiers for op, _ in program.walk()))
     # A collective call: with shared memory, every rank maps the pools of the others here, and all ranks must do so in
     # the same order.
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}

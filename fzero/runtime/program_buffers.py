@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fzero.ir.ops import TRANSFERS
+from fzero.ir.ops import STARTS
 from fzero.ir.program import Instruction, Place, Program
 from fzero.mesh import Mesh
 
@@ -81,7 +81,7 @@ def _tensors(
         else _flat(place, mesh, rooms[place.room] if place.arena == "apart" else arenas[place.arena])
         for place in op.into
     ]
-    if op.op in TRANSFERS:
+    if op.op in STARTS:
         return flats
     return [
         None if flat is None else flat.view(value.local_shape(mesh)) for flat, value in zip(flats, op.out, strict=True)

@@ -71,7 +71,7 @@ class Offload(Transform):
     def placed(self, op: Instruction) -> bool:
         """Copies from and to disk belong to the configuration of the disk tier; other copies, which may be part of such
         a transfer, to that of the host tier."""
-        return (self.tier == "nvme") == op.op.startswith("disk_")
+        return (self.tier == "nvme") == ("disk" in op.tiers)
 
     def in_program(self) -> str:
         """The text without the names of directories, which can differ between machines; their number is part of the

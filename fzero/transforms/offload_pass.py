@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fzero.ir.attributes import BufferAttrs
+from fzero.ir.attributes import BufferAttrs, CopyAttrs
 from fzero.ir.ops import OPS
 from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, stored_placement
 from fzero.ir.value_names import Names
@@ -143,7 +143,7 @@ class _TierRewrite:
         before = self._written() if self._stored(op) else []
         ops = self._on(self._side(op), op)
         if op.speculative:
-            ops = [x.saying(speculative=True) if x.writes or x.op == "disk_read_start" else x for x in ops]
+            ops = [x.saying(speculative=True) if x.writes or x.tiers == ("disk", "host") else x for x in ops]
         return [*before, *ops]
 
     def _with_body(self, op: Instruction) -> list[Instruction]:
@@ -224,7 +224,7 @@ class _TierRewrite:
         absent = [a for a in self._absent(op, tier, stored) if a not in shared]
         # Many ops read each scalar that the optimizer computes, so it is copied once, in a separate transfer.
         scalars = [a for a in absent if a in self.scalars]
-        names, ops = self._move(f"to_{tier}", scalars, scalars)
+        names, ops = self._move(tier, scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
         absent = [a for a in absent if a not in scalars]
         given = self._buffers(op, absent, tier, ops)
@@ -232,7 +232,7 @@ class _TierRewrite:
         given |= {a: name for a in absent if (name := self._at_hand(a, stored))}
         given |= self._fetch(absent, stored, tier, ops)
         travel = [a for a in absent if self._tier(given[a]) != tier]
-        arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
+        arrived, more = self._move(tier, [given[a] for a in travel], travel)
         found = {**given, **{a: arrived[given[a]] for a in travel}}
         self.shared = self.shared if repeats(op) else found or self.shared
         return {**shared, **found}, ops + more
@@ -255,7 +255,7 @@ class _TierRewrite:
         """Returns the names of values that are read from disk, or cast from an offloaded tensor."""
         sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in names}
         disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
-        read, more = self._move("disk_read", list(disk), list(disk.values()))
+        read, more = self._move("host", list(disk), list(disk.values()), source="disk")
         ops += more
         found = {a: read[s] for a, s in sources.items() if s in read}
         for a, cast in ((a, self.casts[a]) for a in names if a in self.casts):
@@ -293,25 +293,30 @@ class _TierRewrite:
     def _role(self, name: str) -> str:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
-    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Instruction]]:
-        """Copies values to another tier. Returns the names of the copies by those of their sources, and a start with
-        its wait."""
+    def _move(
+        self, tier: str, names: Sequence[str], called: Sequence[str], source: str = ""
+    ) -> tuple[dict[str, str], list[Instruction]]:
+        """Copies values to a tier, from the disk or between host and device. Returns the names of the copies by those
+        of their sources, and a start with its wait."""
         if not names:
             return {}, []
-        tier = "host" if how == "disk_read" else how.removeprefix("to_")
         ending = "" if tier == "device" else "_host"
         out = [
             replace(self.values[n], name=self.names(f"{self.names.stem(c)}{ending}"), tier=tier)
             for n, c in zip(names, called, strict=True)
         ]
-        handle = moving(self.names.numbered(how))
-        ops = [
-            Instruction(f"{how}_start", tuple(names), (handle,), by="offload"),
-            Instruction("wait", (handle.name,), tuple(out), by="offload"),
-        ]
-        for op in ops:
-            self._made(op)
-        return {n: v.name for n, v in zip(names, out, strict=True)}, ops
+        start = self._copy(tier, names, source=source)
+        wait = self._made(Instruction("wait", (start.out[0].name,), tuple(out), by="offload"))
+        return {n: v.name for n, v in zip(names, out, strict=True)}, [start, wait]
+
+    def _copy(self, target: str, args: Sequence[str], writes: Sequence[str] = (), source: str = "") -> Instruction:
+        """Returns the start of a copy. By default, what is copied to the host comes from the device."""
+        source = source or ("device" if target == "host" else "host")
+        stem = "disk_read" if source == "disk" else "disk_write" if target == "disk" else f"to_{target}"
+        attrs, handle = CopyAttrs(source=source, target=target), moving(self.names.numbered(stem))
+        return self._made(
+            Instruction("copy_start", tuple(args), (handle,), attrs=attrs, writes=tuple(writes), by="offload")
+        )
 
     def _store(self, written: dict[str, str], tier: str) -> list[Instruction]:
         """Returns the ops that copy written values back to the tensors of the state. `written` maps each tensor to its
@@ -324,10 +329,9 @@ class _TierRewrite:
             else:  # a shard of a tensor that is written unsharded later
                 self.lies[target] = {tier: written[target]}
         if tier == "device" and back["disk"]:
-            names, ops = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
+            names, ops = self._move("host", [written[t] for t in back["disk"]], back["disk"])
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
-            how = "disk_write" if to == "disk" else f"to_{to}"
             if targets and to == tier:
                 ops.append(
                     Instruction(
@@ -335,12 +339,9 @@ class _TierRewrite:
                     )
                 )
             elif targets:
-                handle = moving(self.names.numbered(how))
                 args = (*targets, *(written[t] for t in targets))
-                ops.append(
-                    self._made(Instruction(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload"))
-                )
-                ops.append(Instruction("wait", (handle.name,), by="offload"))
+                start = self._copy(to, args, targets)
+                ops += [start, Instruction("wait", (start.out[0].name,), by="offload")]
         return ops
 
     def _made(self, op: Instruction) -> Instruction:
@@ -349,7 +350,7 @@ class _TierRewrite:
 
     def _read_by(self, ops: Sequence[Instruction]) -> dict[str, str]:
         """Returns the tensors that these ops read from disk, and their copies."""
-        reads = {x.out[0].name: x.args for x in ops if x.op == "disk_read_start"}
+        reads = {x.out[0].name: x.args for x in ops if x.tiers == ("disk", "host")}
         return {
             leaf: v.name
             for x in ops
@@ -369,10 +370,8 @@ class _TierRewrite:
             return []
         on_host = replace(value, name=self.names(f"{value.name}_host"))
         ops = self._on("host", replace(op, out=(on_host,)))
-        handle = moving(self.names.numbered("to_device"))
-        ops.append(self._made(Instruction("to_device_start", (on_host.name,), (handle,), by="offload")))
-        ops.append(self._made(Instruction("wait", (handle.name,), (value,), by="offload")))
-        return ops
+        start = self._copy("device", (on_host.name,))
+        return [*ops, start, self._made(Instruction("wait", (start.out[0].name,), (value,), by="offload"))]
 
     def _assign(self, op: Instruction) -> list[Instruction]:
         """Writes values to tensors of the state: in place if the tensor is stored on the device; otherwise the values
@@ -396,7 +395,7 @@ class _TierRewrite:
             [v.name for v in op.out if v.name in self.saved],
             *(self._complete(v.name) for v in op.out if v.name in self.waiting),
         ):
-            copies, more = self._move("to_host", names, names)
+            copies, more = self._move("host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
             # A gradient that is stored on disk also has a copy on the host. Ops that run before all gradients are known
             # (such as its part of a norm, or a speculative update) read that copy; later ops, those of a rollback
@@ -422,7 +421,7 @@ class _TierRewrite:
         another block meanwhile."""
         ops, copies = list[Instruction](), dict[str, str]()
         if self.summands:
-            copies, ops = self._move("to_host", parts := [op.args[0] for op in self.summands], parts)
+            copies, ops = self._move("host", parts := [op.args[0] for op in self.summands], parts)
         for op in self.summands:
             total = replace(op.out[0], tier="host")
             ops.append(self._made(replace(op, args=(copies[op.args[0]],), out=(total,))))

@@ -16,7 +16,7 @@ from fzero._utils.arguments import count, keywords
 from fzero.comm.launcher_environment import Processes
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.ir.aliases import Views
-from fzero.ir.attributes import ReplicateAttrs
+from fzero.ir.attributes import CopyAttrs, ReplicateAttrs
 from fzero.ir.program import Instruction, Program, moving
 from fzero.ir.value_names import Names
 from fzero.mesh import AbstractMesh, Mesh
@@ -187,7 +187,9 @@ def rewrite(program: Program) -> Program:
         if apart:
             copied = moving(names(f"replicate_{number}_to_host"))
             copies = tuple(replace(values[n], name=names(f"{names.stem(n)}_sent"), tier="host") for n in leaves)
-            before.setdefault(0, []).append(Instruction("to_host_start", tuple(leaves), (copied,), by=on_the_way))
+            to_host = CopyAttrs(source="device", target="host")
+            start = Instruction("copy_start", tuple(leaves), (copied,), attrs=to_host, by=on_the_way)
+            before.setdefault(0, []).append(start)
             sent, leaves_at = [v.name for v in copies], min(writer, later)
             before.setdefault(leaves_at, []).append(Instruction("wait", (copied.name,), copies, by=on_the_way))
         handle = moving(names(f"replicate_{number}"))

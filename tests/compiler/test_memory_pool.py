@@ -18,7 +18,7 @@ from fzero._compat import compat
 from fzero.comm.transport import transport
 from fzero.errors import VerifyError
 from fzero.ir.attributes import CastAttrs
-from fzero.ir.ops import COLLECTIVES, COPIES, OPS
+from fzero.ir.ops import COLLECTIVES, OPS
 from fzero.ir.pool_verifier import check
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
@@ -61,11 +61,14 @@ def rejects(program: Program, *words: str) -> None:
         assert word in str(caught.value), str(caught.value)
 
 
-def transfers(program: Program, kind: str) -> list[tuple[Instruction, Instruction]]:
-    """Each start of a kind with its wait, in order."""
+TO_DEVICE, TO_HOST, READ, WRITE = ("host", "device"), ("device", "host"), ("disk", "host"), ("host", "disk")
+
+
+def transfers(program: Program, kind: str | tuple[str, ...]) -> list[tuple[Instruction, Instruction]]:
+    """Each start of a kind, or each copy between two tiers, with its wait, in order."""
     ops = [op for op, _ in program.walk()]
     waits = {op.args[0]: op for op in ops if op.op == "wait"}
-    return [(op, waits[op.out[0].name]) for op in ops if op.op == kind]
+    return [(op, waits[op.out[0].name]) for op in ops if kind in (op.op, op.tiers)]
 
 
 def test_finished_programs_keep_the_rules(stage3: Program, looped: Program) -> None:
@@ -314,19 +317,19 @@ def without(program: Program, *ops: Instruction) -> Program:
     return edit(program, lambda op: [] if any(op is x for x in ops) else [op])
 
 
-@pytest.mark.parametrize("op", sorted(COPIES))
-def test_a_copy_nobody_waits_for(tiered: Program, op: str) -> None:
-    start, wait = transfers(tiered, op)[1]
-    rejects(without(tiered, wait), f"{op}  -> {start.out[0].name}: {start.out[0].name} is never waited for")
+@pytest.mark.parametrize("tiers", [TO_DEVICE, TO_HOST, READ, WRITE], ids="-".join)
+def test_a_copy_nobody_waits_for(tiered: Program, tiers: tuple[str, str]) -> None:
+    start, wait = transfers(tiered, tiers)[1]
+    rejects(without(tiered, wait), f"copy_start  -> {start.out[0].name}: {start.out[0].name} is never waited for")
     for out in wait.out[:1]:
         rejects(without(tiered, wait), f"{out.name} is read before it is made")
 
 
-@pytest.mark.parametrize("kind", ["to_host_start", "disk_write_start"])
-def test_a_store_that_is_missing(tiered: Program, kind: str) -> None:
+@pytest.mark.parametrize("tiers", [TO_HOST, WRITE], ids="-".join)
+def test_a_store_that_is_missing(tiered: Program, tiers: tuple[str, str]) -> None:
     """What was updated in a copy never comes to rest."""
-    program = lowered_on_device() if kind == "to_host_start" else tiered
-    start, wait = next((start, wait) for start, wait in transfers(program, kind) if start.writes)
+    program = lowered_on_device() if tiers == TO_HOST else tiered
+    start, wait = next((start, wait) for start, wait in transfers(program, tiers) if start.writes)
     rejects(
         without(program, start, wait), "is written, but", f"{start.writes[0]}, of which it is a shard or a copy, is not"
     )
@@ -342,10 +345,10 @@ def lowered_on_device() -> Program:
     ).program
 
 
-@pytest.mark.parametrize("op", ["disk_read_start", "to_device_start", "to_host_start"])
-def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
+@pytest.mark.parametrize("tiers", [READ, TO_DEVICE, TO_HOST], ids="-".join)
+def test_a_copy_read_before_its_wait(tiered: Program, tiers: tuple[str, str]) -> None:
     """By its name: of what is not there yet. By the bytes it is being copied to: of what lay there before."""
-    start, wait = next((s, w) for s, w in transfers(tiered, op) if w.out)
+    start, wait = next((s, w) for s, w in transfers(tiered, tiers) if w.out)
     ops = list(tiered.instructions)
     reader = next(x for x in ops if wait.out[0].name in x.args)
     at = next(i for i, x in enumerate(ops) if x is start) + 1
@@ -365,11 +368,14 @@ def test_a_copy_read_before_its_wait(tiered: Program, op: str) -> None:
     )
 
 
-def under_way(program: Program, op: str, during: str) -> tuple[Instruction, Instruction, Instruction]:
+def under_way(
+    program: Program, kind: str | tuple[str, ...], during: tuple[str, ...]
+) -> tuple[Instruction, Instruction, Instruction]:
     """A start, and another one with its wait that begins before the first is waited for."""
     ops = list(program.instructions)
     position = {id(x): i for i, x in enumerate(ops)}
-    pairs = ((s, w, t, u) for s, w in transfers(program, op) for t, u in transfers(program, during) if u.out and t.into)
+    others = [(t, u) for t, u in transfers(program, during) if u.out and t.into]
+    pairs = ((s, w, t, u) for s, w in transfers(program, kind) for t, u in others)
     return next((s, t, u) for s, w, t, u in pairs if position[id(s)] < position[id(t)] < position[id(w)] and s is not t)
 
 
@@ -389,7 +395,7 @@ def moved_to(program: Program, start: Instruction, wait: Instruction, offset: in
 def test_a_ring_overwritten_while_it_is_written_out(memory: str, request: pytest.FixtureRequest) -> None:
     """A read of the next block's state into the region that the disk is still taking the last one's from."""
     program: Program = request.getfixturevalue(memory)
-    write, start, wait = under_way(program, "disk_write_start", "disk_read_start")
+    write, start, wait = under_way(program, WRITE, READ)
     places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     source = next(places[a] for a in write.args[len(write.writes) :] if a in places)
     rejects(
@@ -410,7 +416,7 @@ def test_what_is_copied_to_the_device_is_overwritten_on_the_host() -> None:
         next(iter(models.batches(1))),
     ).program
     places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
-    fetch, start, wait = under_way(program, "to_device_start", "disk_read_start")
+    fetch, start, wait = under_way(program, TO_DEVICE, READ)
     rejects(
         moved_to(program, start, wait, places[fetch.args[0]].offset),
         f"is written over the buffers of {fetch.out[0].name}: it has not been waited for",
@@ -443,7 +449,7 @@ def test_what_writes_where_a_copy_to_the_host_still_arrives(monkeypatch: pytest.
     (batch,) = models.batches(1, size=48)
     program = fz.lower(fz.accumulate(2)(step), mesh, lambda key: models.gpt_init(key, 6), batch).program
     check(program)
-    monkeypatch.setattr(OPS["to_host_start"], "settles", False)
+    monkeypatch.setattr(OPS["copy_start"], "settles", False)
     rejects(program, "is written over memory that to_host_")
 
 
@@ -466,7 +472,7 @@ def test_a_gather_reads_its_shards_until_its_wait() -> None:
     batch = fz.tree.map(lambda x: x[: x.shape[0] // 2], next(iter(models.batches(1))))
     mesh = fz.AbstractMesh(data=2, shared_memory=False, unified_memory=False)
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 4), batch).program
-    gather, start, wait = under_way(program, "all_gather_start", "to_device_start")
+    gather, start, wait = under_way(program, "all_gather_start", TO_DEVICE)
     places = {v.name: p for op in program.instructions for v, p in zip(op.out, op.into, strict=False) if p is not None}
     rejects(
         moved_to(program, start, wait, places[gather.args[0]].offset),
@@ -490,9 +496,7 @@ def test_a_shard_lies_where_it_was_taken_from() -> None:
     places = {v.name: p for op in ops for v, p in zip(op.out, op.into, strict=False) if p is not None}
     whole, at = places[taken.args[0]], ops.index(taken)
     start, wait = next(
-        (s, w)
-        for s, w in transfers(program, "disk_read_start")
-        if at < ops.index(w) < update or at < ops.index(s) < update
+        (s, w) for s, w in transfers(program, READ) if at < ops.index(w) < update or at < ops.index(s) < update
     )
     rejects(moved_to(program, start, wait, whole.offset), f"{taken.args[0]} is read, but")
 
@@ -513,14 +517,14 @@ def test_a_value_on_the_wrong_tier(tiered: Program) -> None:
         f"call {block.fn}",
         f"{leaf} is on the host, not on the device",
     )
-    _, wait = transfers(tiered, "to_device_start")[0]
+    _, wait = transfers(tiered, TO_DEVICE)[0]
     wrong = replace(wait, out=(replace(wait.out[0], tier="host"), *wait.out[1:]))
     rejects(edit(tiered, lambda op: [wrong] if op is wait else [op]), "wait", f"{wait.out[0].name} is ")
-    read, _ = transfers(tiered, "disk_read_start")[0]
+    read, _ = transfers(tiered, READ)[0]
     from_host = replace(read, args=(leaf, *read.args[1:]))
     rejects(
         edit(tiered, lambda op: [from_host] if op is read else [op]),
-        "disk_read_start",
+        "copy_start",
         f"{leaf} is on the host, not on the disk",
     )
 
@@ -534,14 +538,14 @@ def alike(start: Instruction, program: Program) -> tuple[int, int]:
 def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
     """Of the same shape, so that nothing but the name is wrong; each in the other's place, so that all leaves are
     written."""
-    start, _ = next(p for p in transfers(tiered, "disk_write_start") if len(p[0].writes) > 3)
+    start, _ = next(p for p in transfers(tiered, WRITE) if len(p[0].writes) > 3)
     num, (i, j) = len(start.writes), alike(start, tiered)
     targets = list(start.writes)
     targets[i], targets[j] = targets[j], targets[i]
     swapped = replace(start, args=(*targets, *start.args[num:]), writes=tuple(targets))
     rejects(
         edit(tiered, lambda op: [swapped] if op is start else [op]),
-        "disk_write_start",
+        "copy_start",
         f"{start.args[num + i]}",
         f"{start.writes[i]}",
     )
@@ -550,17 +554,17 @@ def test_a_store_to_the_wrong_leaf(tiered: Program) -> None:
     twice = replace(start, args=(*start.writes, *sources))
     rejects(
         edit(tiered, lambda op: [twice] if op is start else [op]),
-        "disk_write_start",
+        "copy_start",
         f"updated, is stored in {start.writes[j]}",
     )
 
 
-@pytest.mark.parametrize("kind", ["disk_write_start", "to_host_start"])
-def test_two_stores_to_one_leaf(tiered: Program, kind: str) -> None:
-    program = lowered_on_device() if kind == "to_host_start" else tiered
-    start, wait = next(p for p in transfers(program, kind) if p[0].writes)
+@pytest.mark.parametrize("tiers", [WRITE, TO_HOST], ids="-".join)
+def test_two_stores_to_one_leaf(tiered: Program, tiers: tuple[str, str]) -> None:
+    program = lowered_on_device() if tiers == TO_HOST else tiered
+    start, wait = next(p for p in transfers(program, tiers) if p[0].writes)
     again = replace(start, out=(replace(start.out[0], name="again"),))
     ops = [
         x for op in program.instructions for x in ((op, again, replace(wait, args=("again",))) if op is wait else (op,))
     ]
-    rejects(replace(program, instructions=tuple(ops)), f"{kind}  -> again: {start.writes[0]} is written twice")
+    rejects(replace(program, instructions=tuple(ops)), f"copy_start  -> again: {start.writes[0]} is written twice")

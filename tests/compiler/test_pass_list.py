@@ -152,7 +152,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Program], Program], str, str]] = {
         "update",
         "the update is not yet partitioned",
     ),
-    "hoist_updates": (passes, "hoist_updates", moved_off, "to_device_start", "a copy between tiers, before copies"),
+    "hoist_updates": (passes, "hoist_updates", moved_off, "copy_start", "a copy between tiers, before copies"),
     "pool": (
         passes.buffer_allocation,
         "place",

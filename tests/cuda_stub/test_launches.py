@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.ir.ops import COPIES, STARTS
+from fzero.ir.ops import STARTS
 
 pytestmark = pytest.mark.full
 
@@ -61,11 +61,11 @@ def test_every_line_and_collective_is_counted(bench: Any) -> None:
 def test_copies_to_the_host_are_counted(bench: Any) -> None:
     program = lowered(bench, 1, fz.offload("cpu", "opt_state"))
     told = bench.rehearsal.rehearse(program)
-    moved: Counter[str] = Counter()
+    moved: Counter[tuple[str, ...]] = Counter()
     for op, times in program.walk():
-        moved[op.op] += times * len(STARTS[op.op].sent(op)) if op.op in COPIES else 0
-    assert moved["to_device_start"] and moved["to_host_start"]
-    assert all(told.launches[kind] == num for kind, num in moved.items() if num)
+        moved[op.tiers] += times * len(STARTS[op.op].sent(op)) if op.tiers else 0
+    assert moved["host", "device"] and moved["device", "host"]
+    assert told.launches["copy_start"] == moved.total()
 
 
 def test_faults_are_found(bench: Any) -> None:

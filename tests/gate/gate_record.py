@@ -80,13 +80,14 @@ def release() -> str:
 
 
 def canonical(program: Program) -> Iterator[str]:
-    """A line for each op in order: its kind, mesh axes, the bytes of its results on a rank, and its subgraph's hash."""
+    """A line for each op in order: its kind, its mesh axes or the tiers of a copy, the bytes of its results on a rank,
+    and its subgraph's hash."""
     hashes = {name: graph_hash(function.graph) for name, function in program.functions.items()}
 
     def of_ops(ops: tuple[Instruction, ...], depth: int) -> Iterator[str]:
         for op in ops:
             size = sum(local_bytes(value, program.mesh) for value in op.out)
-            parts = [op.op, ",".join(op.axes), str(size), hashes.get(op.fn, "")]
+            parts = [op.op, ",".join(op.axes or op.tiers), str(size), hashes.get(op.fn, "")]
             yield "  " * depth + " ".join(part or "-" for part in parts)
             yield from of_ops(op.body, depth + 1)
 

@@ -17,6 +17,7 @@ from fzero.compiler import passes
 from fzero.errors import VerifyError
 from fzero.ir import dependencies
 from fzero.ir.aliases import Views
+from fzero.ir.attributes import CopyAttrs
 from fzero.ir.dependencies import dependences, scheduled
 from fzero.ir.program import MOVING, Instruction, Program, Value
 from fzero.sharding.layout import Layout, Leaf
@@ -28,8 +29,9 @@ def value(name: str) -> Value:
     return Value(name, (4,), torch.float32)
 
 
-def start(op: str, handle: str, *args: str, writes: Sequence[str] = ()) -> Instruction:
-    return Instruction(op, args, (Value(handle, (), torch.uint8, MOVING),), writes=tuple(writes))
+def copy(source: str, target: str, handle: str, *args: str, writes: Sequence[str] = ()) -> Instruction:
+    out = (Value(handle, (), torch.uint8, MOVING),)
+    return Instruction("copy_start", args, out, attrs=CopyAttrs(source=source, target=target), writes=tuple(writes))
 
 
 def wait(handle: str, *out: str) -> Instruction:
@@ -76,20 +78,20 @@ def test_a_view_is_read_before_what_it_lies_in_is_overwritten() -> None:
 
 
 def test_a_transfer_reads_and_writes_until_its_wait() -> None:
-    brought = graph(start("to_host_start", "h", "p"), wait("h", "a"), cast("q", "b"), assign("p", "b"))
+    brought = graph(copy("device", "host", "h", "p"), wait("h", "a"), cast("q", "b"), assign("p", "b"))
     assert brought[3] == {0, 1, 2}
-    stored = graph(cast("q", "a"), start("to_host_start", "h", "p", "a", writes=["p"]), wait("h"), cast("p", "b"))
+    stored = graph(cast("q", "a"), copy("device", "host", "h", "p", "a", writes=["p"]), wait("h"), cast("p", "b"))
     assert stored[3] == {0, 1, 2}
 
 
 def test_a_copy_that_moves_nothing_is_what_it_is_copied_from() -> None:
-    ops = start("to_host_start", "h", "p"), wait("h", "a"), cast("a", "b"), cast("q", "c"), assign("p", "c")
+    ops = copy("device", "host", "h", "p"), wait("h", "a"), cast("a", "b"), cast("q", "c"), assign("p", "c")
     assert graph(*ops, unified=True)[4] == {0, 1, 2, 3}
     assert graph(*ops)[4] == {0, 1, 3}
 
 
 def test_who_writes_a_copy_writes_its_leaf() -> None:
-    fetched = start("to_device_start", "h", "p"), wait("h", "a"), cast("p", "kept"), assign("a", "q"), cast("p", "b")
+    fetched = copy("host", "device", "h", "p"), wait("h", "a"), cast("p", "kept"), assign("a", "q"), cast("p", "b")
     assert graph(*fetched)[3:] == [{0, 1, 2}, {0, 1, 2, 3}]
 
 

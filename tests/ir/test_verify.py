@@ -505,7 +505,7 @@ def test_waited_for_by_the_device_alone(stage3: Program) -> None:
     step = fz.offload("cpu")(fz.train_step(loss_fn, optim.adamw(0.1)))
     mesh = fz.AbstractMesh(data=1, unified_memory=False)
     program = fz.lower(step, mesh, PARAMS, torch.ones(4, 4)).program
-    starts = {op.out[0].name for op in program.instructions if op.op == "to_host_start" and not op.writes}
+    starts = {op.out[0].name for op in program.instructions if op.tiers == ("device", "host") and not op.writes}
     at = first(program, lambda op: op.op == "wait" and op.args[0] in starts)
     op = program.instructions[at].saying(host=False)
     name = op.out[0].name

@@ -21,8 +21,7 @@ from fzero._utils.host_memory import padded
 from fzero.compiler.auto_offload import _Tiers
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.options import Options
-from fzero.ir.attributes import CallAttrs, LoopAttrs
-from fzero.ir.ops import COPIES
+from fzero.ir.attributes import CallAttrs, CopyAttrs, LoopAttrs
 from fzero.ir.printer import source
 from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.plan import cost
@@ -69,9 +68,10 @@ def call(fn: str, arg: str, out: str, on: str = "device") -> Instruction:
     return Instruction("call", (arg,), (Value(out, (1,), F32, tier=on),), fn, attrs=CallAttrs(on=on))
 
 
-def move(op: str, arg: str, out: str, tier: str) -> tuple[Instruction, Instruction]:
-    return Instruction(f"{op}_start", (arg,), handle(f"{op}_{out}")), Instruction(
-        "wait", (f"{op}_{out}",), (Value(out, (1,), F32, tier=tier),)
+def move(way: str, arg: str, out: str, source: str, target: str) -> tuple[Instruction, Instruction]:
+    attrs = CopyAttrs(source=source, target=target)
+    return Instruction("copy_start", (arg,), handle(f"{way}_{out}"), attrs=attrs), Instruction(
+        "wait", (f"{way}_{out}",), (Value(out, (1,), F32, tier=target),)
     )
 
 
@@ -84,8 +84,8 @@ def timed(ops: list[Instruction], times: dict[str, float], asynchronous: bool = 
 def update_on_host() -> list[Instruction]:
     """A gradient travels, the host updates, the parameter comes back for `last`; `other` was told to the device
     before."""
-    out, arrived = move("to_host", "g", "g_host", "host")
-    back, here = move("to_device", "p_host", "p", "device")
+    out, arrived = move("to_host", "g", "g_host", "device", "host")
+    back, here = move("to_device", "p_host", "p", "host", "device")
     ops = [
         call("backward", "x", "g"),
         out,
@@ -130,7 +130,7 @@ def test_what_holds_the_thread_is_what_the_device_waits_for() -> None:
 
 def test_a_copy_that_the_device_alone_waits_for_holds_no_thread() -> None:
     """What the host computes next begins at once; the device waits as it would have."""
-    out, arrived = move("to_host", "g", "g_host", "host")
+    out, arrived = move("to_host", "g", "g_host", "device", "host")
     for host in (True, False):
         ops = [call("rates", "x", "h", "host"), call("backward", "x", "g"), out, arrived.saying(host=host)]
         found = timed([*ops, call("update", "h", "p", "host"), call("last", "x", "q")], TIMES)
@@ -155,8 +155,10 @@ def test_a_loop_with_functions_on_the_host_is_exact(update: float) -> None:
 
 
 def test_reads_and_writes_share_the_disk_and_overlap_even_on_a_cpu() -> None:
-    read, arrived = move("disk_read", "x", "a", "host")
-    write = Instruction("disk_write_start", ("x", "b"), handle("w"), writes=("x",))
+    read, arrived = move("disk_read", "x", "a", "disk", "host")
+    write = Instruction(
+        "copy_start", ("x", "b"), handle("w"), attrs=CopyAttrs(source="host", target="disk"), writes=("x",)
+    )
     ops = [call("work", "x", "b"), write, read, call("work", "x", "c"), arrived, Instruction("wait", ("w",))]
     found = timed(ops, {"work": 2.0, "w": 3.0, "disk_read_a": 1.0}, asynchronous=False)
     assert [(e.name, e.start) for e in found.events if e.queue == "disk"] == [("w", 2.0), ("disk_read_a", 5.0)]
@@ -169,11 +171,11 @@ def test_reads_and_writes_share_the_disk_and_overlap_even_on_a_cpu() -> None:
 def test_a_disk_is_read_and_written_at_its_own_rates() -> None:
     device = replace(KNOWN["h100"], disk_read=Link(0.0, 1e9), disk_write=Link(0.0, 4e8), disk_mixed=0.0)
     program = lowered(fz.offload("nvme", ("opt_state", "params"), path="/scratch"), device="h100").program
-    starts = [op for op, _ in program.walk() if op.op.startswith("disk")]
-    assert {op.op for op in starts} == {"disk_read_start", "disk_write_start"}
+    starts = [op for op, _ in program.walk() if "disk" in op.tiers]
+    assert {op.tiers for op in starts} == {("disk", "host"), ("host", "disk")}
     for op in starts:
         nbytes = cost.transfer_bytes(op, program.values_by_name, program.mesh)
-        rate = 1e9 if op.op == "disk_read_start" else 4e8
+        rate = 1e9 if op.tiers == ("disk", "host") else 4e8
         assert nbytes > 0 and cost.transfer_seconds(op, program, device) == pytest.approx(nbytes / rate)
 
 
@@ -324,7 +326,7 @@ def test_temporaries_of_the_host_are_not_the_devices() -> None:
 
     samples = memory_of(program, lambda f: large[f.name])
     assert max(s.total for s in samples) < 10**9 <= max(s.host for s in samples)
-    assert any(op.op in COPIES for op, _ in program.walk())
+    assert any(op.tiers for op, _ in program.walk())
 
 
 # --- which side updates ---

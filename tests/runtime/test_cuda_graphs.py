@@ -231,8 +231,8 @@ def test_a_capture_that_fails_where_it_begins_is_ended(on_gpu: Any, monkeypatch:
 def test_what_touches_the_host_is_refused_by_name(on_gpu: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = fz.make_mesh(data=1, unified_memory=False)
     device = captured(apart, monkeypatch.setattr)
-    for name, said in (("cpu opt_state", "to_device_start: moves values from host to device"),
-                       ("nvme both", "disk_read_start: moves values from disk to"),):  # fmt: skip
+    for name, said in (("cpu opt_state", "copy_start: moves values from host to device"),
+                       ("nvme both", "copy_start: moves values from disk to"),):  # fmt: skip
         case = (OFFLOADS[name](tmp_path), "gpt", "adamw")
         with pytest.raises(FzeroValueError) as error:
             run(apart, *case, cuda_graphs=True)

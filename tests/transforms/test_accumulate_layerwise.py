@@ -19,7 +19,7 @@ from offloads import OFFLOADS
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError, TransformError, VerifyError
-from fzero.ir.ops import COPIES, transfer_bytes
+from fzero.ir.ops import transfer_bytes
 from fzero.ir.pool_verifier import check
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
@@ -133,7 +133,7 @@ def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
         got, program = trained(
             mesh, name, fz.accumulate(3, schedule="layerwise"), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
         )
-        assert any(op.op in COPIES for op in program.instructions)
+        assert any(op.tiers for op in program.instructions)
         assert_same_bits(got, in_a_loop(name, *more, optimizer=optimizer), (name, more))
 
 
@@ -219,12 +219,13 @@ def lowered(*transforms: Any, ranks: int = 2, layers: int = 4, optimizer: str = 
 
 
 def moved(program: Program) -> dict[str, tuple[int, int]]:
-    """How many transfers of a step there are of each kind, and their bytes on a rank."""
+    """How many transfers of a step there are of each kind, copies by their tiers, and their bytes on a rank."""
     out: dict[str, tuple[int, int]] = {}
     for op, times in program.walk():
         if op.op.endswith("start"):
-            num, nbytes = out.get(op.op, (0, 0))
-            out[op.op] = num + times, nbytes + times * transfer_bytes(op, program.values_by_name, program.mesh)
+            kind = " ".join((op.op, *op.tiers))
+            num, nbytes = out.get(kind, (0, 0))
+            out[kind] = num + times, nbytes + times * transfer_bytes(op, program.values_by_name, program.mesh)
     return out
 
 
@@ -251,8 +252,8 @@ def test_parameters_and_gradients_travel_once_a_step(num, more):
 @pytest.mark.parametrize(
     ("stage", "tier", "op"),
     [
-        (0, fz.offload("nvme", "params", path="/scratch"), "disk_read_start"),
-        (3, fz.offload("cpu", "params"), "to_device_start"),
+        (0, fz.offload("nvme", "params", path="/scratch"), "copy_start disk host"),
+        (3, fz.offload("cpu", "params"), "copy_start host device"),
     ],
     ids=["whole, on disk", "sharded, on the host"],
 )
@@ -282,7 +283,7 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     ops = [op for op in program.instructions if op.by in ("offload", "fuse") or op.block is not None]
     seen = 0
     for i, op in enumerate(ops):
-        if op.op == "to_device_start" and not op.writes:
+        if op.tiers == ("host", "device") and not op.writes:
             brought = {v.name for v in waits[op.out[0].name].out}
             reader = next(
                 (k for k, x in enumerate(ops) if x.block is not None and not brought.isdisjoint(x.args)), None

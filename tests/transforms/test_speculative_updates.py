@@ -310,7 +310,7 @@ def mutated(program: Any, what: str) -> Any:
     at = program.instructions.index(rollback)
     match what:
         case "one leaf is not written again":
-            gone = next(op for op in rollback.body if op.op == "disk_write_start")
+            gone = next(op for op in rollback.body if op.tiers == ("host", "disk"))
             body = [
                 x for x in rollback.body if x is not gone and not (x.op == "wait" and x.args[0] == gone.out[0].name)
             ]
@@ -319,7 +319,7 @@ def mutated(program: Any, what: str) -> Any:
         case "nothing is done again":
             return replace(program, instructions=(*program.instructions[:at], *program.instructions[at + 1 :]))
         case "has not been waited for":
-            start = next(x for x in reversed(program.instructions[:at]) if x.op == "disk_write_start")
+            start = next(x for x in reversed(program.instructions[:at]) if x.tiers == ("host", "disk"))
             wait = next(x for x in program.instructions if x.op == "wait" and x.args[0] == start.out[0].name)
             ops = [x for x in program.instructions if x is not wait]
             return replace(

@@ -18,7 +18,7 @@ from models import STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError
-from fzero.ir.ops import TRANSFERS, transfer_bytes
+from fzero.ir.ops import STARTS, transfer_bytes
 from fzero.ir.program import Program
 from fzero.testing.simulate import simulated
 
@@ -88,7 +88,7 @@ def test_applied_to_a_step_or_composed_is_the_same():
 def test_a_mesh_of_one_sends_nothing(model, stage):
     program = lowered(STAGES[stage](plain(model)), 1, model).program
     base = lowered(plain(model), 1, model).program
-    assert not [op for op, _ in program.walk() if op.op in TRANSFERS | {"wait", "take_shard", "num_valid"}]
+    assert not [op for op, _ in program.walk() if op.op in STARTS.keys() | {"wait", "take_shard", "num_valid"}]
     assert "shard(" not in body(program) and "partial(" not in body(program)
     assert body(program) == body(base)
 
@@ -109,7 +109,7 @@ class Sent(NamedTuple):
 def sent(program: Any) -> dict[str, Sent]:
     out: dict[str, Sent] = {}
     for op, times in program.walk():
-        if op.op in TRANSFERS:
+        if op.op in STARTS:
             old = out.get(op.op, Sent(0, 0))
             out[op.op] = Sent(old.times + times, old.bytes + times * transfer_bytes(op, program.values(), program.mesh))
     return out
@@ -187,7 +187,7 @@ def test_the_header_says_what_is_sent():
     head = str(program).split("def ")[0]
     match = re.search(r"shard_params ([\d.]+) KiB in (\d+) transfers", head)
     assert match, head
-    placed = [op for op, _ in program.walk() if op.op in TRANSFERS and op.by == "shard_params"]
+    placed = [op for op, _ in program.walk() if op.op in STARTS and op.by == "shard_params"]
     assert int(match[2]) == len(placed) == found["all_gather_start"].times + found["reduce_scatter_start"].times
     assert float(match[1]) == pytest.approx(
         (found["all_gather_start"].bytes + found["reduce_scatter_start"].bytes) / 1024, abs=0.06

@@ -21,7 +21,6 @@ import fzero as fz
 from fzero import optim
 from fzero.compiler.search import Search
 from fzero.errors import BudgetError, FzeroValueError, TransformError, VerifyError
-from fzero.ir.ops import from_to
 from fzero.ir.program import Program
 from fzero.ir.verifier import verify
 from fzero.optim.loss_scale import LossScale
@@ -116,7 +115,7 @@ def trained(mesh: fz.Mesh, transforms: Any) -> Any:
 
 def waiting(program: Program) -> set[str]:
     """Gradients of matrices that a copy has taken to the host."""
-    moved = {a for op, _ in program.walk() if op.op == "to_host_start" and not op.writes for a in op.args}
+    moved = {a for op, _ in program.walk() if op.tiers == ("device", "host") and not op.writes for a in op.args}
     return {a for a in moved if a.startswith("d_") and program.values_by_name[a].numel >= 1000}
 
 
@@ -125,7 +124,7 @@ def on_disk(program: Program) -> set[str]:
     disk."""
     ops = [op for op, _ in program.walk()]
     written = [w for op in ops for w in op.writes if w in program.leaves and program.leaves[w].role == "gradients"]
-    read = [a for op in ops if op.op == "disk_read_start" for a in op.args if a in written]
+    read = [a for op in ops if op.tiers == ("disk", "host") for a in op.args if a in written]
     assert sorted(written) == sorted(read)
     return {w for w in written if program.leaves[w].numel >= 1000}
 
@@ -173,10 +172,8 @@ def test_on_disk_from_one_memory(tmp_path: Path) -> None:
         found, program = trained(fz.make_mesh(data=1, unified_memory=True), OFFLOADS[name](tmp_path))
         assert same(found, resident), name
         assert len(on_disk(program)) == LAYERS, name
-        (way,) = {
-            from_to(op) for op, _ in program.walk() if op.op == "disk_write_start" and op.writes[0].startswith("extras")
-        }
-        assert way == ("host", "disk")
+        writes = {op.tiers for op, _ in program.walk() if op.tiers and op.writes and op.writes[0].startswith("extras")}
+        assert writes == {("host", "disk")}
 
 
 @pytest.mark.full
@@ -293,9 +290,9 @@ def test_a_gradient_that_is_read_before_it_is_written_is_refused(tmp_path: Path)
     batch = torch.empty(8, WIDTH, device="meta")
     program = fz.lower(step, fz.AbstractMesh(data=1, unified_memory=False), init, batch).program
     ops = list(program.instructions)
-    write = next(op for op in ops if op.op == "disk_write_start" and program.leaves[op.writes[0]].role == "gradients")
+    write = next(op for op in ops if op.tiers == ("host", "disk") and program.leaves[op.writes[0]].role == "gradients")
     (wait,) = (op for op in ops if op.op == "wait" and op.args == (write.out[0].name,))
-    (read,) = (op for op in ops if op.op == "disk_read_start" and write.writes[0] in op.args)
+    (read,) = (op for op in ops if op.tiers == ("disk", "host") and write.writes[0] in op.args)
     assert ops.index(write) < ops.index(wait) < ops.index(read)
     for moved in ([write, wait], [wait]):  # to right behind the read
         left = [op for op in ops if op not in moved]
@@ -320,7 +317,7 @@ def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, m
         found, _, train = test_guess.run(apart, OFFLOADS[name](tmp_path), **options)
         assert same(found, want), name
         (rollback,) = (op for op in train.program.instructions if op.op == "rollback")
-        again = {a for op in rollback.body if op.op == "to_host_start" and not op.writes for a in op.args}
+        again = {a for op in rollback.body if op.tiers == ("device", "host") and not op.writes for a in op.args}
         assert len(waiting(train.program)) == 3 and again.isdisjoint(waiting(train.program)), name
         assert len(on_disk(train.program)) == ON_DISK.get(name, 0), name
 

@@ -24,7 +24,7 @@ from fzero.ir.attributes import Attrs, ReplicateAttrs, SendAttrs, required
 from fzero.ir.ops import control, dim_shards, rollback, transfers, values
 from fzero.ir.ops.op import ANY, Op, Text, micro_of
 from fzero.ir.ops.rollback import Attempt, is_superseded, written_aside
-from fzero.ir.ops.transfers import DISK, STARTS, Copy, Start
+from fzero.ir.ops.transfers import DISK, STARTS, Start, stays
 from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import AbstractMesh
 
@@ -36,9 +36,6 @@ OWNERS: dict[str, str] = {}
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""
-COPIES = frozenset(name for name, row in STARTS.items() if row.between == "tiers")
-"""Transfers between the memory tiers of one rank."""
-TRANSFERS = COLLECTIVES | COPIES
 
 
 def bring(rows: Iterable[Op[Any]], owner: str) -> None:
@@ -92,13 +89,6 @@ def iterations(op: Instruction) -> int:
     return OPS[op.op].iterations(op) if op.body else 0
 
 
-def from_to(op: Instruction) -> tuple[str, str]:
-    """Returns the source and the target tier of a copy."""
-    row = STARTS[op.op]
-    assert isinstance(row, Copy), op.op
-    return row.tiers(op)
-
-
 def batch_axes_of(program: Program) -> tuple[str, ...]:
     """Returns the mesh axes along which a program shards the batch."""
     return next((op.axes for op, _ in program.walk() if op.op == values.PartIndex.name), ())
@@ -130,29 +120,19 @@ def transfer_bytes(op: Instruction, named: Mapping[str, Value], mesh: AbstractMe
     return STARTS[op.op].moved_bytes(op, named, mesh)
 
 
-def stays(op: Instruction, mesh: AbstractMesh) -> bool:
-    """Returns whether an op is a copy between tiers that moves nothing, because host and device are one memory."""
-    row = STARTS.get(op.op)
-    return isinstance(row, Copy) and row.stays(mesh)
-
-
 __all__ = [
     "ANY",
     "COLLECTIVES",
-    "COPIES",
     "DISK",
     "OPS",
     "OWNERS",
     "STARTS",
-    "TRANSFERS",
     "Attempt",
-    "Copy",
     "Op",
     "Start",
     "Text",
     "batch_axes_of",
     "bring",
-    "from_to",
     "message_directions",
     "is_superseded",
     "micro_of",

@@ -300,10 +300,6 @@ class Start(Op[A]):
     Attributes:
         reads_until_wait: whether it reads the memory of its arguments until the wait. A reduction reads copies of
             them in the arena.
-        holds_device_only: whether its wait blocks only the device: the host continues while the transfer may still
-            read there.
-        may_hold_device_only: whether its wait may block only the device, if the wait says so (`WaitAttrs.host`): the
-            host continues while the transfer may still write there.
         tree: whether small messages go up and down a tree instead of around a ring.
         direct: whether it sends directly to one rank.
         meets: whether every rank along its axes takes part each time, so that its end shows that they have finished
@@ -312,22 +308,17 @@ class Start(Op[A]):
             step.
         by_message: whether ranks send messages even if they share memory.
         sinks: whether its wait moves down to the first reader of its results. Otherwise the wait stays in place.
-        hoisted: where it starts (fzero/compiler/overlap.py): "ahead" of its first reader, "at once" after the op that
-            makes its arguments, or in place ("").
     """
 
     out = 1
     computes = ""
     reads_until_wait: ClassVar[bool] = True
-    holds_device_only: ClassVar[bool] = False
-    may_hold_device_only: ClassVar[bool] = False
     tree: ClassVar[bool] = False
     direct: ClassVar[bool] = False
     meets: ClassVar[bool] = True
     returns_values: ClassVar[bool] = True
     by_message: ClassVar[bool] = False
     sinks: ClassVar[bool] = True
-    hoisted: ClassVar[str] = ""
 
     def channel(self, op: Instruction[A]) -> str:
         """Returns the name of the queue that the transfer joins."""

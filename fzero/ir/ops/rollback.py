@@ -14,7 +14,7 @@ import torch
 
 from fzero.ir.attributes import AssignAttrs, LoopAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text
-from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
+from fzero.ir.ops.transfers import DISK, STARTS, Wait
 from fzero.ir.program import REPLICATED, Instruction, Program, Value
 
 
@@ -119,7 +119,7 @@ def written_aside(program: Program) -> list[str]:
     """Returns the tensors on disk whose next value a program writes next to the old one, in the order of its ops.
     Each of these has two extents.
     """
-    return [w for op, _ in program.walk() if op.speculative and op.op == DiskWrite.name for w in op.writes]
+    return [w for op, _ in program.walk() if op.speculative and DISK in op.tiers for w in op.writes]
 
 
 def is_superseded(ops: Iterable[Instruction]) -> Callable[[Instruction], bool]:

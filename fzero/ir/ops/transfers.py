@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -125,7 +125,6 @@ class AllGather(Collective):
 
     name = "all_gather_start"
     pool = "gather"
-    hoisted = "ahead"
 
     def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
         # Only the last axis can be gathered: it splits the shards of the axes before it, so its shards are adjacent.
@@ -416,19 +415,12 @@ class Copy(Start[CopyAttrs]):
     arguments are those tensors, then the values for them.
     """
 
+    name = "copy_start"
     writes = True
     attrs = CopyAttrs
     between = "tiers"
     pool = "fetch"
-    link: ClassVar[str] = "host_copy"  # the attribute of a `Device` with the rate of the copy
-
-    def tiers(self, op: Instruction) -> tuple[str, str]:
-        """Returns the source and the target tier."""
-        raise NotImplementedError(self.name)
-
-    def stays(self, mesh: AbstractMesh) -> bool:
-        """Returns whether the copy moves nothing, because host and device are one memory."""
-        return False
+    settles = True  # a copy from the device follows the copies to it in its queue, and a read from disk waits for them
 
     def sent(self, op: Instruction[CopyAttrs]) -> tuple[str, ...]:
         return op.args[len(op.writes) :]
@@ -436,6 +428,11 @@ class Copy(Start[CopyAttrs]):
     def check(self, op: Instruction[CopyAttrs], args: list[Value], rules: Rules) -> None:
         _starts(op, rules)
         num = len(op.writes)
+        if {*op.tiers} not in ({"device", "host"}, {"host", DISK}):
+            rules.bad(op, f"copies from {' to '.join(op.tiers)}")
+        # A disk stores only tensors of the state, and what is read from it is a new value.
+        if DISK in op.tiers and bool(num) != (op.attrs.target == DISK):
+            rules.bad(op, f"writes {num} leaves")
         if num and (len(args) != 2 * num or op.args[:num] != op.writes):
             rules.bad(op, f"copies {len(args) - num} values to {num} leaves")
         rules.pairs(op, args[:num], args[len(args) - num :], "copied")
@@ -452,24 +449,33 @@ class Copy(Start[CopyAttrs]):
         return name in aliases or name in op.writes
 
     def channel(self, op: Instruction[CopyAttrs]) -> str:
-        return self.name.removesuffix("_start")
+        return DISK if DISK in op.tiers else f"to_{op.attrs.target}"
 
     def moved_bytes(self, op: Instruction[CopyAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return 0 if self.stays(mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(op))
+        return 0 if stays(op, mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(op))
 
     def text(self, op: Instruction[CopyAttrs], program: Program) -> Text:
         moved = size(self.moved_bytes(op, program.values_by_name, program.mesh))
-        over = [f"into=[{', '.join(op.writes)}]"] if op.writes else [*into(op, program)]
-        speculative = ["speculative=True"] if op.speculative and DISK in self.tiers(op) else []
-        arguments = ", ".join([f"[{', '.join(self.sent(op))}]", *over, *speculative])
-        return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(op)}")
-
-    def way(self, op: Instruction[CopyAttrs]) -> str:
-        """Returns the direction of the bytes, as a remark."""
-        return f"to {self.tiers(op)[1]}"
+        from_disk = op.attrs.source == DISK
+        how = [f"[{', '.join(self.sent(op))}]", f"to={op.attrs.target!r}"]
+        how += [f"source={DISK!r}"] if from_disk else []
+        how += [f"into=[{', '.join(op.writes)}]"] if op.writes else [*into(op, program)]
+        how += ["speculative=True"] if op.speculative and DISK in op.tiers else []
+        way = f"from {DISK}" if from_disk else f"to {op.attrs.target}"
+        return Text(f"copy_start({', '.join(how)})", f">>> {moved} {way}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        return getattr(on.tiers, self.name)
+        starts = {
+            ("device", None): on.tiers.to_device_start,
+            ("host", None): on.tiers.to_host_start,
+            ("host", DISK): on.attempt.on_disk(on.tiers.disk_read_start, writes=False),
+            (DISK, None): on.attempt.on_disk(on.tiers.disk_write_start, writes=True),
+        }
+
+        def copy_start(values: Sequence[torch.Tensor], to: str, source: str | None = None, **how: Any) -> Any:
+            return starts[to, source](values, **how)
+
+        return copy_start
 
     def reference(
         self, op: Instruction[CopyAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
@@ -485,70 +491,9 @@ class Copy(Start[CopyAttrs]):
         return moved if out else ()
 
 
-class ToHost(Copy):
-    """Copies from the device's memory to the host's."""
-
-    name = "to_host_start"
-    settles = True  # the device runs it after the copies that read there
-    may_hold_device_only = True
-    hoisted = "at once"
-
-    def tiers(self, op: Instruction) -> tuple[str, str]:
-        return "device", "host"
-
-    def stays(self, mesh: AbstractMesh) -> bool:
-        return mesh.unified_memory
-
-
-class ToDevice(Copy):
-    """Copies from the host's memory to the device's."""
-
-    name = "to_device_start"
-    holds_device_only = True
-    hoisted = "ahead"
-
-    def tiers(self, op: Instruction) -> tuple[str, str]:
-        return "host", "device"
-
-    def stays(self, mesh: AbstractMesh) -> bool:
-        return mesh.unified_memory
-
-
-class OnDisk(Copy):
-    """Copies between host memory and a disk."""
-
-    def channel(self, op: Instruction[CopyAttrs]) -> str:
-        return DISK
-
-    def runs(self, on: Running) -> Callable[..., Any]:
-        return on.attempt.on_disk(getattr(on.tiers, self.name), bool(self.writes))
-
-
-class DiskRead(OnDisk):
-    """Reads tensors of the state from disk."""
-
-    name = "disk_read_start"
-    writes = False
-    settles = True
-    link = "disk_read"
-    hoisted = "ahead"
-
-    def tiers(self, op: Instruction) -> tuple[str, str]:
-        return DISK, "host"
-
-    def way(self, op: Instruction[CopyAttrs]) -> str:
-        return "from disk"
-
-
-class DiskWrite(OnDisk):
-    """Writes tensors of the state to disk."""
-
-    name = "disk_write_start"
-    writes = "always"
-    link = "disk_write"
-
-    def tiers(self, op: Instruction) -> tuple[str, str]:
-        return "host", DISK
+def stays(op: Instruction, mesh: AbstractMesh) -> bool:
+    """Returns whether an op is a copy between tiers that moves nothing, because host and device are one memory."""
+    return mesh.unified_memory and bool(op.tiers) and DISK not in op.tiers
 
 
 class Wait(Op[WaitAttrs]):
@@ -580,17 +525,16 @@ class Wait(Op[WaitAttrs]):
         if [(v.shape, v.dtype) for v in op.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(op, "returns different shapes or dtypes than were sent")
             return
-        row = STARTS[start.op]
         if not op.attrs.host:
             # The host has not waited, so no op of the host may read these values.
             rules.device_only |= {v.name for v in op.out}
-            if not row.may_hold_device_only or start.writes:
+            if start.tiers != ("device", "host") or start.writes:
                 rules.bad(op, f"only the device waits for {op.args[0]}, which is not a copy of values to the host")
         for v, source in zip(op.out, sent, strict=True):
-            if isinstance(row, Copy):
+            if start.tiers:
                 rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
                 rules.aliases |= {v.name: root} if (root := rules.root(source.name)) in rules.program.leaves else {}
-                if v.tier != row.tiers(start)[1]:
+                if v.tier != start.tiers[1]:
                     rules.bad(op, f"{v.name} is {v}")
             if v.placement != (arrived := STARTS[start.op].arrives(start, source.placement)):
                 rules.bad(op, f"{v.name} is {v.placement}, not {arrived}")
@@ -631,10 +575,7 @@ STARTS: Mapping[str, Start[Any]] = {
         ReplicateStart(),
         Send(),
         Recv(),
-        ToDevice(),
-        ToHost(),
-        DiskRead(),
-        DiskWrite(),
+        Copy(),
     )
 }
 ROWS: Sequence[Op[Any]] = (*STARTS.values(), Wait())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
+from fzero.ir.ops import OPS, STARTS, transfer_bytes
 from fzero.ir.program import Function, Instruction, Program
 from fzero.plan.cost import as_used, on_host, seconds
 from fzero.plan.device import Device
@@ -69,7 +69,7 @@ def op_costs(program: Program, device: Device, backend: str, exposed: Mapping[in
             times,
             times * seconds(op, program, rates, backend),
             exposed.get(i, 0.0),
-            times * transfer_bytes(op, program.values_by_name, program.mesh) if op.op in TRANSFERS else 0,
+            times * transfer_bytes(op, program.values_by_name, program.mesh) if op.op in STARTS else 0,
             places[i],
         )
         for i, (op, times) in enumerate(program.walk())
@@ -78,7 +78,7 @@ def op_costs(program: Program, device: Device, backend: str, exposed: Mapping[in
 
 def kind_of(op: Instruction, program: Program, device: Device) -> str:
     """Returns what an op is for, one of `KINDS`."""
-    if op.op in TRANSFERS:
+    if op.op in STARTS:
         return "transfer"
     if OPS[op.op].waits:
         return "wait"
