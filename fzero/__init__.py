@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fzero.compiler.lower import lower
     from fzero.compiler.lowered import Lowered
     from fzero.elastic.health import Health
-    from fzero.elastic.resharding import reshard
     from fzero.elastic.restarts import run
     from fzero.elastic.run_context import Run
     from fzero.ir.printer import show
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from fzero.runtime.compile import compile
     from fzero.runtime.compiled_eval import CompiledEval
     from fzero.runtime.compiled_step import CompiledStep
+    from fzero.runtime.resharding import reshard
     from fzero.runtime.training_log import log
     from fzero.sharding.user_rules import sharding_rule
     from fzero.state.move import move
@@ -88,7 +88,7 @@ _HOME = {
     "pipeline": "transforms.pipeline",
     "redundant": "transforms.redundant",
     "remat": "transforms.remat",
-    "reshard": "elastic.resharding",
+    "reshard": "runtime.resharding",
     "run": "elastic.restarts",
     "shard_grads": "transforms.zero",
     "shard_opt_state": "transforms.zero",

@@ -23,5 +23,4 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 | `recovery_source.py` | finds the newest state that is complete across all hosts, and reads this rank's shard |
 | `node_heartbeat.py` | detects lost hosts by heartbeats in the store |
 | `abort_transfers.py` | aborts GPU collectives that wait for a lost rank |
-| `resharding.py` | `fz.reshard`: lays out a live state for another step, without writing a file |
 """

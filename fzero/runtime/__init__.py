@@ -11,6 +11,7 @@ that `fzero show` prints.
 | `compiled_base.py` | what compiled training steps and evaluations have in common |
 | `compiled_step.py` | `CompiledStep`: creates or restores a state and trains it, batch by batch |
 | `compiled_eval.py` | `CompiledEval`: runs a forward-only step |
+| `resharding.py` | `fz.reshard`: lays out a live state for another step, without writing a file |
 | `step_resolution.py` | resolves what a step leaves open, such as offloading or pipeline stages, from its parameters |
 | `state_validation.py` | checks the state and the batch before the first step, and that replicas are equal |
 | `batch_transfer.py` | moves a batch to the device of the mesh |
