@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._utils import procfs
-from fzero._utils.bounded_json import formed, parsed
+from fzero._utils.bounded_json import formed
 from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, StoredPart, parse, to_json
 from fzero.checkpoint.peer_reads import PeerReads
@@ -128,8 +128,6 @@ def found(memory: Path, ranks: ControlGroup) -> list[Held]:
             return None
         try:
             states, problem = held(memory), None
-            for index in states.values():
-                check(index)
         except _WRONG as error:
             states, problem = {}, f"{memory}: {type(error).__name__}: {error}"
         of_states = [[*key, str(index.directory), _told(index)] for key, index in states.items()]
@@ -161,32 +159,6 @@ def _name(memory: Path) -> tuple[str, str, int, int]:
     """Returns an identifier of a memory that is equal on exactly those ranks that can read it."""
     here = os.stat(memory)
     return *procfs.host_id(), here.st_dev, here.st_ino
-
-
-def check(index: Index) -> None:
-    """Raises if the headers of a memory's files do not match its index.
-
-    Raises:
-        ValueError: a header is damaged. The message names the file.
-        OSError: a file cannot be read.
-    """
-    of_file: dict[str, list[StoredPart]] = {file: [] for file in index.files}
-    for parts in index.parts.values():
-        for part in parts:
-            of_file[part.file].append(part)
-    dtypes = {name: dtype for name, (_, dtype) in index.leaves.items()}
-    for file, parts in of_file.items():
-        with (Path(index.directory) / file).open("rb") as f:
-            # A safetensors file begins with the length of its header, which is JSON.
-            length = int.from_bytes(f.read(8), "little")
-            header = parsed(f.read(length)) if 8 + length <= index.files[file].bytes else {}
-        for part in parts:
-            begin = part.offset - 8 - length
-            told, nbytes = header.get(part.key, {}), part.boxes.numel * dtypes[part.key].itemsize
-            at, end = told.get("data_offsets", (-1, -1))
-            # A replica may be stored with its padding, so the stored tensor may be longer than the part.
-            if at != begin or end - at < nbytes or told.get("dtype") != safetensors_format.CODES[dtypes[part.key]]:
-                raise ValueError(f"{file}: its header is damaged, {part.key} is not where it should be")
 
 
 def _form(index: Index) -> str:
