@@ -10,7 +10,6 @@ that process, while all other processes may restart. If its owner is gone, the n
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import re
@@ -19,7 +18,6 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +28,6 @@ MEMORY, SUPERVISOR = "FZERO_RUN_MEMORY", "FZERO_RUN_SUPERVISOR"
 """Environment variables that the supervisor sets for its rank: the directory of the in-memory checkpoints, and the mark
 that the process has a supervisor."""
 
-_NAMES = 100  # how many names of a directory are tried
 _LAST_SYSTEM_USER = 999
 _LOGINCTL = 5.0  # seconds to wait for an answer of loginctl
 
@@ -44,7 +41,7 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
             no `/dev/shm`.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be made, or another user could read it.
     """
     if given is None and (kept := os.environ.get(MEMORY)):
         return Path(kept)
@@ -53,9 +50,11 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     here = procfs.pid_namespace()  # containers may share this memory but not process ids
     name = f"{here}-{owner}-{procfs.start_time(owner)}"  # with the start time, because process ids are used again
-    roots = _roots(base if given is None else Path(given).absolute())
-    root = _root(roots, name)
-    for other in (x for one in roots if one.is_dir() and exposed(one, 0o077) is None for x in one.iterdir()):
+    root = (base if given is None else Path(given).absolute()) / f"fzero-{os.getuid()}"
+    make_private_directory(root)
+    if (why := exposed(root, 0o077)) is not None:
+        raise PermissionError(why)
+    for other in root.iterdir():
         names, _, process = other.name.partition("-")
         pid, _, born = process.partition("-")
         if names == here and pid.isdigit() and born != procfs.start_time(int(pid)):
@@ -63,40 +62,6 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     found = root / name
     found.mkdir(mode=0o700, exist_ok=True)
     return found
-
-
-def _roots(base: Path) -> list[Path]:
-    """Returns the candidate names of this user's directory for all runs, in the order in which they are tried.
-
-    There are several because in a directory where everybody may write, other users can take some of the names.
-    """
-    first = base / f"fzero-{os.getuid()}"
-    return [first, *(base / f"{first.name}-{i}" for i in range(1, _NAMES))]
-
-
-def _root(roots: Sequence[Path], name: str) -> Path:
-    """Returns the candidate in which a process of this run has already made the run's directory; otherwise the first
-    one that belongs to this user, or that can be made.
-
-    Raises:
-        OSError: there is none.
-    """
-    make_private_directory(roots[0].parent)
-    for root in roots:
-        if (root / name).is_dir() and exposed(root, 0o077) is None:
-            return root
-    problems = []
-    for root in roots:
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
-        if (why := exposed(root, 0o077)) is None:
-            if problems and os.environ.get("LOCAL_RANK", "0") == "0":
-                logging.getLogger("fzero").warning("fzero.run: keeps states in %s: %s", root, problems[0])
-            return root
-        problems.append(why)
-        if root.lstat().st_uid == os.getuid():  # the directory is this user's: no other user has taken the name
-            break
-    raise PermissionError(problems[-1])
 
 
 def make_directory(directory: Path) -> None:

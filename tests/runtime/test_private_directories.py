@@ -3,7 +3,6 @@ another account was there first."""
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import subprocess
@@ -142,39 +141,28 @@ def test_folders_that_cannot_be_written_to(home: Path, backend: str, name: str) 
 
 
 @root_alone
-def test_a_run_goes_on_elsewhere_where_another_user_took_its_name(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_directory_of_another_user_is_not_used_for_states(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(host_directory.MEMORY, raising=False)
+    (first := home / "fzero-0").mkdir(mode=0o700)
+    os.chown(first, OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"fzero-0 belongs to the user {OTHER}"):
+        host_directory.memory(home)
+
+
+def test_the_ranks_of_a_run_find_its_directory_and_a_later_run_removes_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(host_directory.MEMORY, raising=False)
-    first, second = home / "fzero-0", home / "fzero-0-1"
-    first.mkdir(mode=0o700)
-    os.chown(first, OTHER, OTHER)
-    with caplog.at_level(logging.WARNING, "fzero"):
-        found = host_directory.memory(home)
-    assert found.parent == second and stat.S_IMODE(second.stat().st_mode) == 0o700
-    assert [r.getMessage() for r in caplog.records] == [
-        f"fzero.run: keeps states in {second}: {first} belongs to the user {OTHER}"
-    ]
-    os.rmdir(first)
-    assert host_directory.memory(home) == found, (
-        "a process that comes later, when she has let go of it, finds the others"
-    )
-    code = f"import sys; from fzero.elastic import host_directory as host; print(host.memory({str(home)!r}))"
+    found = host_directory.memory(home)
+    code = f"from fzero.elastic import host_directory as host; print(host.memory({str(home)!r}))"
     env = {k: v for k, v in os.environ.items() if k != host_directory.MEMORY}
     for more, of in (({"TORCHELASTIC_RUN_ID": "1"}, found), ({}, None)):  # a rank of this run, and another run
         ran = subprocess.run([sys.executable, "-c", code], env=env | more, capture_output=True, text=True, check=True)
         where = Path(ran.stdout.strip())
-        assert where == of if of else where.parent == first, "another run takes the first name that is free"
+        assert where == of if of else where.parent == found.parent
     assert where.exists() and host_directory.memory(home) == found and not where.exists(), (
         "what a run that is gone left is removed"
     )
-    host_directory.remove(found)
-    for number in range(host_directory._NAMES):
-        name = home / f"fzero-0-{number}" if number else first
-        name.mkdir(exist_ok=True)
-        os.chown(name, OTHER, OTHER)
-    with pytest.raises(PermissionError, match=f"fzero-0-{host_directory._NAMES - 1} belongs to the user {OTHER}"):
-        host_directory.memory(home)
 
 
 @root_alone
