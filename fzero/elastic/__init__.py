@@ -11,7 +11,6 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 | `supervisor.py` | runs one rank as a child process and restarts it when it dies (`python -m fzero.run`) |
 | `restarts.py` | `fz.run`: calls the training function, and again on a new mesh after each lost rank |
 | `recovery_manager.py` | joins the ranks on a mesh, restores the newest state, and commits states to host memory |
-| `rank_loss.py` | tells the loss of a rank from an error of this one |
 | `run_context.py` | `fz.Run`: gives the training function its mesh, state and step numbers, and stores states |
 | `run_checkpoints.py` | saves the checkpoints of a run, each with the number of batches its state has seen |
 | `stop_request.py` | records stop signals, and makes all ranks stop before the same step |

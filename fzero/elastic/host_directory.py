@@ -196,16 +196,13 @@ class RankProgress:
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
-        self._map = self._opened()
-        self._seen = self.read()
-
-    def _opened(self) -> mmap.mmap:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, mmap.PAGESIZE)
-            return mmap.mmap(fd, mmap.PAGESIZE)
+            self._map = mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)
+        self._seen = self.read()
 
     def leave(self) -> bool:
         """Removes the file when its supervisor ends, and returns whether it was the last such file of the host."""
@@ -228,14 +225,7 @@ class RankProgress:
         self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
 
     def begin(self) -> None:
-        """Records that a new process of this rank begins, which has taken no step yet.
-
-        If the file was removed, it is made again with the same content.
-        """
-        if not self._path.exists():
-            make_directory(self._path.parent)
-            content, self._map = self._map[:], self._opened()
-            self._map[:] = content
+        """Records that a new process of this rank begins, which has taken no step yet."""
         self._seen = self.read()
         self.say(STARTING)
 

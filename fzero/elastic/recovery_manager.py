@@ -29,7 +29,6 @@ from fzero.elastic import host_directory, recovery_source
 from fzero.elastic.health import Finding
 from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint
 from fzero.elastic.peer_replicas import PeerReplica
-from fzero.elastic.rank_loss import cause
 from fzero.elastic.stop_request import STOPPED, StopSignals
 from fzero.errors import CheckpointError, FzeroError, FzeroValueError
 from fzero.mesh import Mesh, close_mesh, make_mesh
@@ -274,6 +273,13 @@ class RecoveryManager:
             # Now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile.
             transport(mesh).connect(replica.spec.axis)
         mesh.context.peer_replicas = checkpoint.peer_replicas
+
+
+def cause(error: Exception) -> str:
+    """Returns the line of an error message that says what happened, not the line that says what this rank was doing."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if "has left" in line and not line.startswith("fzero.")]
+    return (told or lines[1:2] or lines[:1] or [type(error).__name__])[0]
 
 
 def _store_answers() -> bool:

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,16 +23,18 @@ from fzero.comm.launcher_environment import Processes
 from fzero.elastic import host_directory
 from fzero.elastic.abort_transfers import freed
 from fzero.elastic.health import Health
-from fzero.elastic.rank_loss import cause, lost, said_why, say_why
-from fzero.elastic.recovery_manager import RecoveryManager
+from fzero.elastic.recovery_manager import RecoveryManager, cause
 from fzero.elastic.run_context import Run
 from fzero.elastic.stop_request import STOPPED, StopSignals
-from fzero.errors import DivergenceError, FzeroValueError
-from fzero.mesh import close_mesh
+from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
+from fzero.mesh import Mesh, close_mesh
 
 T = TypeVar("T")
 
 logger = logging.getLogger("fzero")
+
+_PATIENCE = 5.0  # seconds to wait for the news that a rank has died, after an error that its death may have caused
+_RAISED = "fzero/run/raised"
 
 _has_run = False  # whether a run of several processes, or under a supervisor, has ended in this process
 
@@ -123,9 +126,9 @@ def run(
             if supervised:
                 # The supervisor sends this signal before it kills a rank that hangs, to log where its threads are.
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
-            result, stopped = _until_it_returns(
-                main, kept_in, every, signals, supervised and here.world > 1, timeout, health, on_resize, mesh
-            )
+            again = supervised and here.world > 1
+            manager = RecoveryManager(kept_in, every, signals, again, timeout, mesh, on_resize == "error")
+            result, stopped = _until_it_returns(main, manager, signals, again, health)
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.FINISHED)
     except torch.distributed.DistNetworkError as error:
@@ -184,19 +187,10 @@ def _stops(numbers: Any) -> list[str]:
 
 
 def _until_it_returns(
-    main: Callable[[Run], T],
-    memory: Path | None,
-    every: int,
-    signals: StopSignals,
-    again: bool,
-    timeout: float,
-    health: Health,
-    on_resize: str,
-    axes: Mapping[str, Any],
+    main: Callable[[Run], T], manager: RecoveryManager, signals: StopSignals, again: bool, health: Health
 ) -> tuple[T, bool]:
     """Returns the result of `main`, and whether the run was asked to stop. `again`: whether a lost rank is
     restarted."""
-    manager = RecoveryManager(memory, every, signals, again, timeout, axes, refuse_resize=on_resize == "error")
     while True:
         mesh = manager.join()
         run = Run(manager, signals, health)
@@ -206,11 +200,11 @@ def _until_it_returns(
             run._end(any(control_group.all_gather_values(mesh.control, "run", lambda: signals.came)))
             return result, run.stopping
         except Exception as error:
-            if why := said_why(mesh):  # that rank does not come back
+            if why := _said_why(mesh):  # that rank does not come back
                 logger.warning("fzero.run: %s, which ends the run", why)
                 raise
-            if not (again and lost(mesh, error)):
-                say_why(mesh, error)
+            if not (again and _is_lost(mesh, error)):
+                _say_why(mesh, error)
                 raise
             if signals.came:
                 text = (
@@ -224,3 +218,35 @@ def _until_it_returns(
         # closes.
         del mesh, run
         manager.leave()
+
+
+def _is_lost(mesh: Mesh, error: Exception) -> bool:
+    """Whether an error on this rank was caused by the loss of another rank."""
+    if isinstance(error, RankLost):
+        return True
+    follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
+    # Such an error may be the consequence of a death that the store does not show yet.
+    deadline = time.monotonic() + (_PATIENCE if follows else 0.0)
+    while isinstance(error, (FzeroError, torch.distributed.DistError)):
+        if mesh.collective_sequence.gone():
+            return True
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return False
+
+
+def _say_why(mesh: Mesh, error: Exception) -> None:
+    """Tells the other ranks, which see this rank leave, that it has raised an error and does not come back."""
+    if mesh.size > 1:
+        title = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        with contextlib.suppress(RuntimeError):
+            mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {title}")
+
+
+def _said_why(mesh: Mesh) -> str:
+    """Returns the error that a rank has reported with `_say_why`, or "" if no rank has."""
+    if mesh.size > 1:
+        with contextlib.suppress(RuntimeError):
+            return mesh.store.get(_RAISED).decode() if mesh.store.check([_RAISED]) else ""
+    return ""
