@@ -23,7 +23,8 @@ folder imports nothing from `state/` or `runtime/`.
 | `backward_seed.py` | seeds the backward with loss scale / count: gradients of the global mean, scaled for fp16 |
 | `bitcast_check.py` | rejects casts and compression of parameters whose raw bits the step reads |
 | `update_graph.py` | records what follows the backward: means, unscaling, gradient norm, optimizer and metrics |
-| `passes.py` | the list of all passes, in order: when each runs, with which options, and why it is needed |
+| `passes.py` | the list of all passes, in order, and why each is needed |
+| `pass_options.py` | decides when each pass runs, and with which options |
 | `options.py` | lists the options that a step leaves open |
 | `pass_invariants.py` | rules that programs must satisfy before or after certain passes |
 | `pass_cache.py` | runs the passes, and shares their results among options that agree |

@@ -15,14 +15,12 @@ from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Place, Program
 
 
-def launches(program: Program) -> bool:
-    """Whether each op is a kernel launch: on every device except a CPU."""
-    return program.mesh.device_type != "cpu"
-
-
-def batched(program: Program) -> Program:
+def rewrite(program: Program) -> Program:
     """Returns the program in which consecutive ops of a batched kind (`Op.batched`) with the same attributes are
-    merged."""
+    merged.
+
+    Precondition: buffers are placed.
+    """
     return _Batcher(program).run()
 
 

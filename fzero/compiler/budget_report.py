@@ -9,7 +9,6 @@ from typing import NamedTuple
 from fzero._utils.units import exact_size, size
 from fzero.compiler.options import Options
 from fzero.compiler.overlap import ScheduleOptions
-from fzero.compiler.passes import PASSES
 from fzero.errors import BudgetError
 from fzero.ir.ops.transfers import AllReduce, AllToAll, ReduceScatter
 from fzero.ir.program import Instruction, Program
@@ -88,7 +87,9 @@ def decided(program: Program, options: Options, budget: Budget | None) -> tuple[
         why = "wherever their update runs: the device has no room for them"
         why = why if host else "sums over micro-batches: it is faster"
         found.append(PlanDecision("gradients wait", f"on the {'host' if host else 'device'}", why))
-    found += [PlanDecision(*said) for passed in PASSES if (said := passed.decision(options))]
+    if options.speculative:
+        why = "updates of state that is not stored on the device do not wait for the norm of all gradients; they are "
+        found.append(PlanDecision("update", "speculative", f"{why}rolled back and repeated if the norm changes them"))
     if options.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fzero.compiler.arena import ALIGNMENT, Region, RegionSlot, assign
@@ -35,13 +35,20 @@ VECTOR = 16  # bytes that a GPU kernel reads at once; it copies arguments that a
 SMALL = 1 << 16  # bytes: a smaller all_reduce is packed, and its sums do not overwrite its summands
 
 
-def place(program: Program, temporaries: Callable[[Function], int] = lambda _: 0) -> Program:
+@dataclass(frozen=True)
+class Temporaries:
+    """`nbytes` returns the peak bytes inside a call of a subgraph, beyond its inputs and outputs. It is used to choose
+    buffers that are allocated separately from the arena."""
+
+    nbytes: Callable[[Function], int] = field(default=lambda _: 0, compare=False)
+
+
+def rewrite(program: Program, options: Temporaries) -> Program:
     """Returns the program with an offset in the arena for every value that is communicated or copied.
 
-    `temporaries` returns the peak bytes inside a call of a subgraph, beyond its inputs and outputs; it is used to
-    choose buffers that are allocated separately from the arena.
+    Precondition: every op is in its final position.
     """
-    return _Placer(program, temporaries).run()
+    return _Placer(program, options.nbytes).run()
 
 
 class _Held(NamedTuple):

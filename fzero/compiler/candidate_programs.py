@@ -12,7 +12,8 @@ from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.lowered import Lowered
 from fzero.compiler.options import Options
 from fzero.compiler.pass_cache import PassCache, initial_options
-from fzero.compiler.passes import FIRST, PassContext
+from fzero.compiler.pass_options import PassContext
+from fzero.compiler.passes import FIRST
 from fzero.compiler.state_slots import Slots, check_used
 from fzero.compiler.traced_step import Traced, trace_step
 from fzero.ir.from_graph import Inputs

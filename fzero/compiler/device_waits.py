@@ -14,9 +14,12 @@ from fzero.ir.ops import STARTS
 from fzero.ir.program import Instruction, Program
 
 
-def mark(program: Program) -> Program:
+def rewrite(program: Program) -> Program:
     """Returns the program with `host=False` on these waits. There are none on a mesh whose host and device share one
-    memory."""
+    memory.
+
+    Precondition: every op is in its final position.
+    """
     starts = {op.out[0].name: op for op, _ in program.walk() if op.op in STARTS}
     on_host = {*program.outputs}
     for op, _ in program.walk():

@@ -25,7 +25,10 @@ from fzero.trace.recorder import Recorded
 
 def rewrite(program: Program) -> Program:
     """Returns the base program with the last block's forward and vjp as one op, `..._value_and_grad`, if there are only
-    residual subgraphs between them."""
+    residual subgraphs between them.
+
+    Precondition: the program as it was recorded.
+    """
     ops = list(program.instructions)
     found = _between(program)
     if found is None:

@@ -17,9 +17,12 @@ from fzero.ir.ops import COLLECTIVES, OPS
 from fzero.ir.program import Instruction, Program
 
 
-def hoist_updates(program: Program) -> Program:
+def rewrite(program: Program) -> Program:
     """Moves each op of the optimizer, and each other op after the last block, directly after the last op that it
-    depends on or, for some ops of the optimizer, a block later."""
+    depends on or, for some ops of the optimizer, a block later.
+
+    Precondition: the update is partitioned, and no transfer is moved from its operands yet.
+    """
     ops = program.instructions
     optimizer = next((i for i, op in enumerate(ops) if op.by == "optimizer"), None)
     if optimizer is None:

@@ -8,9 +8,12 @@ from fzero.ir.program import Program
 from fzero.ir.value_names import Names
 
 
-def rename_functions(program: Program) -> Program:
+def rewrite(program: Program) -> Program:
     """Renames each subgraph that has the same name as a value: otherwise a parameter `embed` would hide the block
-    `embed`."""
+    `embed`.
+
+    Precondition: no pass after this one names a value.
+    """
     values = set(program.values())
     both = [name for name in program.functions if name in values]
     names = Names((*values, *program.functions))

@@ -49,8 +49,11 @@ class ScheduleOptions:
 _DEFAULT = ScheduleOptions()
 
 
-def overlap(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
-    """Returns the program with every start and wait in its final position."""
+def rewrite(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
+    """Returns the program with every start and wait in its final position.
+
+    Precondition: every transfer of the step exists, between its operands and the ops that read its results.
+    """
     state = set(program.leaves)
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - options.shared :])) if options.shared else program

@@ -12,7 +12,8 @@ from typing import Any
 
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.options import Options
-from fzero.compiler.passes import FIRST, Pass, PassContext, check_after, passes_of, update_placement
+from fzero.compiler.pass_options import PassContext, PassInput, update_placement
+from fzero.compiler.passes import FIRST, Pass, check_after, passes_of
 from fzero.compiler.search import ENDS
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.ir.program import Program
@@ -90,7 +91,7 @@ class PassCache:
         made, found = self._made(least, self._at_gradients + 1), dict[Any, str]()
         for grads in offload_analysis.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
-            waiting = tuple(update_placement(made, self.context, way).waiting for way in ways)
+            waiting = tuple(update_placement(PassInput(made, self.context, way)).waiting for way in ways)
             if waiting not in found or grads == "update":
                 found[waiting] = grads
         return list(found.values())
@@ -164,7 +165,8 @@ class PassCache:
     def _key(self, made: dict[str, Program], options: Options) -> Any:
         """Returns a key for the ops before the scheduling passes, and the options of these passes."""
         ops = next(reversed(made.values())).instructions
-        return id(ops), *(x.option(made, self.context, options) for x in self.passes[self._at_order :])
+        at = PassInput(made, self.context, options)
+        return id(ops), *(x.options(at) for x in self.passes[self._at_order :])
 
     def _made(self, options: Options, end: int) -> dict[str, Program]:
         made = {FIRST: self.recorded}
@@ -176,13 +178,13 @@ class PassCache:
         """Yields the passes with these indices that run, each with the program that it returns. `made` is extended by
         one program for each pass."""
         for number, passed in enumerate(self.passes[begin:end], begin):
-            program, option = next(reversed(made.values())), passed.option(made, self.context, options)
-            if passed.wanted(program, self.context, option):
+            program, chosen = next(reversed(made.values())), passed.options(PassInput(made, self.context, options))
+            if chosen is not None:
                 if passed.name in self.context.skip:
                     self._idle.discard(passed.name)
                 else:
                     try:
-                        program = self._rewritten(number, program, option)
+                        program = self._rewritten(number, program, chosen)
                     except (LookupError, AttributeError, AssertionError):
                         # one of them may violate the rules of programs
                         for at, earlier in enumerate(made.values(), -1):
@@ -191,13 +193,13 @@ class PassCache:
                     yield passed, program
             made[passed.name] = program
 
-    def _rewritten(self, number: int, program: Program, option: Any) -> Program:
+    def _rewritten(self, number: int, program: Program, options: Any) -> Program:
         """Returns the program after one pass, from the caches if possible. Early passes are shared with the caches of
         programs whose state is stored on other tiers, so the tensors of the state are replaced by this program's."""
-        rewrite = lambda: self.passes[number].rewrite(program, self.context, option)  # noqa: E731
+        rewrite = lambda: self.passes[number](program, options)  # noqa: E731
         if number >= self._at_order:
             return rewrite()
-        key = number, id(program.instructions), option
+        key = number, id(program.instructions), options
         if number < self._at_gradients:
             if key not in self._shared:
                 self._shared[key] = program, rewrite(), self

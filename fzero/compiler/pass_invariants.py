@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fzero.ir.ops import OPS, stays
+from fzero.ir.pool_verifier import check
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -28,7 +29,7 @@ def on_device(program: Program) -> None:
 
 def placed(program: Program) -> None:
     """Checks that every communicated or copied value has an offset in the arena, except values that stay where they are
-    and state that is written back."""
+    and state that is written back; and that buffers follow the rules of the arena."""
 
     def wrong(op: Instruction) -> str:
         pool = OPS[op.op].pool
@@ -38,6 +39,7 @@ def placed(program: Program) -> None:
         return "it is communicated without a buffer in the arena" if moves and (not op.into or None in op.into) else ""
 
     _check(program, wrong)
+    check(program)
 
 
 def _check(program: Program, wrong: Callable[[Instruction], str]) -> None:

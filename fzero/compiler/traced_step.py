@@ -14,7 +14,7 @@ from fzero.compiler.base_program import lower_train
 from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.pass_cache import PassCache
-from fzero.compiler.passes import PassContext
+from fzero.compiler.pass_options import PassContext
 from fzero.compiler.state_layouts import compute_leaves, gradient_leaves, opt_state_inputs
 from fzero.compiler.state_slots import Slots, slots_of
 from fzero.compiler.training_spec import Precision, Training

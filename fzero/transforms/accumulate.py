@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from fzero._utils.arguments import accepts, accepts_none, count, keywords, predicate, shown
@@ -192,14 +192,22 @@ def accumulate(
 # --- the rewrite ---
 
 
-def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
+@dataclass(frozen=True)
+class AccumulateOptions:
+    """The number of micro-batches and, for each input that is split into micro-batches, the shape of this rank's
+    batch."""
+
+    num: int
+    batch: Mapping[str, tuple[int, ...]] = field(compare=False)
+
+
+def rewrite(program: Program, options: AccumulateOptions) -> Program:
     """Repeats the ops of loss and gradients for each micro-batch, with the schedule that the step's `Accumulate` names.
 
-    Args:
-        program: a base program.
-        num: the number of micro-batches.
-        batch: for each input that is split into micro-batches, the shape of this rank's batch.
+    Precondition: a base program, whose loss was traced with one micro-batch. No value is sharded over the ranks that
+    have different samples yet.
     """
+    num, batch = options.num, options.batch
     record = find(program.transforms, Accumulate)
     ops, totals = (
         _repeated(program, num, batch) if record is not None and record.layerwise else _looped(program, num, batch)

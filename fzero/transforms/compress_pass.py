@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -44,13 +44,18 @@ _KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
 """The ops whose results are the same gradients as their arguments, in another form."""
 
 
-def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> Program:
+@dataclass(frozen=True)
+class Encoding:
+    """How the parallel transforms shard each parameter and, for "auto", the formats that were chosen."""
+
+    zero: Zero = field(compare=False)
+    formats: tuple[AxisFormats, ...] = ()
+
+
+def rewrite(program: Program, options: Encoding) -> Program:
     """Returns the program with encoded transfers.
 
-    Args:
-        program: a program that is sharded over the mesh.
-        zero: how the parallel transforms shard each parameter.
-        wire: the formats that were chosen, for "auto".
+    Precondition: the program is sharded over the mesh, and its update is not partitioned yet.
 
     Raises:
         FzeroValueError: an axis of the transform is not on the mesh; or nothing is sent encoded over it, or over any
@@ -58,7 +63,7 @@ def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> P
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
-    return _Coding(program, spec.chosen(wire) if spec.auto else spec, zero).run()
+    return _Coding(program, spec.chosen(options.formats) if spec.auto else spec, options.zero).run()
 
 
 def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:

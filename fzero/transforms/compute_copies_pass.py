@@ -8,7 +8,7 @@ contains them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
@@ -22,13 +22,20 @@ from fzero.trace.recorder import Recorded
 aten = torch.ops.aten
 
 
-def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
+@dataclass(frozen=True)
+class ComputeCopies:
+    """The masters that have copies, and the copies, by the path of their master."""
+
+    masters: tuple[str, ...]
+    copies: Mapping[str, Leaf] = field(compare=False)
+
+
+def rewrite(program: Program, options: ComputeCopies) -> Program:
     """Returns the base program of a step that reads the copies of masters, and whose update writes them too.
 
-    Args:
-        program: a base program.
-        copies: the copies, by the path of their master.
+    Precondition: no op is split or repeated yet.
     """
+    copies = options.copies
     casts = {
         x.args[0]: x
         for x in program.instructions

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,8 +56,17 @@ _ARRIVED = {all_reduce: "sum", all_gather: "gathered", reduce_scatter: "scattere
 """The endings of the names of handles and of received values."""
 
 
-def rewrite(program: Program, zero: Zero) -> Program:
+@dataclass(frozen=True)
+class DimShardings:
+    """The sharding that the parallel transforms request."""
+
+    zero: Zero = field(compare=False)
+
+
+def rewrite(program: Program, options: DimShardings) -> Program:
     """Returns the program whose subgraphs compute on shards along a dim.
+
+    Precondition: every rank computes the same values, or those of its samples of the batch.
 
     The axes are processed one after the other; the second axis shards the segments that the first one produced.
 
@@ -65,8 +74,8 @@ def rewrite(program: Program, zero: Zero) -> Program:
         FzeroValueError: every rank would have to compute operations on unsharded values of more bytes than the spec
             allows.
     """
-    for spec in zero.dim_shardings:
-        program = _ToParts(program, spec, zero).run()
+    for spec in options.zero.dim_shardings:
+        program = _ToParts(program, spec, options.zero).run()
     return program
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from fzero.ir.attributes import BufferAttrs, CopyAttrs
 from fzero.ir.ops import OPS
@@ -24,26 +24,47 @@ from fzero.sharding.layout import Leaf
 from fzero.transforms.accumulate import loop_totals
 from fzero.transforms.offload import Offload
 from fzero.transforms.offload_analysis import known_last, no_gradients, saved_activations, update_ops
+from fzero.transforms.speculate_pass import with_old_values
 
 
-def rewrite(
-    program: Program, on_device: frozenset[str], waiting: frozenset[str], on_disk: Iterable[tuple[str, str]]
-) -> Program:
-    """Inserts copies between memory tiers around the ops of a program whose update has been partitioned.
+@dataclass(frozen=True)
+class UpdatePlacement:
+    """Where the update of offloaded state runs, and where gradients wait for it.
 
-    Args:
-        program: the program to rewrite.
+    Attributes:
         on_device: the offloaded tensors that the device updates, from `offload_analysis.updated_on_device`.
         waiting: the gradients that are held in host memory, from `offload_analysis.waiting_on_host`.
         on_disk: pairs of a gradient that is held on disk and the tensor that stores it.
     """
-    records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _TierRewrite(program, records, on_device, waiting, dict(on_disk)).run()
+
+    on_device: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    on_disk: tuple[tuple[str, str], ...] = ()
 
 
-def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
-    """Returns the program with the tensors that store gradients added to its inputs."""
-    new = {leaf.path: leaf for leaf in leaves}
+def rewrite(program: Program, options: UpdatePlacement) -> Program:
+    """Inserts copies between memory tiers around the ops of a program, those of old values that speculative updates
+    overwrite included.
+
+    Precondition: the update is partitioned and hoisted, and every value is on the device.
+    """
+    program, records = with_old_values(program), [t for t in program.transforms if isinstance(t, Offload)]
+    return _TierRewrite(program, records, options.on_device, options.waiting, dict(options.on_disk)).run()
+
+
+@dataclass(frozen=True)
+class GradientLeaves:
+    """The tensors that store gradients on disk."""
+
+    leaves: tuple[Leaf, ...] = field(compare=False)
+
+
+def with_gradient_leaves(program: Program, options: GradientLeaves) -> Program:
+    """Returns the program with the tensors that store gradients added to its inputs.
+
+    Precondition: the update is partitioned.
+    """
+    new = {leaf.path: leaf for leaf in options.leaves}
     values = (Value(x.path, x.shape, x.dtype, stored_placement(x.layout)) for x in new.values())
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **new})
 

@@ -39,9 +39,17 @@ Owner = tuple[int, int]
 NOBODY: Owner = (-1, 0)
 
 
-def partition_update(program: Program) -> Program:
+def rewrite(program: Program, tiers: tuple[int, ...] = ()) -> Program:
     """Replaces the `update` op by ops that can be executed. Values are sharded as the placements of its arguments and
-    targets say."""
+    targets say.
+
+    Precondition: the program is sharded over the mesh, and its transfers are encoded.
+
+    Args:
+        program: the program.
+        tiers: for each tensor of the state, the index of its tier among those in use. The result depends on nothing
+            else of the tiers, so programs are cached by it.
+    """
     return _UpdatePartition(program).program
 
 

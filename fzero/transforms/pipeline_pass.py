@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fzero.errors import FzeroValueError
@@ -100,18 +100,23 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
     return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
 
 
-def project(program: Program, rank: int, known: dict[Any, Any] | None = None) -> Program:
+@dataclass(frozen=True)
+class Stage:
+    """The index of a rank along the axis, and a cache for results about the program that all ranks share."""
+
+    rank: int
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+def project(program: Program, options: Stage) -> Program:
     """Returns the program of the ranks at one index along the axis. It has only the state of their stages.
 
-    Args:
-        program: the program of all stages.
-        rank: the index along the axis.
-        known: a cache for results about the program that all ranks share.
+    Precondition: the program of all stages, whose update is partitioned and hoisted.
     """
-    known, on = {} if known is None else known, ("stages", id(program))
+    known, on = options.known, ("stages", id(program))
     if on not in known:
         known[on] = _Whole(program)  # which keeps the program
-    return _Projection(known[on], rank).program
+    return _Projection(known[on], options.rank).program
 
 
 class _Places:

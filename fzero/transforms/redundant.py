@@ -166,7 +166,10 @@ def spec_of(program: Program) -> Redundant | None:
 
 
 def rewrite(program: Program) -> Program:
-    """Returns the program with its sends. All its other transfers must have been placed already."""
+    """Returns the program with its sends.
+
+    Precondition: all its other transfers are in their final positions.
+    """
     spec = spec_of(program)
     assert spec is not None
     values, names = program.values(), Names(program.values())

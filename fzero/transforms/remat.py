@@ -91,16 +91,39 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
 # --- the rewrite ---
 
 
-def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None) -> Program:
-    """Splits every block that is called both forward and backward.
+@dataclass(frozen=True)
+class RematOptions:
+    """The saved values of each distinct block under a policy. Policies that save the same values give the same program.
 
-    Args:
-        program: a base program.
+    Attributes:
+        saved: the saved values of each distinct block.
         policy: as in `remat`, except for "full", which splits no block; "auto" is "min_cut".
-        known: a cache of facts about the blocks of this program: pass the same dictionary to all rewrites of it.
+        known: a cache of facts about the blocks of a program: pass the same dictionary to all rewrites of it.
         zero: how its values are sharded, if they are.
     """
-    blocks = _blocks(program, known, zero)
+
+    saved: tuple[Kept, ...]
+    policy: str | float = field(compare=False)
+    known: dict[Any, Any] = field(compare=False, repr=False)
+    zero: Zero | None = field(compare=False, repr=False)
+
+
+def remat_options(
+    program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None
+) -> RematOptions | None:
+    """Returns the options of a policy for a base program; None if no block is split."""
+    if policy == "full":
+        return None
+    distinct = dict.fromkeys(_blocks(program, known, zero).values())
+    return RematOptions(tuple(_kept(choices, policy) for choices in distinct), policy, known, zero)
+
+
+def rewrite(program: Program, options: RematOptions) -> Program:
+    """Splits every block that is called both forward and backward.
+
+    Precondition: a base program. No op is repeated yet, and no value is sharded.
+    """
+    blocks, policy = _blocks(program, options.known, options.zero), options.policy
     stay = {op.fn for op, _ in program.walk() if op.block is None or op.block.number not in blocks}
     functions = Functions({name: f for name, f in program.functions.items() if name in stay})
     splits: dict[Choices, Split] = {}
@@ -125,23 +148,6 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
         return [replace(op, args=args, fn=split.backward, by="remat")]
 
     return replace(program.map_instructions(visit), functions=functions.by_name)
-
-
-@dataclass(frozen=True)
-class KeptValues:
-    """The saved values of each distinct block under a policy. Policies that save the same values give the same
-    program."""
-
-    blocks: tuple[Kept, ...]
-    policy: str | float = field(compare=False)
-
-
-def keeps(program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None) -> KeptValues | None:
-    """Returns the values that blocks save; None if no block is split. The arguments are those of `rewrite`."""
-    if policy == "full":
-        return None
-    distinct = dict.fromkeys(_blocks(program, known, zero).values())
-    return KeptValues(tuple(_kept(choices, policy) for choices in distinct), policy)
 
 
 def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[int, Choices]:

@@ -44,8 +44,11 @@ def gathers(program: Program) -> bool:
     return any(op.op == _GATHER and op.by == "optimizer" for op in program.instructions)
 
 
-def deal(program: Program) -> Program:
-    """Returns the program in which calls of the update on gathered values are assigned to the ranks in turn."""
+def rewrite(program: Program) -> Program:
+    """Returns the program in which calls of the update on gathered values are assigned to the ranks in turn.
+
+    Precondition: the update is partitioned, and nothing is copied between tiers yet.
+    """
     return _Dealer(program).run()
 
 

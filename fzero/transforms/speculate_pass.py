@@ -40,7 +40,9 @@ def rewrite(program: Program, tiers: Sequence[str]) -> Program:
     of gradients.
 
     Returns the program unchanged if no update would, or if the scalars they wait for depend on more than gradients:
-    then the assumption would hardly ever be right. The program's update must have been partitioned.
+    then the assumption would hardly ever be right.
+
+    Precondition: the update is partitioned, and not hoisted yet.
 
     Cost: gradients are held until the end of the step, as without speculation (offload_analysis.py determines where);
         for tensors with speculative updates that are not stored on disk, a copy, made before the update. Tensors on
@@ -105,15 +107,6 @@ def shares(tiers: Sequence[str], placement: Any, copies: bool) -> tuple[float, f
         return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
     # the state of parameters in host memory is not speculative
     return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
-
-
-def decision(options: Options) -> tuple[str, str, str] | None:
-    why = (
-        "updates of state that is not stored on the device do not wait for the norm of all gradients; they are rolled "
-    )
-    return (
-        ("update", "speculative", f"{why}back and repeated if the norm changes them") if options.speculative else None
-    )
 
 
 class _Speculation:

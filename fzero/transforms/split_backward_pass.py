@@ -23,7 +23,7 @@ from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.transform import find
 
 
-def wanted(program: Program) -> bool:
+def is_scheduled(program: Program) -> bool:
     """Whether the program has a pipeline with several stages and a schedule with weight actions."""
     spec = find(program.transforms, Pipeline)
     return spec is not None and spec.has_weights and program.mesh.axes[spec.axis] > 1
@@ -31,6 +31,8 @@ def wanted(program: Program) -> bool:
 
 def rewrite(program: Program) -> Program:
     """Returns the program with two ops for each block's backward, which are two segments of one subgraph.
+
+    Precondition: no op is repeated for micro-batches yet.
 
     Raises:
         FzeroValueError: no block has gradients that no other block waits for.

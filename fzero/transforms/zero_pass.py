@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from fzero.ir.attributes import AddAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, TakeShardAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
@@ -44,17 +44,11 @@ from fzero.transforms.transform import find
 from fzero.transforms.zero_placement import Zero
 
 
-def rewrite(
-    program: Program,
-    zero: Zero,
-    full_grads: bool = False,
-    secondary_shard: float = 0.0,
-    cast_once: Collection[str] = (),
-) -> Program:
-    """Shards a base program over the mesh.
+@dataclass(frozen=True)
+class ShardOptions:
+    """How a program is sharded over the ranks that have different samples.
 
-    Args:
-        program: a base program, or one with a loop over micro-batches.
+    Attributes:
         zero: the sharding that the parallel transforms request.
         full_grads: whether unsharded gradients are accumulated over micro-batches, whatever the ZeRO stage, and
             reduced once per step.
@@ -62,17 +56,29 @@ def rewrite(
             `hierarchical`.
         cast_once: the parameters of which a loop over micro-batches gathers shards that were cast before the loop.
     """
-    return _Rewrite(program, zero, full_grads, secondary_shard, cast_once).run()
+
+    zero: Zero = field(compare=False)
+    full_grads: bool = False
+    secondary_shard: float = 0.0
+    cast_once: tuple[str, ...] = ()
+
+
+def rewrite(program: Program, options: ShardOptions) -> Program:
+    """Shards a program over the mesh.
+
+    Precondition: a base program whose micro-batches, if it has several, are a loop or repeated. No collective over the
+    axes of the batch exists yet.
+    """
+    return _Rewrite(program, options).run()
 
 
 class _Rewrite:
     """The rewrite of one program: visits its ops in order, gives each value its placement, and inserts gathers before
     ops that read sharded parameters, and reductions after the last gradient of each block."""
 
-    def __init__(
-        self, program: Program, zero: Zero, full_grads: bool, secondary_shard: float, cast_once: Collection[str]
-    ):
-        self.program, self.zero, self.full_grads, self.cast_once = program, zero, full_grads, cast_once
+    def __init__(self, program: Program, options: ShardOptions):
+        zero, secondary_shard = options.zero, options.secondary_shard
+        self.program, self.zero, self.full_grads, self.cast_once = program, zero, options.full_grads, options.cast_once
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )

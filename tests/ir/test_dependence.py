@@ -11,9 +11,9 @@ import pytest
 import torch
 from models import OPTIMIZERS, gpt_init, gpt_loss, meta, meta_part
 from models import batches as gpt_batches
+from replaced_passes import replace_pass
 
 import fzero as fz
-from fzero.compiler import passes
 from fzero.errors import VerifyError
 from fzero.ir import dependencies
 from fzero.ir.aliases import Views
@@ -137,7 +137,7 @@ def shuffled(program: Program, seed: int) -> Program:
 
 def any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Puts the lines of every program that is lowered in any order that their dependences allow."""
-    monkeypatch.setattr(passes, "overlap", lambda program, _: shuffled(program, seed))
+    replace_pass(monkeypatch, "overlap", rewrite=lambda program, _: shuffled(program, seed))
 
 
 def lowered(name: str, unified: bool) -> Program:

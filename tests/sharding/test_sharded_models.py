@@ -87,7 +87,9 @@ def program_of(config: Any) -> Program:
     mesh = fz.AbstractMesh(data=1)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     base = trace_step(step, mesh, params_inputs(step, mesh, model.params), batch_inputs(tokens)).base
-    return remat.rewrite(fuse_last_block.rewrite(base), "none", {})
+    fused = fuse_last_block.rewrite(base)
+    options = remat.remat_options(fused, "none", {})
+    return fused if options is None else remat.rewrite(fused, options)
 
 
 def value(like: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from replaced_passes import pass_named, replace_pass
 
 import fzero as fz
 from fzero import optim, tree
@@ -204,11 +205,11 @@ def update_not_assigned(patch):
 
 
 def saved_swapped(patch):
-    rewrite = remat.rewrite
+    rewrite = pass_named("remat").rewrite
 
-    def swapped(program: Program, policy: Any, *args: Any) -> Program:
-        program = rewrite(program, policy, *args)
-        if policy != "none":
+    def swapped(program: Program, options: remat.RematOptions) -> Program:
+        program = rewrite(program, options)
+        if options.policy != "none":
             return program
         ops = list(program.instructions)
         (at,) = [i for i, x in enumerate(ops) if "layers'][1]" in str(x.args) and x.fn.endswith("vjp")]
@@ -216,7 +217,7 @@ def saved_swapped(patch):
         ops[at] = dataclasses.replace(ops[at], args=(*rest, b, a))
         return dataclasses.replace(program, instructions=tuple(ops))
 
-    patch.setattr(remat, "rewrite", swapped)
+    replace_pass(patch, "remat", rewrite=swapped)
 
 
 def copy_not_made(patch):
@@ -229,14 +230,14 @@ def copy_not_made(patch):
 
 
 def wait_dropped(patch):
-    whole = zero_pass.rewrite
+    whole = pass_named("shard").rewrite
 
     def without(*args: Any) -> Program:
         program = whole(*args)
         first = next(x for x in program.instructions if x.op == "wait")
         return dataclasses.replace(program, instructions=tuple(x for x in program.instructions if x is not first))
 
-    patch.setattr(zero_pass, "rewrite", without)
+    replace_pass(patch, "shard", rewrite=without)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from replaced_passes import pass_named, replace_pass
 
 import fzero as fz
 from fzero import optim
-from fzero.compiler import fuse_last_block
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.runtime.execute import _Running as Running
 from fzero.testing.interpreter import Interpreter
 from fzero.testing.simulate import _Rank
 from fzero.trace.recorder import Recorded
-from fzero.transforms import compute_copies_pass, zero_pass
 from fzero.transforms.transform import Transform, applied
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "extending.md"
@@ -145,18 +144,13 @@ def test_metrics_that_are_not_the_same_are_seen(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fuse", "copies", "shard"])
 def test_a_pass_before_the_choices_is_named(monkeypatch: Any, name: str) -> None:
-    module, function = (
-        (compute_copies_pass, "add_copies")
-        if name == "copies"
-        else ({"fuse": fuse_last_block, "shard": zero_pass}[name], "rewrite")
-    )
-    rewrite = getattr(module, function)
+    rewrite = pass_named(name).rewrite
 
     def dropping(*args: Any) -> Any:
         program = rewrite(*args)
         return dataclasses.replace(program, instructions=program.instructions[1:])
 
-    monkeypatch.setattr(module, function, dropping)
+    replace_pass(monkeypatch, name, rewrite=dropping)
     params, batch = {"w": torch.ones(4)}, torch.ones(2, 4)
     batch = (batch,) if name == "shard" else batch
     fn = lambda p, x: (x @ p["w"]).mean()  # noqa: E731

@@ -12,10 +12,10 @@ import pytest
 from late import late
 from models import MODELS, OPTIMIZERS
 from offloads import OFFLOADS, same, trained
+from replaced_passes import replace_pass
 
 import fzero as fz
-from fzero.compiler import candidate_programs, passes
-from fzero.compiler.batched_ops import batched, launches
+from fzero.compiler import batched_ops, candidate_programs
 from fzero.compiler.overlap import sharable
 from fzero.compiler.pass_cache import few_launches, initial_options
 from fzero.ir.pool_verifier import check
@@ -89,9 +89,9 @@ def test_what_is_done_is_the_same(name: str) -> None:
     """As much of it, of the same values, in the same places; and on a CPU nothing changes."""
     program = lowered(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes.batch, "launches", lambda program: False)
+        replace_pass(patch, "batch", options=lambda at: None)
         apart = lowered(name)
-    assert str(check(verify(batched(apart)))) == str(program)
+    assert str(check(verify(batched_ops.rewrite(apart)))) == str(program)
 
     def done(program: Program) -> Counter[Any]:
         return Counter(
@@ -103,7 +103,7 @@ def test_what_is_done_is_the_same(name: str) -> None:
     assert done(program) == done(apart)
     assert (program.pool_bytes, program.host_pool_bytes) == (apart.pool_bytes, apart.host_pool_bytes)
     on_cpu = lowered(name, "cpu")
-    assert not launches(on_cpu)
+    assert str(batched_ops.rewrite(on_cpu)) != str(on_cpu)
 
 
 def _runs(together: bool) -> list[Any]:
@@ -114,7 +114,7 @@ def _runs(together: bool) -> list[Any]:
     for name in ("stage 2", "stage 3, accumulate", "layerwise", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(passes.batch, "launches", lambda program: together)
+            replace_pass(patch, "batch", options=lambda at: together or None)
             if together:
                 patch.setattr(candidate_programs, "initial_options", least)
             copies = late(mesh, patch.setattr)
@@ -135,7 +135,7 @@ def test_bits_are_the_same(run_ranks: Any) -> None:
 
 def test_of_one_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     want = trained(fz.make_mesh(data=1), (BF16,))[0]
-    monkeypatch.setattr(passes.batch, "launches", lambda program: True)
+    replace_pass(monkeypatch, "batch", options=lambda at: True)
     found, train, _ = trained(fz.make_mesh(data=1), (BF16,))
     assert same(found, want) and any(len(x.out) > 1 for x in every(train.program) if x.op == "cast")
     assert same(trained(fz.make_mesh(data=1), (*OFFLOADS["cpu all"](""), BF16))[0], want)

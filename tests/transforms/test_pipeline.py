@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import whitening
+from replaced_passes import pass_named, replace_pass
 
 import fzero as fz
 from fzero import optim
 from fzero.comm.collectives import ProcessGroups
-from fzero.compiler import passes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.ir.attributes import SendAttrs
 from fzero.ir.program import Instruction, Program
@@ -419,16 +419,16 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_violation_of_any_stage_is_found_with_the_pass_that_made_it(rank: int, monkeypatch: Any) -> None:
-    project, stages = passes.pipeline_pass.project, iter(range(99))
+    project, stages = pass_named("stages").rewrite, iter(range(99))
 
-    def broken(program: Program, place: int, *known: Any) -> Program:
-        made, at = project(program, place, *known), next(stages)
+    def broken(program: Program, stage: Any) -> Program:
+        made, at = project(program, stage), next(stages)
         wait = next(i for i, op in enumerate(made.instructions) if op.op == "wait" and op.out)
         return (
             replace(made, instructions=made.instructions[:wait] + made.instructions[wait + 1 :]) if at == rank else made
         )
 
-    monkeypatch.setattr(passes.pipeline_pass, "project", broken)
+    replace_pass(monkeypatch, "stages", rewrite=broken)
     with pytest.raises(VerifyError, match=r"(?s)never waited for.*after the pass 'stages'"):
         fz.lower(pipelined(2), AbstractMesh(pipe=3), params(), batch())
 

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from models import MODELS, STAGES, batches, meta, meta_part, part
+from replaced_passes import replace_pass
 
 import fzero as fz
 from fzero import optim
@@ -17,9 +18,9 @@ from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ir.program import Program
 from fzero.trace.flops import operations
-from fzero.transforms import joint_split, remat
+from fzero.transforms import joint_split
 from fzero.transforms.joint_split import Choices
-from fzero.transforms.remat import rewrite
+from fzero.transforms.remat import remat_options, rewrite
 
 FRACTIONS = [i / 16 for i in range(17)]
 
@@ -28,7 +29,7 @@ def base_of(loss: Any, params: Any, batch: Any) -> Program:
     """The program before remat."""
     found: list[Program] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat, "rewrite", lambda program, *_: found.append(program) or program)
+        replace_pass(patch, "remat", rewrite=lambda program, _: found.append(program) or program)
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
     return found[0]
 
@@ -38,9 +39,16 @@ def base(model: str) -> Program:
     return base_of(MODELS[model].loss, meta(MODELS[model].init(fz.random.key(0))), meta_part(batches(1)[0], 1))
 
 
+def split(program: Program, policy: str | float, known: dict[Any, Any]) -> Program:
+    """The program whose blocks save what the policy says."""
+    options = remat_options(program, policy, known)
+    assert options is not None
+    return rewrite(program, options)
+
+
 def choices_of(program: Program) -> list[Choices]:
     known: dict[Any, Choices] = {}
-    rewrite(program, "none", known)
+    split(program, "none", known)
     return list(known.values())
 
 
@@ -88,22 +96,22 @@ PROGRAMS = {"gpt": lambda: base("gpt"), "mixed": lambda: base("mixed"), "gated":
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_more_never_keeps_less_nor_recomputes_more(name):
     program = PROGRAMS[name]()
-    found = [(saved_bytes(p), flops(p)) for p in (rewrite(program, f, {}) for f in FRACTIONS)]
+    found = [(saved_bytes(p), flops(p)) for p in (split(program, f, {}) for f in FRACTIONS)]
     assert found == sorted(found, key=lambda x: (x[0], -x[1]))
     assert len(set(found)) > (1 if name == "mixed" else 3)  # the blocks of mixed have one thing to keep
-    everything = saved_bytes(rewrite(program, "none", {}))
+    everything = saved_bytes(split(program, "none", {}))
     assert all(nbytes <= f * everything for f, (nbytes, _) in zip(FRACTIONS, found, strict=True))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_ends_are_none_and_full(name):
     program = PROGRAMS[name]()
-    assert saved_bytes(rewrite(program, 0.0, {})) == 0
-    assert flops(rewrite(program, 0.0, {})) <= flops(program)
-    assert [str(x) for x in rewrite(program, 1.0, {}).instructions] == [
-        str(x) for x in rewrite(program, "none", {}).instructions
+    assert saved_bytes(split(program, 0.0, {})) == 0
+    assert flops(split(program, 0.0, {})) <= flops(program)
+    assert [str(x) for x in split(program, 1.0, {}).instructions] == [
+        str(x) for x in split(program, "none", {}).instructions
     ]
-    assert flops(rewrite(program, 1.0, {})) == min(flops(rewrite(program, f, {})) for f in FRACTIONS)
+    assert flops(split(program, 1.0, {})) == min(flops(split(program, f, {})) for f in FRACTIONS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -134,7 +142,7 @@ def test_what_is_kept_is_storage_of_the_blocks_own():
         assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), (
             kept
         )
-    program = rewrite(gated_base(), "none", {})
+    program = split(gated_base(), "none", {})
     shapes = [v.shape for op in program.instructions for v in op.out if v.name.startswith("saved_")]
     assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
 
@@ -249,8 +257,8 @@ def embed(p, tokens):
 
 def test_auto_without_a_budget_is_min_cut():
     program = base("gpt")
-    assert [str(x) for x in rewrite(program, "auto", {}).instructions] == [
-        str(x) for x in rewrite(program, "min_cut", {}).instructions
+    assert [str(x) for x in split(program, "auto", {}).instructions] == [
+        str(x) for x in split(program, "min_cut", {}).instructions
     ]
 
 
