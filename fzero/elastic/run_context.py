@@ -34,6 +34,58 @@ logger = logging.getLogger("fzero")
 _IDLE = 2  # iterations in a row without a step that are an error; one may be a batch that is left out
 
 
+class BatchCounter:
+    """Counts the batches that the state of a run has seen.
+
+    An iteration of `run.steps` counts as one batch, however often the step is called in it. Its batch counts as seen
+    once the step was called, and also if it was left out and the next iteration has begun.
+
+    Args:
+        train: the step that is called; None before `run.state`.
+        seen: the number of batches that the state has seen.
+    """
+
+    def __init__(self, train: CompiledStep | None = None, seen: int = 0):
+        self._train = train
+        self.close(seen)
+
+    def close(self, seen: int) -> None:
+        """Records that the state has seen `seen` batches after all calls of the step until now."""
+        self._seen, self._calls, self._is_open = seen, self.calls, False
+
+    def open(self) -> None:
+        """Begins an iteration, with the next batch."""
+        self._is_open = True
+
+    @property
+    def calls(self) -> int:
+        """The number of calls of the step."""
+        return 0 if self._train is None else self._train.calls
+
+    @property
+    def seen(self) -> int:
+        """The number of batches that the state has seen, with that of an iteration if the step was called in it."""
+        return self._seen + (self._is_open and self.calls > self._calls)
+
+    def count(self, owner: str) -> int:
+        """Returns `seen`, for a state that is stored now.
+
+        Raises:
+            FzeroValueError: the step was called outside of an iteration, or again after the batch of the iteration was
+                counted. Ranks would treat states of different steps as one, and batches would be used twice.
+        """
+        if (called := self.calls - self._calls) and not self._is_open:
+            what = f"the step was called {called} times more, after the same {self._seen} batches"
+            fix = (
+                "loop over run.steps(state, stop), with one step and one run.commit per iteration; several: train on "
+                "batches index * 2 and index * 2 + 1, and commit after the second"
+            )
+            raise FzeroValueError(f"run.{owner}", what, fix=fix)
+        if called:
+            self.close(self.seen)
+        return self._seen
+
+
 class Run:
     """The context of a run, which `fz.run` passes to the training function: the mesh, the state and the progress.
 
@@ -63,9 +115,7 @@ class Run:
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._checkpoints = RunCheckpoints(mesh)
-        self._seen = 0  # batches that the state has seen, but for that of an iteration that is not counted yet
-        self._calls = 0  # calls of the step when `_seen` was counted
-        self._is_open = False  # whether an iteration of `steps` is under way whose batch is not counted yet
+        self._counter = BatchCounter()
 
     @property
     def data_shard(self) -> dict[str, int]:
@@ -154,9 +204,9 @@ class Run:
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._train, self._checkpoints = train, RunCheckpoints(self.mesh, path, data, private)
         newest = self._checkpoints.newest
-        state, self.source, self._seen = self._recovery.restore(train, params, key, newest, path, self._note)
-        self._newest, self._calls = state, train.calls
-        return state
+        self._newest, self.source, seen = self._recovery.restore(train, params, key, newest, path, self._note)
+        self._counter = BatchCounter(train, seen)
+        return self._newest
 
     @plain_numbers
     def steps(self, state: State, stop: int) -> Iterator[int]:
@@ -178,9 +228,9 @@ class Run:
         if problems:
             raise FzeroValueError("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)")
         # For a state that is not the run's own, the number of batches seen is taken to be its number of steps.
-        self._close(self._batches() if state is self._newest else int(state.step))
-        idle = 0  # iterations in a row without a step
-        for batch in range(self._seen, stop):
+        counter, idle = self._counter, 0  # iterations in a row without a step
+        counter.close(counter.seen if state is self._newest else int(state.step))
+        for batch in range(counter.seen, stop):
             if self._signals.stop_before(batch, self.mesh):
                 self.stopping = True
                 if self.mesh.rank == 0:
@@ -188,11 +238,12 @@ class Run:
                 break
             if collective_sequence.watcher is not None:
                 collective_sequence.watcher.say(host_directory.STEPPING, batch)
-            calls, self._is_open = self._calls, True
             self._recovery.begin(batch)
+            calls = counter.calls
+            counter.open()
             yield batch
-            self._close(batch + 1)
-            idle = 0 if self._calls > calls or self._train is None else idle + 1
+            counter.close(batch + 1)
+            idle = 0 if counter.calls > calls or self._train is None else idle + 1
             if idle == _IDLE:
                 asked = f"batches {batch + 1 - idle} to {batch} were requested, and no step was taken"
                 fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
@@ -219,7 +270,7 @@ class Run:
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
         check_whole(state, "run.commit")
-        seen = self._count("commit")
+        seen = self._counter.count("commit")
         self._newest = state
         if self._recovery.keeps and (on_disk := self._recovery.on_disk):
             what = f"{len(on_disk)} tensors are stored on disk, and are not kept in memory"
@@ -251,7 +302,7 @@ class Run:
         try:
             self._checkpoints.settle()
             self._checkpoints.check(state, meta)
-            return self._checkpoints.save(state, self._count("save"), keep, meta, wait)
+            return self._checkpoints.save(state, self._counter.count("save"), keep, meta, wait)
         except StorageError as error:
             self._checkpoints.without(error)
             return None
@@ -272,41 +323,14 @@ class Run:
         if self._newest is None or self._checkpoints.path is None:
             return
         self._checkpoints.settle()
-        if (seen := self._count("save")) != self._checkpoints.safe:
+        if (seen := self._counter.count("save")) != self._checkpoints.safe:
             self._checkpoints.save_last(self._newest, seen, in_memory=self._recovery.keeps)
-
-    def _count(self, owner: str) -> int:
-        """Returns the number of batches that the state has seen. Raises an error if the step was called outside of the
-        iterations of `steps`, or again after this iteration's batch was counted.
-
-        Otherwise ranks would treat states of different steps as one, and batches would be used twice.
-        """
-        called = 0 if self._train is None else self._train.calls - self._calls
-        if called and not self._is_open:
-            what = f"the step was called {called} times more, after the same {self._seen} batches"
-            fix = (
-                "loop over run.steps(state, stop), with one step and one "
-                "run.commit per iteration; several: train on batches "
-            )
-            fix += "index * 2 and index * 2 + 1, and commit after the second"
-            raise FzeroValueError(f"run.{owner}", what, fix=fix)
-        if called:
-            self._close(self._seen + 1)
-        return self._seen
-
-    def _close(self, seen: int) -> None:
-        """Records that the state has seen `seen` batches after all calls of the step until now."""
-        self._seen, self._calls, self._is_open = seen, 0 if self._train is None else self._train.calls, False
 
     def _note(self, finding: Finding) -> None:
         """Records a finding on every rank, and logs it once."""
         self.health.append(finding)
         if self.mesh.rank == 0:
             logger.warning("fzero.run: %s", finding.text)
-
-    def _batches(self) -> int:
-        """Returns the number of batches seen, with that of an open iteration if the step was called in it."""
-        return self._seen + (self._is_open and self._train is not None and self._train.calls > self._calls)
 
 
 def _check_arguments(train: Any, path: str | os.PathLike[str] | None, data: Any, private: Any) -> None:
