@@ -304,10 +304,6 @@ def _of_slot(index: Index, step: int, nbytes: int, file: str) -> Index:
 
 
 def _joined(one: Index, other: Index) -> Index:
-    """Merges two parts of a state. Elements that both have are taken from the first."""
-    order = lambda p: (p.boxes.place, p.boxes.start)  # noqa: E731
-    new = {
-        name: [p for p in other.parts[name] if all(p.boxes != q.boxes for q in one.parts[name])] for name in one.parts
-    }
-    parts = {name: tuple(sorted((*one.parts[name], *new[name]), key=order)) for name in one.parts}
+    """Merges two parts of a state. Elements that both have are read from the first."""
+    parts = {name: (*one.parts[name], *other.parts[name]) for name in one.parts}
     return replace(one, files={**one.files, **other.files}, parts=parts)
