@@ -212,9 +212,6 @@ def main(args: list[str] | None = None) -> int:
         parser.error(
             "--hang-timeout and --heartbeat-timeout must be greater than 0 and finite, and --max-failures at least 1"
         )
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        if not os.environ.get(name, "0").isdecimal():
-            parser.error(f"{name}={os.environ[name]!r} in the environment must be an integer, as torchrun sets it")
     if given.memory is not None and (problems := host_directory.not_a_directory(given.memory)):
         parser.error(f"--{problems[0]}")
     if not given.module and not os.path.isfile(given.script):
