@@ -103,8 +103,12 @@ def name_of(program: Program) -> str:
     return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
 
 
-def statements(program: Program) -> list[str]:
-    """Returns each op as it is printed, without indentation and comments, in the order of `Program.walk`."""
+def statements(program: Program, full: bool = False) -> list[str]:
+    """Returns each op as it is printed, without indentation and comments, in the order of `Program.walk`; with `full`
+    as it runs.
+    """
+    if full:
+        return [p.text().strip() for p in _full(program) if p.ops]
     return [_statement(op, program, 0).text() for op, _ in program.walk()]
 
 

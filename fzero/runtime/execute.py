@@ -14,6 +14,7 @@ from fzero._utils.host_memory import host_pool
 from fzero.comm import control_group
 from fzero.comm.transport import transport
 from fzero.ir.ops import DISK, OPS, Attempt, batch_axes_of, replicated_leaves
+from fzero.ir.ops.op import Running
 from fzero.ir.printer import name_of, source
 from fzero.ir.program import Function, Program
 from fzero.memory.tier_copies import TierCopy, TierTransport
@@ -52,19 +53,13 @@ def executable(
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
     memory, places = arenas["device"], places_of(program, mesh, arenas)
-    running = _Running(mesh, carrier, tiers, batch_axes)
+    running = Environment(mesh, carrier, tiers, batch_axes, Attempt(tiers))
     # on a CPU that is both host and device, the same function may be called by ops of either
     same = mesh.device.type == "cpu" and mesh.unified_memory
     on_host = set() if same else {op.fn for op, _ in program.walk() if op.on_host}
-    namespace: dict[str, Any] = {
-        **{
-            name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
-        },
-        **{name: named for row in OPS.values() for name, named in row.names(running).items()},
-        "pool": places,
-        "apart": places,
-        "replicas": replicated_leaves(program),
-    }
+    namespace = {
+        name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
+    } | namespace_of(program, running, places)
     # The functions are looked up in `namespace` at every call, not bound here. Timers, recorders and `observe` rely on
     # that: they replace entries.
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
@@ -102,18 +97,33 @@ def executable(
     return whole_run
 
 
+def namespace_of(program: Program, running: Running, places: Any) -> dict[str, Any]:
+    """Returns what the names in the text of a program stand for, except its subgraphs. `places`: the buffers of each op
+    in `Program.pooled`.
+    """
+    named = {name: named for row in OPS.values() for name, named in row.names(running).items()}
+    return {**named, "pool": places, "apart": places, "replicas": replicated_leaves(program)}
+
+
 def _on_host(run: Callable[..., Any], function: Function, tiers: TierTransport) -> Callable[..., Any]:
     """Wraps a function that the host runs, so that it first waits until no copy to the device reads the memory it
     writes."""
     return tiers.settled(run, lambda *args: (*(args[i] for i in function.writes), *args[-1]))
 
 
-class _Running:
-    """The environment in which the ops of a program run."""
+class Environment:
+    """The environment in which the ops of a program run.
 
-    def __init__(self, mesh: Mesh, carrier: Any, tiers: TierTransport, batch_axes: tuple[str, ...]):
-        self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
-        self.attempt = Attempt(tiers)
+    Args:
+        mesh: the mesh, as this rank sees it.
+        carrier: moves values between ranks (comm/transport.py).
+        tiers: copies values between memory tiers (memory/tier_copies.py).
+        batch_axes: the mesh axes that shard the batch.
+        attempt: decides whether speculative ops run.
+    """
+
+    def __init__(self, mesh: Mesh, carrier: Any, tiers: Any, batch_axes: tuple[str, ...], attempt: Attempt):
+        self.mesh, self.carrier, self.tiers, self.batch_axes, self.attempt = mesh, carrier, tiers, batch_axes, attempt
         self._parts: dict[Any, tuple[Boxes, int]] = {}
 
     def part_of(

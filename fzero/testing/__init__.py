@@ -16,7 +16,7 @@ imports this one.
 | `differing_op.py` | runs the search for the first op whose value differs between the two steps |
 | `first_difference.py` | finds the first op of a program whose value is wrong |
 | `recording.py` | records the values that a running program reads and makes, op by op |
-| `interpreter.py` | executes a program op by op, slowly and simply, as the reference |
+| `interpreter.py` | runs a program op by op, slowly and simply, as the reference |
 | `simulate.py` | `simulate`: interprets the program of every rank of a mesh in one process |
 | `report.py` | `Report`: the result of a comparison, which prints as a table |
 | `determinism.py` | `check_deterministic`: runs a step twice and compares the bits |

@@ -88,7 +88,7 @@ def _reference(
     axes = zero_of(s.step, s.mesh).batch_axes
     precise = isinstance(culprit, PRECISIONS)  # in that case the casts of the transform itself are in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))
-    alone, (num, batches) = mesh_of_one(s.mesh), batches_of(s)
+    num, batches = batches_of(s)
     one = AbstractMesh(device_type=s.mesh.device_type, data=1)
     base = base_program(replace(s.step, transforms=same), one, s.params, batches[0], num)
     first = s.plain.first  # the plain step continues in the dtypes of its first state
@@ -102,7 +102,8 @@ def _reference(
     state = {**leaves, **leaves_of(whole, {})}
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
     named = [dict(tree.with_paths(x, "batch")) for x in batches]
-    parts = [{**x, **y} for x, y in zip(part_values(base, alone, [wholes | x for x in named]), named, strict=True)]
+    found = part_values(base, s.mesh.device, [wholes | x for x in named])
+    parts = [{**x, **y} for x, y in zip(found, named, strict=True)]
     plain = trajectory(replace(s.step, transforms=()), whole, s.whole_batch, 1, s.size)
     after = {f"after {p}": x for p, x in plain.leaves[1].items() if not p.startswith("metrics")}
     tolerance = {f"after {p}": t for p, t in plain.tolerances[1].items() if not p.startswith("metrics")}

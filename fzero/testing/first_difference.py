@@ -7,9 +7,9 @@ is what the step *means*. The value names of a base program survive in all progr
 follows from its name and from the ops that moved it: a sum over parts, a tensor before or after the update, or a
 metric; unsharded, or this rank's shard. So there are three ways in which an op can be the first one that is wrong:
 
-  its result differs from what the program says      a subgraph, a transfer or a buffer is at fault
+  its result differs from what the program says      a compiled subgraph, a transfer or a buffer is at fault
   it read another value than was made                a buffer was overwritten, or read too early
-  the program says something else than the step      a rewrite, and so a transform, is at fault
+  the program says something else than the step      an op or a rewrite, and so a transform, is at fault
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
+from fzero.ir.attributes import JoinAttrs, PartAttrs
 from fzero.ir.ops import OPS, STARTS, micro_of
 from fzero.ir.printer import statements
 from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import Mesh
-from fzero.testing.interpreter import Interpreter, flat_shard
+from fzero.sharding.layout import Layout, Leaf, shard
+from fzero.testing.interpreter import Interpreter, ProcessExchange, ProgramCode
 from fzero.testing.recording import ExecutedOp
 from fzero.testing.report import FirstLine
 from fzero.testing.tolerance import LAMBDA, unit
@@ -67,16 +69,20 @@ class Reference:
 
 
 def part_values(
-    base: Program, mesh: Mesh, parts: Sequence[Mapping[str, torch.Tensor]]
+    base: Program, device: torch.device, parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the values of a base program's loss and gradients for each part of the global batch.
 
     Args:
         base: a base program for a mesh of one device and these parts.
-        mesh: a mesh of one device.
+        device: the device of the tensors.
         parts: for each part, the unsharded tensors and its batch, by name.
     """
-    runs = [Interpreter(base, mesh, leaves, part) for part, leaves in enumerate(parts)]
+    code, axes = ProgramCode(base, device), {"data": len(parts)}  # each part is that of a rank
+    runs = [
+        Interpreter(code, Mesh(axes, part, device), leaves, ProcessExchange(), batch_axes=("data",))
+        for part, leaves in enumerate(parts)
+    ]
     ops = [op for op in base.instructions if op.op != "update"]
     made = {v.name for op in ops for v in op.out}
     for op in ops:
@@ -113,7 +119,9 @@ def first_line(
         axes: the axes that shard the batch.
         loose: the relative tolerance of compiled subgraphs.
     """
-    interpreter, meanings = Interpreter(program, mesh, leaves), _Meanings(program, mesh, reference, axes)
+    # The recorded ops are run in their order, so speculative ones run if they were recorded.
+    interpreter = Interpreter(ProgramCode(program, mesh.device), mesh, leaves, ProcessExchange(), speculates=True)
+    meanings = _Meanings(program, mesh, reference, axes)
     texts = statements(program)
     found: FirstLine | None = None
 
@@ -183,7 +191,9 @@ def _compare(entry: ExecutedOp, name: str, interpreter: Interpreter, meanings: _
 
 
 class _Meanings:
-    """The meanings of a program's values, followed through its ops."""
+    """The meanings of a program's values, followed through its ops: computed values have the names that they have in
+    the base program, and ops that call no subgraph move, cast or add up the values that they read.
+    """
 
     def __init__(self, program: Program, mesh: Mesh, reference: Reference, axes: tuple[str, ...]):
         self._mesh, self._reference, self._axes = mesh, reference, axes
@@ -196,55 +206,52 @@ class _Meanings:
     def run(self, op: Instruction, iteration: int) -> None:
         if op.op in STARTS:
             self._started[op.out[0].name] = op
-        OPS[op.op].record_meanings(op, self, micro_of(op, iteration)[0], iteration)
-
-    # --- called by the classes of ops (`Meanings`) ---
-
-    def start_of(self, handle: str) -> Instruction:
-        return self._started.pop(handle)
-
-    def same(self, name: str, source: str) -> None:
-        """Gives a value the meaning of another value."""
-        self._set(name, self._of.get(source))
-
-    def part(self, name: str, source: str, micro: int) -> None:
-        """Gives a value the meaning of one micro-batch of another value."""
-        self._set(name, replace(self._of[source], parts=frozenset([self._part(micro)])))
-
-    def total(self, name: str, total: str | None, part: str) -> None:
-        """Gives a value the meaning of a part added to a total or, without a total, of the first part."""
-        new = self._of.get(part)
-        self._set(name, new if total is None else _together(self._of.get(total), new))
-
-    def reduced(self, name: str, source: str, axes: Sequence[str]) -> None:
-        """Gives a value the meaning of a sum over the ranks along axes: their parts are added to this rank's."""
-        meaning = self._of.get(source)
-        if meaning is not None and meaning.parts is not None and axes:
-            meaning = replace(meaning, parts=frozenset(self._others(meaning.parts, axes)))
-        self._set(name, meaning)
-
-    def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None:
-        """Gives computed values a meaning: by their names, which base programs have too, or, for a cast, by the
-        meaning of its source.
-        """
-        for value in values:
-            base = value.name if value.name in self._known else _REPEATED.sub("", value.name)
-            result = f"after metrics {value.name}"
-            if result in self._reference.after:
-                self._set(value.name, Meaning(result))
-            elif base in self._known:
-                self._set(value.name, Meaning(base, frozenset([self._part(micro)])))
-            else:
-                cast = self._of.get(source) if source is not None else None
-                self._set(value.name, cast and replace(cast, casts=(*cast.casts, value.dtype)))
-
-    def written(self, names: Sequence[str]) -> None:
-        """Handles overwritten values, whatever was written: the expected value of a tensor of the state, or of a
-        value that stands for a shard of one, follows from which tensor it is.
-        """
-        for name in names:
+        else:
+            start = self._started.pop(op.args[0]) if OPS[op.op].waits else None
+            moved = (start or op).args if not op.fn else ()
+            # The last arguments: a sum into totals has these first, and a copy that writes has its targets first.
+            sources = moved[-len(op.out) :] if len(moved) >= len(op.out) else ()
+            for i, value in enumerate(op.out):
+                found = None if start else self._computed(value.name, micro_of(op, iteration)[0])
+                if found is None and sources:
+                    found = self._carried(op, start, i, self._values[sources[i]], iteration)
+                self._set(value.name, found)
+        # Whatever was written: the expected value of a tensor of the state, or of a value that stands for a shard of
+        # one, follows from which tensor it is.
+        for name in op.writes:
             leaf = self._of.get(name)
             self._set(name, leaf and Meaning(leaf.name if leaf.name.startswith("after ") else f"after {leaf.name}"))
+
+    def _computed(self, name: str, micro: int) -> Meaning | None:
+        """Returns the meaning of a value that has the name of a metric, or of a value of the base program."""
+        if (metric := f"after metrics {name}") in self._reference.after:
+            return Meaning(metric)
+        base = name if name in self._known else _REPEATED.sub("", name)
+        return Meaning(base, frozenset([self._part(micro)])) if base in self._known else None
+
+    def _carried(
+        self, op: Instruction, start: Instruction | None, i: int, source: Value, iteration: int
+    ) -> Meaning | None:
+        """Returns the meaning of result `i` of an op that moves, casts or adds up values. `start`: the start of the
+        transfer that the op waits for.
+        """
+        value, found, how = op.out[i], self._of.get(source.name), (start or op).attrs
+        if found is None or (isinstance(how, JoinAttrs) and how.reduction != "sum"):
+            return None
+        if isinstance(how, PartAttrs):
+            return replace(found, parts=frozenset([self._part(micro_of(op, iteration)[0])]))
+        if value.shape != source.shape:
+            return None
+        if value.dtype != source.dtype:
+            found = replace(found, casts=(*found.casts, value.dtype))
+        if isinstance(how, JoinAttrs) and found.parts is not None:
+            if start is not None:  # the parts of the other ranks along the axes are added to this rank's
+                axes = [axis for axis in start.axes if axis in self._axes]
+                return replace(found, parts=frozenset(self._others(found.parts, axes)))
+            is_first = OPS[op.op].outlives and not iteration
+            total = value.name if OPS[op.op].outlives else op.args[i]
+            return found if is_first else _together(self._of.get(total), found)
+        return found
 
     # --- what values should be ---
 
@@ -253,7 +260,8 @@ class _Meanings:
         unknown.
         """
         meaning, reference = self._of.get(name), self._reference
-        if meaning is None:
+        # A summand of a sum over ranks that have the same batch is not known.
+        if meaning is None or not {*self._values[name].placement.partial} <= {*self._axes}:
             return None
         if meaning.parts is None:
             if meaning.name in reference.after and meaning.name.startswith("after "):
@@ -283,7 +291,8 @@ class _Meanings:
         shape = self._values[name].shape
         # An expected value that is already a shard, such as one of the state before the step, is not sharded again.
         if placement.kind == "shard" and value.numel() == max(torch.Size(shape).numel(), 1):
-            value = flat_shard(value, placement, self._mesh)
+            layout = Layout(value.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
+            value = shard(value, Leaf("", "", tuple(value.shape), layout), self._mesh)
         return value
 
     def _others(self, parts: frozenset[int], axes: Sequence[str]) -> set[int]:

@@ -21,19 +21,16 @@ from fzero.compiler.combined_transforms import zero_of
 from fzero.compiler.lower import lower
 from fzero.compiler.lowered import Lowered
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
-from fzero.ir.program import Instruction, Program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.sharding.layout import Leaf, shard
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
 from fzero.testing.global_batch import check_rows, rows
-from fzero.testing.interpreter import BuiltFunctions, Interpreter
+from fzero.testing.interpreter import Interpreter, ProgramCode
 from fzero.testing.reference_trajectory import leaves_of
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.transform import find, on_device
-
-_JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
 
 
 @plain_numbers
@@ -116,9 +113,9 @@ def ranks_of(mesh: AbstractMesh) -> list[Mesh]:
     return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 
-class _Board:
-    """Exchanges values between ranks. All ranks along an axis take part in every exchange over it. A message from one
-    rank to another is kept here until it is received.
+class ThreadExchange:
+    """Exchanges values between ranks that are threads. All ranks along an axis take part in every exchange over it. A
+    message from one rank to another is kept here until it is received.
     """
 
     def __init__(self, ranks: Sequence[Mesh]):
@@ -142,11 +139,12 @@ class _Board:
 
     def send(self, mesh: Mesh, axis: str, peer: int, number: int, values: Sequence[torch.Tensor]) -> None:
         with self._sent:
-            self._messages[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = [x.clone() for x in values]
+            self._messages[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = values
             self._sent.notify_all()
 
-    def recv(self, mesh: Mesh, axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        """The values sent to a rank under a number, once they are there."""
+    def recv(
+        self, mesh: Mesh, axis: str, peer: int, number: int, like: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         key = axis, self._along[mesh.rank, axis][peer], mesh.rank, number
         with self._sent:
             self._sent.wait_for(lambda: self._failed or key in self._messages)
@@ -163,37 +161,6 @@ class _Board:
             self._sent.notify_all()
 
 
-class _Rank(Interpreter):
-    """The interpreter of one rank, which exchanges values through the board."""
-
-    def __init__(
-        self, program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], board: _Board, functions: BuiltFunctions
-    ):
-        super().__init__(program, mesh, leaves, functions=functions)
-        self._board = board
-        self._times = {id(op): times for op, times in program.walk()}
-
-    def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        return torch.cat([part.reshape(-1) for part in self._board.along(self.mesh, axis, x)])
-
-    def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
-        x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
-
-    def send(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
-        self._board.send(self.mesh, axis, peer, number, values)
-
-    def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        return self._board.recv(self.mesh, axis, peer, number)
-
-    def run_ops(self, ops: Sequence[Instruction], iteration: int = 0) -> None:
-        """Runs ops in order, and the body of a loop as often as the program says."""
-        for op in ops:
-            if not op.body:
-                self.run(op, iteration)
-            for again in range(self._times[id(op.body[0])] // self._times[id(op)] if op.body else 0):
-                self.run_ops(op.body, again)
-
-
 class Simulation:
     """A lowered step on all ranks of a mesh, which are threads of this process.
 
@@ -208,10 +175,10 @@ class Simulation:
     def __init__(self, lowered: Lowered, ranks: Sequence[Mesh]):
         axis = find(lowered.program.transforms, Pipeline)
         stages = [mesh.index(axis.axis) if axis else 0 for mesh in ranks]
-        functions = [BuiltFunctions(program, ranks[0].device) for program in lowered.programs]
+        codes = [ProgramCode(program, ranks[0].device) for program in lowered.programs]
         self.ranks = ranks
         self.programs = [lowered.programs[stage] for stage in stages]
-        self._functions = [functions[stage] for stage in stages]
+        self._codes = [codes[stage] for stage in stages]
 
     def shards(self, leaves: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Returns each rank's shards of the unsharded tensors of a state, by name."""
@@ -220,23 +187,23 @@ class Simulation:
             for program, mesh in zip(self.programs, self.ranks, strict=True)
         ]
 
-    def run(self, held: Sequence[Mapping[str, torch.Tensor]], parts: Sequence[Any]) -> list[_Rank]:
+    def run(self, held: Sequence[Mapping[str, torch.Tensor]], parts: Sequence[Any]) -> list[Interpreter]:
         """Interprets the step once and returns the ranks with all their values.
 
         Args:
             held: each rank's shards of the state.
             parts: the batch of each rank.
         """
-        board = _Board(self.ranks)
+        exchange = ThreadExchange(self.ranks)
 
-        def interpret(i: int) -> _Rank:
+        def interpret(i: int) -> Interpreter:
             batch = dict(tree.with_paths(parts[i], "batch"))
-            rank = _Rank(self.programs[i], self.ranks[i], {**held[i], **batch}, board, self._functions[i])
+            rank = Interpreter(self._codes[i], self.ranks[i], {**held[i], **batch}, exchange)
             try:
                 rank.run_ops(rank.program.instructions)
             except BaseException:
                 # Without this, the other ranks would wait for this one in a barrier forever.
-                board.abort()
+                exchange.abort()
                 raise
             return rank
 
@@ -284,7 +251,7 @@ def unequal(metrics: Sequence[Any]) -> list[str]:
     ]
 
 
-def whole_leaf(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+def whole_leaf(leaf: Leaf, ran: Sequence[Interpreter], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     """Returns a tensor assembled from the shards of all ranks, and messages about ranks that hold different values
     for the same elements.
     """

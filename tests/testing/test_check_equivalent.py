@@ -93,7 +93,7 @@ def maximum_for_sum(patch):
 
 
 def run_as(patch, op, wrong):
-    """Has an op run as `wrong` makes of what its row says."""
+    """Has an op run as `wrong` makes of what its row says, by the interpreter too."""
     runs = OPS[op].runs
     patch.setattr(OPS[op], "runs", lambda on: wrong(runs(on)))
 
@@ -129,7 +129,7 @@ def buffer_of_another(patch):
 
 def leaves_swapped(patch):
     update = zero_pass._Rewrite._update
-    other = {f"layers_{i}_{x}_shard": f"layers_{1 - i}_{x}_shard" for i in (0, 1) for x in "bw"}
+    other = {f"layers[{i}].{x}_shard": f"layers[{1 - i}].{x}_shard" for i in (0, 1) for x in "bw"}
 
     def swapped(self, op):
         return [
@@ -212,7 +212,7 @@ def saved_swapped(patch):
         if options.policy != "none":
             return program
         ops = list(program.instructions)
-        (at,) = [i for i, x in enumerate(ops) if "layers'][1]" in str(x.args) and x.fn.endswith("vjp")]
+        (at,) = [i for i, x in enumerate(ops) if "layers'][1]" in str(x.args) and x.fn.startswith("dense_vjp")]
         *rest, a, b = ops[at].args
         ops[at] = dataclasses.replace(ops[at], args=(*rest, b, a))
         return dataclasses.replace(program, instructions=tuple(ops))
@@ -270,17 +270,17 @@ class Fault:
 
 MEANT = "differs from its value in the plain step"
 ALONE = [
-    Fault(buffer_of_another, (), None, "vjp(", "which differs from the value that was produced"),
-    Fault(micro_batch_dropped, (fz.remat("full"), fz.accumulate(2)), "accumulate", "accumulate("),
-    Fault(sum_rounded, (fz.accumulate(3),), "accumulate", "accumulate("),
-    Fault(first_micro_batch_only, (fz.accumulate(2, schedule="layerwise"),), "accumulate", "take_part("),
+    Fault(buffer_of_another, (), None, "dense_vjp", "which differs from the value that was produced"),
+    Fault(micro_batch_dropped, (fz.remat("full"), fz.accumulate(2)), "accumulate", "accumulate(", MEANT),
+    Fault(sum_rounded, (fz.accumulate(3),), "accumulate", "accumulate(", MEANT),
+    Fault(first_micro_batch_only, (fz.accumulate(2, schedule="layerwise"),), "accumulate", "take_part(", MEANT),
     Fault(update_twice, (fz.accumulate(2),), None, "update_v2("),
     Fault(update_skipped, (), None, "update_v2("),
     Fault(clipping_lost, (), None, "update", MEANT),
     Fault(scale_wrong, (fz.accumulate(2),), "accumulate", "metric_grad_norm", MEANT),
-    Fault(key_of_the_first, (fz.accumulate(2),), "accumulate", "part_index(", loss=dropped_loss),
-    Fault(stale_cast, (fz.mixed_precision("bf16"),), "mixed_precision", "cast("),
-    Fault(saved_swapped, (fz.remat("none"),), "remat", "vjp(", MEANT),
+    Fault(key_of_the_first, (fz.accumulate(2),), "accumulate", "part_index(", MEANT, loss=dropped_loss),
+    Fault(stale_cast, (fz.mixed_precision("bf16"),), "mixed_precision", "cast(", MEANT),
+    Fault(saved_swapped, (fz.remat("none"),), "remat", "dense_vjp", MEANT),
     Fault(copy_not_made, (fz.offload("cpu", "params"),), "offload", "wait("),
 ]
 TOGETHER = [
@@ -288,8 +288,8 @@ TOGETHER = [
     Fault(mean_for_sum, (fz.shard_grads(), fz.mixed_precision("bf16")), "shard_grads", "wait(scatter_"),
     Fault(gather_not_waited_for, (fz.shard_params(), fz.accumulate(2)), "shard_params", "wait(gather_"),
     Fault(leaves_swapped, (fz.shard_opt_state(),), "shard_opt_state", "update(", MEANT),
-    Fault(offset_off_by_one, (fz.shard_opt_state(),), "shard_opt_state", "take_shard("),
-    Fault(update_not_assigned, (fz.shard_opt_state(), fz.accumulate(2)), "shard_opt_state", "assign("),
+    Fault(offset_off_by_one, (fz.shard_opt_state(),), "shard_opt_state", "take_shard(", MEANT),
+    Fault(update_not_assigned, (fz.shard_opt_state(), fz.accumulate(2)), "shard_opt_state", "assign(", MEANT),
 ]
 
 

@@ -17,9 +17,8 @@ from replaced_passes import pass_named, replace_pass
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
-from fzero.runtime.execute import _Running as Running
-from fzero.testing.interpreter import Interpreter
-from fzero.testing.simulate import _Rank
+from fzero.runtime.execute import Environment
+from fzero.testing.interpreter import Interpreter, PlainTransfers
 from fzero.trace.recorder import Recorded
 from fzero.transforms.transform import Transform, applied
 
@@ -120,9 +119,9 @@ def test_what_the_page_adds_runs_on_processes(run_ranks: Any) -> None:
 @pytest.mark.parametrize("transform", [fz.data_parallel(), fz.shard_params()])
 def test_ranks_that_hold_different_values_are_seen(monkeypatch: Any, transform: Any) -> None:
     """As without the reductions over `replica`."""
-    reduce = _Rank.reduce
+    reduced = PlainTransfers.reduced
     monkeypatch.setattr(
-        _Rank, "reduce", lambda self, x, op, axis: None if axis == "replica" else reduce(self, x, op, axis)
+        PlainTransfers, "reduced", lambda self, x, axis, op: x if axis == "replica" else reduced(self, x, axis, op)
     )
     step = fz.compose(transform, fz.data_parallel(axis="replica"))(plain())
     with pytest.raises(fz.errors.DivergenceError, match="replica=2, data=2") as found:
@@ -132,9 +131,9 @@ def test_ranks_that_hold_different_values_are_seen(monkeypatch: Any, transform: 
 
 def test_metrics_that_are_not_the_same_are_seen(monkeypatch: Any) -> None:
     """As without the reductions of what is one number."""
-    reduce = _Rank.reduce
+    reduced = PlainTransfers.reduced
     monkeypatch.setattr(
-        _Rank, "reduce", lambda self, x, op, axis: None if x.numel() == 1 else reduce(self, x, op, axis)
+        PlainTransfers, "reduced", lambda self, x, axis, op: x if x.numel() == 1 else reduced(self, x, axis, op)
     )
     with pytest.raises(fz.errors.DivergenceError, match="simulate") as found:
         fz.testing.simulate(fz.shard_params(plain()), fz.AbstractMesh(data=2), PARAMS, X)
@@ -249,7 +248,7 @@ def test_arguments_that_simulate_refuses() -> None:
 def alive() -> int:
     """The functions that are held, and what ran them."""
     gc.collect()
-    return sum(issubclass(type(x), (Recorded, Running, Interpreter)) for x in gc.get_objects())
+    return sum(issubclass(type(x), (Recorded, Environment, Interpreter)) for x in gc.get_objects())
 
 
 def test_nothing_holds_what_has_run():

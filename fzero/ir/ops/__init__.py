@@ -6,7 +6,7 @@ rewrite that inserts the op.
 
 | file | what it does |
 |---|---|
-| `op.py` | the base class `Op`: verification, aliasing, cost, text, execution and reference semantics |
+| `op.py` | the base class `Op`: verification, aliasing, cost, text and execution |
 | `values.py` | calls of subgraphs, casts, buffers, and this rank's shard or micro-batch of a value |
 | `dim_shards.py` | layout changes of values sharded along a dim, and stacks for round-robin ownership |
 | `transfers.py` | collectives, sends and receives, copies between memory tiers, and the wait |

@@ -10,7 +10,7 @@ import torch
 
 from fzero._compat import compat
 from fzero.ir.attributes import AddAttrs, AssignAttrs, JoinAttrs, LoopAttrs, UpdateAttrs
-from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text, into, join_text
+from fzero.ir.ops.op import Op, Rules, Running, Text, into, join_text
 from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 
@@ -130,18 +130,6 @@ class Accumulation(Op[JoinAttrs]):
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
-    def reference(
-        self, op: Instruction[JoinAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        pairs = zip(op.out, args, strict=True)
-        # Cloned: the total is written in later iterations, and the value of the first must not change with it.
-        return [_joined(op, interpreter.values[v.name], x) if iteration else x.clone() for v, x in pairs]
-
-    def record_meanings(self, op: Instruction[JoinAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        if op.attrs.reduction == "sum":
-            for value, part in zip(op.out, op.args, strict=True):
-                of.total(value.name, value.name if iteration else None, part)
-
 
 class Add(Op[AddAttrs]):
     """Adds to totals in place: its results are new names of its first arguments."""
@@ -182,17 +170,6 @@ class Add(Op[AddAttrs]):
 
         return on.tiers.settled(add, lambda *args: args[0])
 
-    def reference(
-        self, op: Instruction[AddAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        num = len(op.out)
-        return [_joined(op, total, part) for total, part in zip(args[:num], args[num:], strict=True)]
-
-    def record_meanings(self, op: Instruction[AddAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        if op.attrs.reduction == "sum":
-            for value, total, part in zip(op.out, *_halves(op), strict=True):
-                of.total(value.name, total, part)
-
 
 def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
     """Checks that micro-batches combine a partial value by the same reduction as ranks do."""
@@ -200,12 +177,6 @@ def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
         # The maximum of sums is not the sum of maxima, so the two reductions must be the same one.
         if v.placement.partial and v.placement.by != op.attrs.reduction:
             rules.bad(op, f"{v.name} is {v.placement}, joined by {op.attrs.reduction!r}")
-
-
-def _joined(op: Instruction[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    # The reference semantics never write in place, so that the interpreter can keep every value of a run for
-    # comparison.
-    return JOINS[op.attrs.reduction]([total.clone()], [part])[0]
 
 
 def _halves(op: Instruction[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
@@ -244,15 +215,6 @@ class Assign(Op[AssignAttrs]):
             compat.copy_all(targets, sources)
 
         return on.tiers.settled(assign, lambda *args: args[0])
-
-    def reference(
-        self, op: Instruction[AssignAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        interpreter.write(op.writes, args[len(op.writes) :])
-        return ()
-
-    def record_meanings(self, op: Instruction[AssignAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        of.written(op.writes)
 
 
 ROWS: Sequence[Op[Any]] = (Update(), Loop(), Accumulation(), Add(), Assign())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.ir.attributes import DealAttrs, Over
-from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Text, into, over
+from fzero.ir.ops.op import Op, Rules, Running, Text, into, over
 from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import sharding_over
@@ -80,16 +80,6 @@ class Rearranged(Op[Over]):
             return self.rearrange(x, out, shape, DimShard(dim, groups, on.mesh.axis_size(axis)))
 
         return on.tiers.settled(rearranged, lambda *args: args[-1])
-
-    def reference(
-        self, op: Instruction[Over], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        shape, dim = self.last_sharding(op, interpreter.program.values_by_name[op.args[0]], interpreter.mesh)
-        out = args[0].new_empty(op.out[0].local_shape(interpreter.mesh))
-        return [self.rearrange(args[0], out, shape, DimShard(*dim, interpreter.mesh.axis_size(op.attrs.axes)))]
-
-    def record_meanings(self, op: Instruction[Over], of: Meanings, micro: int, iteration: int) -> None:
-        of.same(op.out[0].name, op.args[0])
 
 
 class JoinParts(Rearranged):
@@ -160,14 +150,6 @@ class Reshaped(Op):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return _reshaped
-
-    def reference(
-        self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [_reshaped(args[0], op.out[0].local_shape(interpreter.mesh)).clone()]
-
-    def record_meanings(self, op: Instruction, of: Meanings, micro: int, iteration: int) -> None:
-        of.same(op.out[0].name, op.args[0])
 
 
 def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -259,11 +241,6 @@ class StackShards(Deal):
 
         return on.tiers.settled(stack_shards, lambda *args: args[-1])
 
-    def reference(
-        self, op: Instruction[DealAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [_stacked(args, args[0].new_empty(op.out[0].shape))]
-
 
 def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     torch.stack([x.reshape(-1) for x in shards], out=out[: len(shards)])
@@ -289,11 +266,6 @@ class UnstackShards(Deal):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda stack, count: stack[:count].unbind()
-
-    def reference(
-        self, op: Instruction[DealAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [x.clone() for x in args[0][: len(op.out)]]
 
 
 ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten(), StackShards(), UnstackShards())

@@ -1,9 +1,8 @@
 """Defines `Op`, the class that every op in the op table subclasses.
 
 An op's class answers every question about it: its form and rules (the verifier), shared memory (views and the arena),
-where it computes, its bytes (cost), its text (the printer), its execution, its reference semantics (the interpreter),
-and the meaning of its results (the bisection of differences). To add an op, add a class and the rewrite that inserts
-the op.
+where it computes, its bytes (cost), its text (the printer) and its execution. To add an op, add a class and the rewrite
+that inserts the op.
 """
 
 from __future__ import annotations
@@ -103,39 +102,6 @@ class Running(Protocol):
         once: bool = False,
         through: Sequence[torch.Tensor] = (),
     ) -> Any: ...
-
-
-class InterpreterState(Protocol):
-    """The interpreter as an op's reference semantics see it (fzero/testing/interpreter.py)."""
-
-    mesh: Mesh
-    program: Program
-    values: dict[str, torch.Tensor]
-    started: dict[str, tuple[Instruction, list[torch.Tensor]]]
-
-    def function(self, name: str) -> Callable[..., Any]: ...
-    def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None: ...
-    def part_index(self, count: int, micro: int) -> int: ...
-    def valid_range(self, op: Instruction) -> tuple[int, int]: ...
-    def take_shard(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
-    def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
-    def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
-    def send(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None: ...
-    def recv(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]: ...
-
-
-class Meanings(Protocol):
-    """The meanings of a program's values, as the search for the first difference follows them
-    (fzero/testing/first_difference.py).
-    """
-
-    def same(self, name: str, source: str) -> None: ...
-    def part(self, name: str, source: str, micro: int) -> None: ...
-    def total(self, name: str, total: str | None, part: str) -> None: ...
-    def reduced(self, name: str, source: str, axes: Sequence[str]) -> None: ...
-    def made(self, values: Sequence[Value], micro: int, source: str | None = None) -> None: ...
-    def written(self, names: Sequence[str]) -> None: ...
-    def start_of(self, handle: str) -> Instruction: ...
 
 
 class Op(Generic[A]):
@@ -281,18 +247,6 @@ class Op(Generic[A]):
         found = self.runs(on)
         return {} if found is None else {self.name: found}
 
-    def reference(
-        self, op: Instruction[A], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        """Computes the results of an op in the simplest way: its reference semantics. `iteration`: the iteration of the
-        enclosing loop.
-        """
-        raise AssertionError(f"a line that no program has when it is run: {self.name}")
-
-    def record_meanings(self, op: Instruction[A], of: Meanings, micro: int, iteration: int) -> None:
-        """Records the meaning of each result, and the tensors of the state that the op writes."""
-        of.made(op.out, micro)
-
 
 class Start(Op[A]):
     """A transfer: it begins here, and continues until its `wait`.
@@ -342,15 +296,6 @@ class Start(Op[A]):
     def arrives(self, op: Instruction[A], placement: Placement) -> Placement:
         """Returns the placement of a value after it has arrived."""
         return placement
-
-    def wait_results(
-        self, op: Instruction[A], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
-    ) -> Sequence[torch.Tensor]:
-        """Returns the results of its wait."""
-        raise NotImplementedError(self.name)
-
-    def record_meanings(self, op: Instruction[A], of: Meanings, micro: int, iteration: int) -> None:
-        of.written(op.writes)
 
 
 # --- fragments of text ---

@@ -134,12 +134,13 @@ class Attempt:
 
     Args:
         tiers: the copies between memory tiers of the program (fzero/memory/tier_copies.py).
+        right: whether the assumed values of the step before the first were right.
     """
 
-    def __init__(self, tiers: Any):
+    def __init__(self, tiers: Any, right: bool = False):
         self._tiers = tiers
         self._made = False  # in this step
-        self._right = False  # whether the last step's assumed values were right, or would have been
+        self._right = right  # whether the last step's assumed values were right, or would have been
         self._aside: list[torch.Tensor] = []  # tensors whose spare extents have been written since the step began
 
     def begin(self, able: bool) -> None:

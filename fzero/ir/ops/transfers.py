@@ -23,7 +23,7 @@ from fzero.ir.attributes import (
     SentValue,
     WaitAttrs,
 )
-from fzero.ir.ops.op import InterpreterState, Meanings, Op, Rules, Running, Start, Text, into, over
+from fzero.ir.ops.op import Op, Rules, Running, Start, Text, into, over
 from fzero.ir.program import MOVING, Instruction, Place, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.placements import Shard
@@ -99,24 +99,6 @@ class Collective(Start[GatherAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def reference(
-        self, op: Instruction[GatherAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        interpreter.started[op.out[0].name] = op, [x.clone() for x in args]
-        return [args[0].new_empty(0)]
-
-    def wait_results(
-        self,
-        op: Instruction[GatherAttrs],
-        moved: list[torch.Tensor],
-        out: Sequence[Value],
-        interpreter: InterpreterState,
-    ) -> Sequence[torch.Tensor]:
-        (axis,) = op.attrs.axes
-        for x in moved:
-            interpreter.reduce(x, op.says(ReduceAttrs).reduction, axis)
-        return moved
-
 
 class AllGather(Collective):
     """Gathers shards into the values that they are shards of: full values, or shards over the remaining axes. Also
@@ -144,18 +126,6 @@ class AllGather(Collective):
             return replace(placement, dim_shards=left)
         along_dim = len(placement.axes) == len(placement.dims)
         return replace(placement, kind="permuted") if along_dim else placement.gathered
-
-    def wait_results(
-        self,
-        op: Instruction[GatherAttrs],
-        moved: list[torch.Tensor],
-        out: Sequence[Value],
-        interpreter: InterpreterState,
-    ) -> Sequence[torch.Tensor]:
-        (axis,) = op.attrs.axes
-        gathered = zip((interpreter.gather(x.contiguous(), axis) for x in moved), out, strict=True)
-        shapes = ((x, v.local_shape(interpreter.mesh)) for x, v in gathered)
-        return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
 
 
 class ReduceScatter(Collective):
@@ -186,21 +156,6 @@ class ReduceScatter(Collective):
             replace(placement, kind="shard") if placement.kind == "permuted" else placement.with_shard(axes, said.grid)
         )
         return shard.left(left)
-
-    def wait_results(
-        self,
-        op: Instruction[GatherAttrs],
-        moved: list[torch.Tensor],
-        out: Sequence[Value],
-        interpreter: InterpreterState,
-    ) -> Sequence[torch.Tensor]:
-        moved = list(super().wait_results(op, moved, out, interpreter))
-        if op.says(ScatterAttrs).rows:
-            return [
-                x.chunk(interpreter.mesh.axis_size(op.axes))[interpreter.mesh.index(op.axes)].clone() for x in moved
-            ]
-        sources = [interpreter.program.values_by_name[a] for a in op.args]
-        return [interpreter.take_shard(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
 class AllReduce(Collective):
@@ -242,18 +197,6 @@ class AllToAll(Collective):
 
     def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
-
-    def wait_results(
-        self,
-        op: Instruction[GatherAttrs],
-        moved: list[torch.Tensor],
-        out: Sequence[Value],
-        interpreter: InterpreterState,
-    ) -> Sequence[torch.Tensor]:
-        (axis,) = op.attrs.axes
-        n, here = interpreter.mesh.axis_size(axis), interpreter.mesh.index(axis)
-        # [sending rank, receiving rank, elements]
-        return [interpreter.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
 class ReplicateStart(Start[ReplicateAttrs]):
@@ -322,12 +265,6 @@ class ReplicateStart(Start[ReplicateAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.replicate
 
-    def reference(
-        self, op: Instruction[ReplicateAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        interpreter.started[op.out[0].name] = op, []
-        return [args[0].new_empty(0)]
-
 
 class Send(Start[SendAttrs]):
     """Sends values of one pipeline stage, as one message, to the rank at another index along the axis."""
@@ -375,13 +312,6 @@ class Send(Start[SendAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
-    def reference(
-        self, op: Instruction[SendAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        interpreter.started[op.out[0].name] = op, []
-        interpreter.send(args, op.axes[0], op.attrs.peer, op.attrs.number)
-        return [args[0].new_empty(0)]
-
 
 class Recv(Send):
     """Receives the values of a message that the rank at another index along the axis sends."""
@@ -396,18 +326,6 @@ class Recv(Send):
         said, comes = op.attrs, size(self.moved_bytes(op, {}, program.mesh))
         values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
         return Text(f"recv_start({values}, {over(op)}, source={said.peer})", f"number {said.number}, {comes} comes")
-
-    def reference(
-        self, op: Instruction[SendAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        comes = [torch.empty(x.shape, dtype=x.dtype, device=interpreter.mesh.device) for x in op.attrs.values]
-        interpreter.started[op.out[0].name] = op, comes
-        return [torch.empty(0)]
-
-    def wait_results(
-        self, op: Instruction[SendAttrs], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
-    ) -> Sequence[torch.Tensor]:
-        return interpreter.recv(moved, op.axes[0], op.attrs.peer, op.attrs.number)
 
 
 class Copy(Start[CopyAttrs]):
@@ -477,19 +395,6 @@ class Copy(Start[CopyAttrs]):
 
         return copy_start
 
-    def reference(
-        self, op: Instruction[CopyAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        moved = [x.clone() for x in args[len(op.writes) :]]
-        interpreter.write(op.writes, moved if op.writes else ())
-        interpreter.started[op.out[0].name] = op, moved
-        return [args[0].new_empty(0)]
-
-    def wait_results(
-        self, op: Instruction[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], interpreter: InterpreterState
-    ) -> Sequence[torch.Tensor]:
-        return moved if out else ()
-
 
 def stays(op: Instruction, mesh: AbstractMesh) -> bool:
     """Returns whether an op is a copy between tiers that moves nothing, because host and device are one memory."""
@@ -547,22 +452,6 @@ class Wait(Op[WaitAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.wait
-
-    def reference(
-        self, op: Instruction[WaitAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        start, moved = interpreter.started.pop(op.args[0])
-        return STARTS[start.op].wait_results(start, moved, op.out, interpreter) if op.out else ()
-
-    def record_meanings(self, op: Instruction[WaitAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        start = of.start_of(op.args[0])
-        reduction = start.attrs.reduction if isinstance(start.attrs, ReduceAttrs) else None
-        if reduction not in (None, "sum"):
-            return
-        row = STARTS[start.op]
-        axes = () if reduction is None else start.axes
-        for value, source in zip(op.out, row.sent(start), strict=False):
-            of.reduced(value.name, source, axes)
 
 
 STARTS: Mapping[str, Start[Any]] = {

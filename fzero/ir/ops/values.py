@@ -22,7 +22,7 @@ from fzero.ir.attributes import (
     ShardOfAttrs,
     TakeShardAttrs,
 )
-from fzero.ir.ops.op import A, InterpreterState, Meanings, Op, Rules, Running, Text, into, micro_of, micro_text, over
+from fzero.ir.ops.op import A, Op, Rules, Running, Text, into, micro_text, over
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.placements import Shard
@@ -96,16 +96,6 @@ class Call(Op[CallAttrs]):
             super().text(op, program)._replace(remark=", ".join([*(["on the host"] if op.on_host else []), *in_place]))
         )
 
-    def reference(
-        self, op: Instruction[CallAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        made = interpreter.function(op.fn)(*args)
-        return [x.clone() if any(x is a for a in args) else x for x in made] if op.out else ()
-
-    def record_meanings(self, op: Instruction[CallAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        of.made(op.out, micro)
-        of.written(op.writes)
-
 
 class Cast(Op[CastAttrs]):
     """Converts one value or several to another dtype, or copies them in the same dtype."""
@@ -141,15 +131,6 @@ class Cast(Op[CastAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
-
-    def reference(
-        self, op: Instruction[CastAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [x.to(op.attrs.dtype, copy=True) for x in args]
-
-    def record_meanings(self, op: Instruction[CastAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        for value, source in zip(op.out, op.args, strict=True):
-            of.made([value], micro, source)
 
 
 def _cast(
@@ -189,13 +170,6 @@ class Buffer(Op[BufferAttrs]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda into: into
 
-    def reference(
-        self, op: Instruction[BufferAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [
-            torch.zeros(v.local_shape(interpreter.mesh), dtype=v.dtype, device=interpreter.mesh.device) for v in op.out
-        ]
-
 
 class Zeros(Op):
     """A value of zeros."""
@@ -221,11 +195,6 @@ class Zeros(Op):
             return torch.zeros(shape, dtype=getattr(torch, dtype), device=on.mesh.device)
 
         return on.tiers.settled(zeros, lambda *args: args[-1])
-
-    def reference(
-        self, op: Instruction, args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [torch.zeros(v.shape, dtype=v.dtype, device=interpreter.mesh.device) for v in op.out]
 
 
 class TakeShard(Op[TakeShardAttrs]):
@@ -275,14 +244,6 @@ class TakeShard(Op[TakeShardAttrs]):
 
         return take_shard
 
-    def reference(
-        self, op: Instruction[TakeShardAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [interpreter.take_shard(args[0], interpreter.program.values_by_name[op.args[0]], op.out[0])]
-
-    def record_meanings(self, op: Instruction[TakeShardAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        of.same(op.out[0].name, op.args[0])
-
 
 class TakePart(Op[PartAttrs]):
     """Takes the samples of one micro-batch."""
@@ -311,16 +272,6 @@ class TakePart(Op[PartAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda whole, index, count: whole[index * (size := whole.shape[0] // count) : (index + 1) * size]
-
-    def reference(
-        self, op: Instruction[PartAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(op, iteration)
-        size = args[0].shape[0] // count
-        return [args[0][micro * size : (micro + 1) * size].clone()]
-
-    def record_meanings(self, op: Instruction[PartAttrs], of: Meanings, micro: int, iteration: int) -> None:
-        of.part(op.out[0].name, op.args[0], micro)
 
 
 class Number(Op[A]):
@@ -357,12 +308,6 @@ class PartIndex(Number[PartIndexAttrs]):
 
         return part_index
 
-    def reference(
-        self, op: Instruction[PartIndexAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        micro, count = micro_of(op, iteration)
-        return [torch.tensor(interpreter.part_index(count, micro), device=interpreter.mesh.device)]
-
 
 class AxisIndex(Op[Over]):
     """The index of this rank along an axis, as int64[1]."""
@@ -383,11 +328,6 @@ class AxisIndex(Op[Over]):
     def runs(self, on: Running) -> Callable[..., Any]:
         return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
 
-    def reference(
-        self, op: Instruction[Over], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [torch.full((1,), interpreter.mesh.index(op.axes), dtype=torch.int64, device=interpreter.mesh.device)]
-
 
 class NumValid(Number[ShardOfAttrs]):
     """The number of elements of this rank's shard that are not padding."""
@@ -402,12 +342,6 @@ class NumValid(Number[ShardOfAttrs]):
         return lambda shape, axis: torch.full(
             (), on.part_of(tuple(shape), axis)[0].numel, dtype=torch.int64, device=on.mesh.device
         )
-
-    def reference(
-        self, op: Instruction[ShardOfAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        start, stop = interpreter.valid_range(op)
-        return [torch.tensor(stop - start, device=interpreter.mesh.device)]
 
 
 class DrawStart(Number[DrawAttrs]):
@@ -428,15 +362,6 @@ class DrawStart(Number[DrawAttrs]):
             return torch.full((), base + begins, dtype=torch.int64, device=on.mesh.device)
 
         return draw_start
-
-    def reference(
-        self, op: Instruction[DrawAttrs], args: list[torch.Tensor], interpreter: InterpreterState, iteration: int
-    ) -> Sequence[torch.Tensor]:
-        return [
-            torch.tensor(
-                op.attrs.base + (interpreter.valid_range(op)[0] if op.attrs.axes else 0), device=interpreter.mesh.device
-            )
-        ]
 
 
 ROWS: Sequence[Op[Any]] = (
