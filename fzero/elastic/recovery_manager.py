@@ -150,10 +150,15 @@ class RecoveryManager:
             path: of the run's checkpoints.
             note: called with a finding for each damaged slot.
         """
-        found = self._in_memory(note)
-        on_disk, seen = newest()
-        recovered = self._recovered(train, params, key, found, on_disk, seen, path)
+        mesh, found = self.mesh, self._in_memory(note)
+        on_disk, saved = newest()
+        if found.lost:
+            _say_lost(found, path, mesh, on_disk, saved or 0)
+        recovered = self._recovered(train, params, key, found.kept, on_disk, saved)
         state, source, seen = recovered
+        if source == "init" and not found.lost:
+            _say_from_scratch(mesh, path)
+        logger.info("fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), source, mesh.size)
         self.on_disk = [name for name, x in tree.with_names(state) if extent_of(x)]
         if self._checkpoint is not None and not self.on_disk:
             self._reserve(self._checkpoint, train, state, seen)
@@ -225,37 +230,19 @@ class RecoveryManager:
         train: CompiledStep,
         params: Any,
         key: torch.Tensor | None,
-        found: InMemory,
+        kept: Index | None,
         on_disk: Index | None,
-        seen: int | None,
-        path: str | os.PathLike[str] | None,
+        saved: int | None,
     ) -> Recovered:
-        mesh = self.mesh
-        kept = found.kept
-        if found.lost:
-            _say_lost(found, path, mesh, on_disk, seen or 0)
-        state: State | None = None
-        source = ""
-        if kept is not None and seen is not None and kept.step < seen:
-            kept = None  # the checkpoint is newer
-        _check_resize(on_disk if kept is None else kept, mesh, self._refuse_resize)
-        if kept is not None:
-            try:
-                source, state = "memory", train.restore(kept, params)
-            except CheckpointError as error:  # on every rank: the step has been changed since
-                if on_disk is None:
-                    raise
-                logger.warning("fzero.run: the states in the hosts' memory are not used: %s", error)
-        if state is None and on_disk is not None:
-            source, state = "disk", train.restore(on_disk, params)
-        elif state is None:
-            source, state = "init", train.init(params, key)
-            lives = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if not found.lost and mesh.rank == 0 and lives != "0":
-                text = "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: "
-                logger.warning(text + "the run begins from scratch", lives, "" if path is None else f" or under {path}")
-        logger.info("fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), source, mesh.size)
-        return Recovered(state, source, {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[source])
+        """Restores the newer of the states in memory and on disk, or initializes one if there is neither. The state on
+        disk has seen `saved` batches."""
+        if kept is not None and (saved is None or kept.step >= saved):
+            _check_resize(kept, self.mesh, self._refuse_resize)
+            return Recovered(train.restore(kept, params), "memory", kept.step)
+        if on_disk is not None:
+            _check_resize(on_disk, self.mesh, self._refuse_resize)
+            return Recovered(train.restore(on_disk, params), "disk", saved or 0)
+        return Recovered(train.init(params, key), "init", 0)
 
     def _reserve(self, checkpoint: MemoryCheckpoint, train: CompiledStep, state: State, seen: int) -> None:
         """Reserves the memory, and connects the ranks that send and receive copies."""
@@ -293,9 +280,9 @@ def _store_answers() -> bool:
         return False
 
 
-def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
+def _check_resize(found: Index, mesh: Mesh, refuse: bool) -> None:
     """Logs that another number of ranks has trained this state, or raises an error if `refuse`."""
-    if found is None or (before := recovery_source.ranks_of(found)) == (now := mesh.size):
+    if (before := recovery_source.ranks_of(found)) == (now := mesh.size):
         return
     if refuse:
         what = f"the state of step {found.step} was trained by {before} ranks, and there are now {now}"
@@ -322,6 +309,14 @@ def _say_lost(
         more = found.reached - seen
         again = f", and does {more} batch{'es' * (more > 1)} again" if more > 0 else ""
         logger.warning("fzero.run: %s: %s%s", found.lost, where, again)
+
+
+def _say_from_scratch(mesh: Mesh, path: str | os.PathLike[str] | None) -> None:
+    """Logs that the run begins from scratch, if this is not the first start of the ranks."""
+    lives = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if mesh.rank == 0 and lives != "0":
+        text = "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: "
+        logger.warning(text + "the run begins from scratch", lives, "" if path is None else f" or under {path}")
 
 
 def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplica | None:
