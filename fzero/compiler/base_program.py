@@ -123,7 +123,7 @@ def _arguments(t: Training, names: Names) -> tuple[list[Instruction], list[tuple
         places.append((names(SEED), (), DTYPE))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
-        more.append(Instruction("part_index", (), (Value("part", (), torch.int64),)))
+        more.append(Instruction("rank_index", (), (Value("part", (), torch.int64),)))
     return [*ops, *more], places
 
 

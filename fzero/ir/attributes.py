@@ -155,8 +155,8 @@ class PartAttrs(Repeated, Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartIndexAttrs(PartAttrs, Over):
-    """Selects a micro-batch as `PartAttrs` does, and names the axes that shard the batch."""
+class RankIndexAttrs(PartAttrs, Over):
+    """Selects a micro-batch as `PartAttrs` does, and names the axes along which ranks are counted."""
 
     axes: tuple[str, ...] = ()
 

@@ -19,8 +19,8 @@ transfer is over one axis: a gather over the last axis of its shards, a reductio
 
 [Note: instructions] An op (`Instruction`) calls a traced subgraph (`call`), moves data (a `..._start` and its `wait`),
 or does one of a few small things that need no trace: `cast`, `buffer` (memory that is written before it is read),
-`take_shard`, `take_part`, `unflatten`, `flatten`, `part_index`, `axis_index`, `num_valid`, `draw_start`, `accumulate`,
-`add`, `assign`, `zeros`. `update` is the complete optimizer before it is partitioned into subgraphs. `loop` runs its
+`take_shard`, `take_part`, `reshape`, `rank_index`, `num_valid`, `draw_start`, `accumulate`, `add`, `assign`, `zeros`.
+`update` is the complete optimizer before it is partitioned into subgraphs. `loop` runs its
 body once per micro-batch; an `accumulate` inside it is the sum over its iterations, or the maximum (`op`), and is read
 after it. Without a loop, the ops themselves are repeated (`repeats`), and `add` adds to totals in place: its results
 are new names of its first arguments. Names are assigned once, except for the tensors of the state: their buffers are

@@ -13,7 +13,7 @@ import torch
 from fzero._utils.host_memory import host_pool
 from fzero.comm import control_group
 from fzero.comm.transport import transport
-from fzero.ir.ops import DISK, OPS, Attempt, batch_axes_of, replicated_leaves
+from fzero.ir.ops import DISK, OPS, Attempt, replicated_leaves
 from fzero.ir.ops.op import Running
 from fzero.ir.printer import name_of, source
 from fzero.ir.program import Function, Program
@@ -43,7 +43,6 @@ def executable(
         pairs: the pairs of stages that send and receive, as `message_directions` returns them.
     """
     text = source(program)
-    batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
     carrier.connect_pairs(pairs)
     tiers = TierTransport(mesh, any(DISK in op.tiers for op, _ in program.walk()))
@@ -53,7 +52,7 @@ def executable(
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
     memory, places = arenas["device"], places_of(program, mesh, arenas)
-    running = Environment(mesh, carrier, tiers, batch_axes, Attempt(tiers))
+    running = Environment(mesh, carrier, tiers, Attempt(tiers))
     # on a CPU that is both host and device, the same function may be called by ops of either
     same = mesh.device.type == "cpu" and mesh.unified_memory
     on_host = set() if same else {op.fn for op, _ in program.walk() if op.on_host}
@@ -118,12 +117,11 @@ class Environment:
         mesh: the mesh, as this rank sees it.
         carrier: moves values between ranks (comm/transport.py).
         tiers: copies values between memory tiers (memory/tier_copies.py).
-        batch_axes: the mesh axes that shard the batch.
         attempt: decides whether speculative ops run.
     """
 
-    def __init__(self, mesh: Mesh, carrier: Any, tiers: Any, batch_axes: tuple[str, ...], attempt: Attempt):
-        self.mesh, self.carrier, self.tiers, self.batch_axes, self.attempt = mesh, carrier, tiers, batch_axes, attempt
+    def __init__(self, mesh: Mesh, carrier: Any, tiers: Any, attempt: Attempt):
+        self.mesh, self.carrier, self.tiers, self.attempt = mesh, carrier, tiers, attempt
         self._parts: dict[Any, tuple[Boxes, int]] = {}
 
     def part_of(

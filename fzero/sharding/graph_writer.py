@@ -124,7 +124,7 @@ class GraphWriter:
         return node
 
     def index(self) -> fx.Node:
-        """The rank's index along the axis, int64[1]: an input that is added to the graph on first use."""
+        """The rank's index along the axis, int64[1]: a view of an input that is added to the graph on first use."""
         if self.number is None:
             first = self.last_input
             with (
@@ -132,9 +132,9 @@ class GraphWriter:
                 if first
                 else self.graph.inserting_before(next(iter(self.graph.nodes)))
             ):
-                self.number = self.graph.placeholder("axis_index")
-            self.number.meta["val"] = compat.new_fake(self.mode, [1], torch.int64, self.device)
-        return self.number
+                self.number = self.graph.placeholder("rank_index")
+            self.number.meta["val"] = compat.new_fake(self.mode, [], torch.int64, self.device)
+        return self.view(self.number, [1])
 
     def finish(self, outputs: Sequence[fx.Node], places: Sequence[Placement]) -> tuple[bool, frozenset[fx.Node]]:
         """Ends the graph. Its first inputs have these placements; its further inputs differ between ranks.

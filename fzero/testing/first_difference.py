@@ -78,11 +78,10 @@ def part_values(
         device: the device of the tensors.
         parts: for each part, the unsharded tensors and its batch, by name.
     """
-    code, axes = ProgramCode(base, device), {"data": len(parts)}  # each part is that of a rank
-    runs = [
-        Interpreter(code, Mesh(axes, part, device), leaves, ProcessExchange(), batch_axes=("data",))
-        for part, leaves in enumerate(parts)
-    ]
+    # Each part is that of a rank.
+    base = base.map_instructions(lambda op: [op.saying(axes=("data",)) if op.op == "rank_index" else op])
+    code, axes = ProgramCode(base, device), {"data": len(parts)}
+    runs = [Interpreter(code, Mesh(axes, part, device), leaves, ProcessExchange()) for part, leaves in enumerate(parts)]
     ops = [op for op in base.instructions if op.op != "update"]
     made = {v.name for op in ops for v in op.out}
     for op in ops:

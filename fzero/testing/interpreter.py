@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fzero.comm.collectives import gather
 from fzero.comm.groups import ranks_along
-from fzero.ir.ops import OPS, STARTS, Attempt, batch_axes_of
+from fzero.ir.ops import OPS, STARTS, Attempt
 from fzero.ir.printer import statements
 from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import identifier
@@ -229,7 +229,6 @@ class Interpreter:
         mesh: the mesh that it is for.
         leaves: the tensors of the state and of the batch, by the names of the program's inputs.
         exchange: exchanges values between the ranks.
-        batch_axes: the axes that shard the batch, if they are not those that the program says.
         speculates: whether speculative ops run. Otherwise the body of their `rollback` runs.
     """
 
@@ -239,16 +238,14 @@ class Interpreter:
         mesh: Mesh,
         leaves: Mapping[str, torch.Tensor],
         exchange: RankExchange,
-        batch_axes: tuple[str, ...] | None = None,
         speculates: bool = False,
     ):
         self.program, self.mesh, self._code = code.program, mesh, code
         self.values: dict[str, Any] = {v.name: leaves[v.name].detach().clone() for v in code.program.inputs}
         transfers = PlainTransfers(mesh, exchange)
-        axes = batch_axes_of(code.program) if batch_axes is None else batch_axes
         self._attempt = Attempt(transfers, right=speculates)
         self._attempt.begin(speculates)
-        environment = Environment(mesh, transfers, transfers, axes, self._attempt)
+        environment = Environment(mesh, transfers, transfers, self._attempt)
         self._namespace = namespace_of(code.program, environment, _Buffers(code.program, mesh))
         self._namespace |= {root: _Tree(self.values, root) for root in ("params", "opt_state", "extras", "batch")}
 

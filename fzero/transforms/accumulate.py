@@ -234,8 +234,10 @@ def _looped(
     before = [
         op
         for op in program.instructions
-        # Casts of parameters do not depend on the micro-batch, so they run once, before the loop.
-        if op.op == "cast" and op.args[0] in program.leaves and op.out[0].name not in update.attrs.sums
+        # Casts of parameters and indices along an axis do not depend on the micro-batch, so they run once, before the
+        # loop.
+        if (op.op == "cast" and op.args[0] in program.leaves and op.out[0].name not in update.attrs.sums)
+        or (op.op == "rank_index" and op.axes)
     ]
     inside = [op for op in program.instructions if op is not update and op not in before]
     values = program.values()
@@ -266,7 +268,7 @@ def _looped(
                     by="accumulate",
                 )
             )
-        body = [op.saying(count=num) if op.op == "part_index" else op for op in body]
+        body = [op.saying(count=num) if op.op == "rank_index" else op for op in body]
         return Instruction("loop", attrs=LoopAttrs(count=num), body=tuple(_early(body)), by="accumulate")
 
     seeds, ahead, rest = _ahead(inside)
@@ -366,7 +368,9 @@ def _repeated(
         made = [v for op in unit for v in op.out]
         adds = [v for v in made if v.name in summands]
         # Depends on no micro-batch, directly or indirectly, so it runs once for all of them.
-        if not adds and not any(op.op == "part_index" or not new[0].keys().isdisjoint(op.args) for op in unit):
+        if not adds and not any(
+            (op.op == "rank_index" and not op.axes) or not new[0].keys().isdisjoint(op.args) for op in unit
+        ):
             out += unit
             continue
         for m in range(num):

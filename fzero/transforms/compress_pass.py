@@ -40,7 +40,7 @@ from fzero.transforms.zero_placement import Zero
 
 _GATHER = "all_gather_start"
 _REDUCTIONS = ("reduce_scatter_start", "all_reduce_start")
-_KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
+_KEEPS = ("wait", "accumulate", "reshape", "split_parts", "add")
 """The ops whose results are the same gradients as their arguments, in another form."""
 
 

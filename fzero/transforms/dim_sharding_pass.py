@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from fzero._utils.units import size
 from fzero.errors import FzeroValueError
-from fzero.ir.attributes import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
+from fzero.ir.attributes import AddAttrs, GatherAttrs, RankIndexAttrs, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
@@ -217,7 +217,9 @@ class _ToParts:
                 ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
         self._check()
         if self.index is not None:
-            index = Instruction("axis_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
+            index = Instruction(
+                "rank_index", (), (self.index,), attrs=RankIndexAttrs(axes=(self.axis,)), by=self.spec.name
+            )
             ops.insert(0, index)
         every = f"is computed unsharded on every rank of {self.axis}"
         notes = tuple(
@@ -358,7 +360,7 @@ class _ToParts:
         read = [self.places[a] for a in op.args]
         own = any(not isinstance(place, (Replicate, Shard)) for place in read)
         placed = self._put(value, VARYING if own else REPLICATE)
-        if op.op == "part_index":  # the op itself names the axes whose index it returns
+        if op.op == "rank_index" and not op.axes:  # of the part of the batch
             self.places[value.name] = VARYING
         return placed
 
@@ -467,7 +469,7 @@ class _ToParts:
         if made.has_index:
             if self.index is None:
                 at = Placement("varying", (self.axis,))
-                self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
+                self.index = Value(self.names(f"{self.axis}_index"), (), torch.int64, at)
             args.append(self.index.name)
         names: dict[fx.Node, str] = dict(zip(segments.inputs, args, strict=True))
         others = self._others(op, made, segments)

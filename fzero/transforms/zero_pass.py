@@ -251,7 +251,7 @@ class _Rewrite:
         value = replace(self.values[name], name=self.names(self.names.stem(self.leaf_of[name][0])))
         value = replace(value, placement=Placement(dim_shards=dim_shards))
         self.placement[value.name] = value.placement
-        return value.name, Instruction("unflatten", (shard,), (value,), by=self.by)
+        return value.name, Instruction("reshape", (shard,), (value,), by=self.by)
 
     def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Instruction]:
         """Gathers parameters once per step, as far as they stay gathered until its end. `cast`: parameters that are
@@ -313,7 +313,8 @@ class _Rewrite:
 
     def _placed(self, op: Instruction) -> Instruction:
         """Returns the op with the placements of its results: varying as soon as it reads any varying value."""
-        local = op.op in ("part_index", "take_part") or not self.varying.isdisjoint(op.args)
+        of_batch = op.op == "rank_index" and not op.axes  # the index of the part of the batch
+        local = of_batch or op.op == "take_part" or not self.varying.isdisjoint(op.args)
         if op.op in ("all_gather_start", "all_reduce_start"):
             self.brought[op.out[0].name] = op.axes
         brought = self.brought.get(op.args[0], ()) if op.op == "wait" else ()
@@ -333,7 +334,7 @@ class _Rewrite:
                 placement = _both(Placement("varying", axes) if local and axes else REPLICATED, value.placement)
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
-        op = op.saying(axes=self.zero.batch_axes) if op.op == "part_index" else op
+        op = op.saying(axes=self.zero.batch_axes) if of_batch else op
         return replace(op, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Instruction]:
@@ -434,7 +435,7 @@ class _Rewrite:
         axes, dims = zip(*at.dim_shards, strict=True)
         flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
         shard = replace(value, name=self.names(f"{grad}_flat"), placement=flat)
-        op = Instruction("flatten", (now[grad],), (shard,), by=self.by)
+        op = Instruction("reshape", (now[grad],), (shard,), by=self.by)
         now[grad], self.placement[shard.name], self.values[shard.name] = shard.name, flat, shard
         return op
 

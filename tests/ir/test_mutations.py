@@ -161,7 +161,7 @@ def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[In
             yield f"a reduction by {kind}", (op.saying(reduction=kind),)
     if said.get("count") is not None:
         yield "another count", (op.saying(count=op.count + 5),)
-    if op.micro is not None and op.op in ("take_part", "part_index"):
+    if op.micro is not None and op.op in ("take_part", "rank_index"):
         yield "a micro-batch too far", (op.saying(micro=(9, op.micro[1])),)
     for i, arg in enumerate(op.args):
         yield f"argument {i} that is not made", (replace(op, args=(*op.args[:i], "nobody", *op.args[i + 1 :])),)

@@ -193,7 +193,7 @@ def scale_wrong(patch):
 
 
 def key_of_the_first(patch):
-    run_as(patch, "part_index", lambda part_index: lambda micro=0, count=1: part_index())
+    run_as(patch, "rank_index", lambda rank_index: lambda micro=0, count=1, axis=(): rank_index(axis=axis))
 
 
 def update_not_assigned(patch):
@@ -278,7 +278,7 @@ ALONE = [
     Fault(update_skipped, (), None, "update_v2("),
     Fault(clipping_lost, (), None, "update", MEANT),
     Fault(scale_wrong, (fz.accumulate(2),), "accumulate", "metric_grad_norm", MEANT),
-    Fault(key_of_the_first, (fz.accumulate(2),), "accumulate", "part_index(", MEANT, loss=dropped_loss),
+    Fault(key_of_the_first, (fz.accumulate(2),), "accumulate", "rank_index(", MEANT, loss=dropped_loss),
     Fault(stale_cast, (fz.mixed_precision("bf16"),), "mixed_precision", "cast(", MEANT),
     Fault(saved_swapped, (fz.remat("none"),), "remat", "dense_vjp", MEANT),
     Fault(copy_not_made, (fz.offload("cpu", "params"),), "offload", "wait("),

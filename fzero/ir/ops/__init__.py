@@ -89,11 +89,6 @@ def iterations(op: Instruction) -> int:
     return OPS[op.op].iterations(op) if op.body else 0
 
 
-def batch_axes_of(program: Program) -> tuple[str, ...]:
-    """Returns the mesh axes along which a program shards the batch."""
-    return next((op.axes for op, _ in program.walk() if op.op == values.PartIndex.name), ())
-
-
 def replicated_leaves(program: Program) -> list[tuple[str, ...]]:
     """Returns the paths of the tensors that each send of a program sends, in the order of the sends' numbers."""
     found = [op.attrs for op, _ in program.walk() if isinstance(op.attrs, ReplicateAttrs)]
@@ -131,7 +126,6 @@ __all__ = [
     "Op",
     "Start",
     "Text",
-    "batch_axes_of",
     "bring",
     "message_directions",
     "is_superseded",

@@ -116,19 +116,18 @@ class SplitParts(Rearranged):
         return out
 
 
-class Reshaped(Op):
-    """Converts between the stored form of a shard along dimensions, which is flat, and the tensor of subgraphs."""
+class Reshape(Op):
+    """Converts between the stored form of a shard along dimensions, which is flat and padded, and the tensor with its
+    natural shape that subgraphs read: a view, except for a copy if padding is added.
+    """
 
+    name = "reshape"
     args = 1
     out = 1
     computes = "there"
 
-    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
-        """Returns the flat shard, and the tensor."""
-        raise NotImplementedError(self.name)
-
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
-        shard, tensor = self.parts(op, args[0])
+        shard, tensor = sorted((args[0], op.out[0]), key=lambda v: v.placement.kind != "shard")
         at = shard.placement
         sharded = Placement(partial=at.partial, by=at.by, dim_shards=tuple(zip(at.axes, at.dims, strict=False)))
         right = at.kind == "shard" and len(at.axes) == len(at.dims)
@@ -146,7 +145,7 @@ class Reshaped(Op):
         return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
     def text(self, op: Instruction, program: Program) -> Text:
-        return Text(f"{self.name}({op.args[0]}, {[*op.out[0].local_shape(program.mesh)]})")
+        return Text(f"reshape({op.args[0]}, {[*op.out[0].local_shape(program.mesh)]})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return _reshaped
@@ -155,27 +154,8 @@ class Reshaped(Op):
 def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns a tensor's elements in another shape: without the padding at its end, or padded with zeros."""
     flat, numel = x.reshape(-1), math.prod(shape)
-    # Negative for `unflatten`, which drops the padding; positive for `flatten`, which adds it. Only the latter copies.
-    missing = numel - flat.numel()
+    missing = numel - flat.numel()  # negative if padding is dropped, positive if it is added
     return (torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:numel]).view(*shape)
-
-
-class Unflatten(Reshaped):
-    """Views a shard that axes shard along dimensions only (not flat) as the tensor that subgraphs read."""
-
-    name = "unflatten"
-
-    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
-        return arg, op.out[0]
-
-
-class Flatten(Reshaped):
-    """Flattens a tensor that axes shard along dimensions to its stored shard, with its padding."""
-
-    name = "flatten"
-
-    def parts(self, op: Instruction, arg: Value) -> tuple[Value, Value]:
-        return op.out[0], arg
 
 
 class Deal(Op[DealAttrs]):
@@ -268,4 +248,4 @@ class UnstackShards(Deal):
         return lambda stack, count: stack[:count].unbind()
 
 
-ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten(), StackShards(), UnstackShards())
+ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Reshape(), StackShards(), UnstackShards())

@@ -83,7 +83,6 @@ class Running(Protocol):
     carrier: Any
     tiers: Any
     attempt: Any
-    batch_axes: tuple[str, ...]
 
     def part_of(
         self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Shard, ...] = ()

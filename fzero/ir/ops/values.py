@@ -16,9 +16,8 @@ from fzero.ir.attributes import (
     CallAttrs,
     CastAttrs,
     DrawAttrs,
-    Over,
     PartAttrs,
-    PartIndexAttrs,
+    RankIndexAttrs,
     ShardOfAttrs,
     TakeShardAttrs,
 )
@@ -287,46 +286,27 @@ class Number(Op[A]):
             rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 
 
-class PartIndex(Number[PartIndexAttrs]):
-    """The index of this part of the global batch, among the parts of all ranks and micro-batches."""
+class RankIndex(Number[RankIndexAttrs]):
+    """The index of this rank along axes. With micro-batches, the index of the micro-batch among those of all these
+    ranks: the micro-batches of one rank are consecutive parts of the global batch. Until the axes that shard the batch
+    are known (fzero/transforms/zero_pass.py), the index of the part of the batch has no axes.
+    """
 
-    name = "part_index"
-    attrs = PartIndexAttrs
+    name = "rank_index"
+    attrs = RankIndexAttrs
 
-    def check(self, op: Instruction[PartIndexAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[RankIndexAttrs], args: list[Value], rules: Rules) -> None:
         rules.micro(op)
         super().check(op, args, rules)
 
-    def text(self, op: Instruction[PartIndexAttrs], program: Program) -> Text:
-        return Text(f"part_index({', '.join(micro_text(op))})")
+    def text(self, op: Instruction[RankIndexAttrs], program: Program) -> Text:
+        return Text(f"rank_index({', '.join([*micro_text(op), *([over(op)] if op.axes else [])])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        def part_index(micro: int = 0, count: int = 1) -> torch.Tensor:
-            # The micro-batches of one rank are consecutive parts of the global batch.
-            index = on.mesh.index(on.batch_axes) if on.batch_axes else 0
-            return torch.full((), index * count + micro, dtype=torch.int64, device=on.mesh.device)
+        def rank_index(micro: int = 0, count: int = 1, axis: str | tuple[str, ...] = ()) -> torch.Tensor:
+            return torch.full((), on.mesh.index(axis) * count + micro, dtype=torch.int64, device=on.mesh.device)
 
-        return part_index
-
-
-class AxisIndex(Op[Over]):
-    """The index of this rank along an axis, as int64[1]."""
-
-    name = "axis_index"
-    args = 0
-    out = 1
-    attrs = Over
-
-    def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
-        wanted = Value(op.out[0].name, (1,), torch.int64, Placement("varying", op.attrs.axes))
-        if op.out[0] != wanted or len(op.attrs.axes) != 1:
-            rules.bad(op, f"makes {op.out[0]}, not {wanted}")
-
-    def text(self, op: Instruction[Over], program: Program) -> Text:
-        return Text(f"axis_index({over(op)})")
-
-    def runs(self, on: Running) -> Callable[..., Any]:
-        return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
+        return rank_index
 
 
 class NumValid(Number[ShardOfAttrs]):
@@ -371,8 +351,7 @@ ROWS: Sequence[Op[Any]] = (
     Zeros(),
     TakeShard(),
     TakePart(),
-    PartIndex(),
-    AxisIndex(),
+    RankIndex(),
     NumValid(),
     DrawStart(),
 )
