@@ -5,12 +5,10 @@ them.
     of-00002/rank-00000.0.safetensors    one of two slots: the newest state and the one before it
     of-00002/replica-00001.*             what rank 1, of another host, has sent (fzero/elastic/peer_replicas.py)
 
-The header and the pages of a slot are allocated once, and the slot is then overwritten in place, so storing a state
-costs one copy of it. The tensor `sealed` of a slot is 0 while the slot is being written, and otherwise the number of
-consumed batches plus one (a skipped step also consumes a batch). So a process that is killed while writing leaves the
-other slot valid. The ranks of a host store only one copy of each element that any of them holds. A rank that is
-restarted on the host finds all of its state there; if the number of ranks changes, the new ranks find everything that
-the old ranks held together.
+Storing a state costs one copy of it. A slot is not sealed while it is being written (fzero/elastic/memory_slots.py), so
+a process that is killed while writing leaves the other slot valid. The ranks of a host store only one copy of each
+element that any of them holds. A rank that is restarted on the host finds all of its state there; if the number of
+ranks changes, the new ranks find everything that the old ranks held together.
 
 [Note: slots] Ranks are at most one step apart: one rank may have stored state S + 1 while another, still in step S,
 has sealed state S - 1 of a third rank for which it is the peer. So if states are sent to peers, three slots hold the
@@ -33,12 +31,12 @@ import torch
 
 from fzero import tree
 from fzero._utils.bounded_json import read
-from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import File, Index, parse
+from fzero.checkpoint.safetensors_format import Entry
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.checkpoint.tensor_digests import word_sum
-from fzero.elastic.memory_files import reserve
-from fzero.elastic.peer_replicas import SEALED, SUMS, PeerReplica, PeerReplicas, write_note
+from fzero.elastic.memory_slots import SEALED, MemorySlots
+from fzero.elastic.peer_replicas import PeerReplica, PeerReplicas
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
@@ -96,32 +94,21 @@ class MemoryCheckpoint:
         """
         plan = make_plan(state, self._rank, self._size, among=self._host)
         mine = written_by(plan, self._rank)
-        entries = [
-            safetensors_format.Entry(SEALED, torch.int64, (1,)),
-            safetensors_format.Entry(SUMS, torch.int64, (len(mine),)),
-        ]
-        entries += [
-            safetensors_format.Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()
-        ]
+        entries = [Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()]
         self._directory.mkdir(mode=0o700, exist_ok=True)
         # One slot is overwritten while another one has the newest state. With `redundant`, the slots of the last two
         # states that were sent are needed too: the newer one may not have arrived everywhere. They coincide with the
         # newest state only if every state that is stored is also sent.
         num = 2 if replica is None else 3 if replica.spec.every == every else 4
-        slots = [reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
-        write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
+        slots = MemorySlots(self._directory / f"rank-{self._rank:05d}.json", num, entries, plan, mine, step)
         if replica is not None:
             assert mesh is not None
             self._sent = replica.spec.every
             self.peer_replicas = PeerReplicas(self._directory, plan, mesh, replica, step)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form = _form(state)
-        self._leaves = [_KeptSlot(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
-        self._sealed = [s.tensors[SEALED] for s in slots]
-        self._sums = [s.tensors[SUMS] for s in slots]
-        for sealed in self._sealed:
-            if int(sealed) > step + 1:  # newer than the state from which the run continues: it will be computed again
-                sealed.fill_(0)
+        self._leaves = [_KeptSlot(order[n], boxes.numel, [s[n] for s in slots.tensors]) for n, boxes in mine.items()]
+        self._sealed, self._sums = slots.sealed, slots.sums
 
     def has(self, step: int) -> bool:
         """Whether this rank stores the state of a step."""
@@ -238,8 +225,6 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
     notes = sorted(n for kind in ("rank", "replica") for n in memory.glob(f"of-*/{kind}-*.json"))
     for note in notes[first::num]:
         content = read(note, dict[str, Any])
-        if "sums" not in content:
-            continue
         places = _summed(note, content)
         for slot in range(content["slots"]):
             path = note.parent / f"{note.stem}.{slot}.safetensors"
@@ -282,10 +267,6 @@ def is_whole(index: Index) -> bool:
         if left:
             return False
     return True
-
-
-def _file(rank: int, slot: int) -> str:
-    return f"rank-{rank:05d}.{slot}.safetensors"
 
 
 def _sealed(path: Path, note: Mapping[str, Any]) -> int:

@@ -4,26 +4,23 @@ state.
     of-00002/replica-00001.json          what is stored here of rank 1's state, and where in these files it lies
     of-00002/replica-00001.0.safetensors one of two slots: the newest complete state, and the one being received
 
-A step fills one slot while the other stays valid (sealed). fzero/elastic/memory_checkpoint.py describes the format.
+A step fills one slot while the other stays valid (sealed). fzero/elastic/memory_slots.py describes the format.
 Tensors that are replicated along the axis are not sent: each rank stores its own copy.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fzero.checkpoint import safetensors_format
-from fzero.checkpoint.index import StoredPart, to_json
+from fzero.checkpoint.safetensors_format import Entry
 from fzero.checkpoint.saving import SavePlan
 from fzero.checkpoint.tensor_digests import word_sum
-from fzero.elastic.memory_files import MemoryFile, reserve
+from fzero.elastic.memory_slots import MemorySlots
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Leaf, leaf_of
 from fzero.sharding.shard_regions import Boxes
@@ -31,11 +28,6 @@ from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
 
-SEALED = "sealed"
-"""The tensor of a slot that holds the number of batches its state has seen plus one, or 0 while the slot is being
-written."""
-SUMS = "sums"
-"""The tensor of a slot that holds the checksum of each tensor's words, in the order given in the JSON file."""
 _SLOTS = 2
 
 
@@ -82,22 +74,14 @@ class PeerReplicas:
         boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
         self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # those with checksums
         stem = f"replica-{_index(mesh, tuple(mesh.axes), owner):05d}"
-        entries = [safetensors_format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
-        entries += [
-            safetensors_format.Entry(SEALED, torch.int64, (1,)),
-            safetensors_format.Entry(SUMS, torch.int64, (len(leaves),)),
-        ]
-        slots = [reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
-        write_note(directory / f"{stem}.json", plan, boxes, slots)
-        self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
-        self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
-        for sealed in self._sealed:
-            if int(sealed) > seen + 1:
-                sealed.fill_(0)
+        entries = [Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
+        slots = MemorySlots(directory / f"{stem}.json", _SLOTS, entries, plan, boxes, seen)
+        self._slots = [{leaf.path: tensors[name] for name, (leaf, _) in leaves.items()} for tensors in slots.tensors]
+        self._sealed, self._sums = slots.sealed, slots.sums
         self._seen = seen  # batches seen by the state that the current step starts from
         self._coming: int | None = None  # the slot that the current step fills
         self._come: set[str] = set()  # tensors sent since the current step began
-        self._lasting: list[set[str]] = [set() for _ in slots]  # by slot: received tensors that no step writes
+        self._lasting: list[set[str]] = [set() for _ in self._slots]  # by slot: received tensors that no step writes
         self._last: int | None = None  # the slot that was sealed last
         self._speaks = mesh.rank == 0  # False after the warning
 
@@ -156,24 +140,6 @@ class PeerReplicas:
         # Last, as in `MemoryCheckpoint.keep`: it commits the slot.
         self._sealed[slot].fill_(seen)
         self._coming, self._last = None, slot
-
-
-def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFile]) -> None:
-    """Writes a JSON file that says what the slots hold of a state of this plan: the elements `boxes` of each tensor."""
-    offsets = slots[0].offsets
-    parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
-    content = to_json(0, plan.leaves, parts, plan.aliases, plan.treespec, {}, {})
-    content |= {"chunk": safetensors_format.CHUNK, "sha256": "", "bytes": slots[0].bytes}
-    content |= {"sealed": offsets[SEALED], "slots": len(slots)}
-    if SUMS in offsets:
-        content |= {"sums": offsets[SUMS], "summed": list(boxes)}
-    _write(path, json.dumps(content))
-
-
-def _write(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:  # an unchanged file is not rewritten: there may be no room left
-        path.with_suffix(".new").write_text(text)
-        os.replace(path.with_suffix(".new"), path)
 
 
 def _boxes_of(leaf: Leaf, mesh: Mesh, place: dict[str, int]) -> Boxes:
