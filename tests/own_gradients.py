@@ -83,7 +83,7 @@ class _OwnGradients:
         """The whole value that a gradient is reduced from; None if there is one for each micro-batch."""
         while True:
             op, value = self.made[name], self.values[name]
-            if OPS[op.op].waits:
+            if op.is_wait:
                 start = self.made[op.args[0]]
                 name = start.args[[v.name for v in op.out].index(name)]
             elif op.op in ("split_parts", "join_parts"):

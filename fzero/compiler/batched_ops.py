@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fzero.ir.aliases import Views
-from fzero.ir.ops import OPS
+from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Instruction, Place, Program
 
 
@@ -40,7 +40,7 @@ class _Batcher:
         self.places = {
             v.name: place
             for op, _ in program.walk()
-            if not OPS[op.op].between  # buffers of a start belong to its transfer
+            if op.op not in STARTS  # buffers of a start belong to its transfer
             for v, place in zip(op.out, op.into, strict=False)
             if place is not None
         }

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fzero.ir.aliases import Views
 from fzero.ir.dependencies import dependences, scheduled
-from fzero.ir.ops import COLLECTIVES, OPS
+from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import Instruction, Program
 
 
@@ -32,7 +32,7 @@ def rewrite(program: Program) -> Program:
     later = _next_blocks(ops[:first])
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
     gathered = {x.out[0].name for x in ops if x.op in COLLECTIVES}
-    arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in ops]
+    arrives = [x.of_codes or (x.is_wait and x.args[0] in gathered) for x in ops]
     behind = [*range(first)]  # the op that each is placed directly after; before the optimizer, itself
     for number in range(first, len(ops)):
         at = max((behind[i] for i in before[number]), default=-1)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fzero.ir.attributes import SendAttrs
-from fzero.ir.ops import COLLECTIVES, OPS, STARTS, transfer_bytes
+from fzero.ir.attributes import AssignAttrs, SendAttrs
+from fzero.ir.ops import COLLECTIVES, transfer_bytes
+from fzero.ir.ops.rollback import Rollback
 from fzero.ir.program import Instruction, Program, Value, repeats
 
 _GATHER, _SCATTER, _DEAL, _COPY = "all_gather_start", "reduce_scatter_start", "all_to_all_start", "copy_start"
@@ -105,7 +106,7 @@ def _sources(program: Program) -> dict[str, str]:
     casts = [x for x, _ in program.walk() if x.op == "cast"]
     found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
     for op, _ in program.walk():
-        if OPS[op.op].waits and op.args[0] in started:
+        if op.is_wait and op.args[0] in started:
             found.update(zip((v.name for v in op.out), started[op.args[0]].args, strict=True))
     return found
 
@@ -118,7 +119,7 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
 
 def _hops(ops: Sequence[Instruction]) -> dict[str, int]:
     """Returns, for each gather whose results are gathered further over other axes, how many times they are."""
-    brought = {x.args[0]: x.out for x in ops if OPS[x.op].waits}
+    brought = {x.args[0]: x.out for x in ops if x.is_wait}
     # the gathers that read the result of another gather, by that result
     readers: dict[str, list[str]] = {}
     found: dict[str, int] = {}
@@ -150,7 +151,7 @@ def coalescable(program: Program, limit: int) -> bool:
 def _share(program: Program, pairs: dict[str, str]) -> Program:
     """Removes these second gathers, and the values that are computed only for them; their readers read the results of
     the first gathers."""
-    waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
+    waits = {x.args[0]: x for x, _ in program.walk() if x.is_wait}
     again = set(pairs.values())
     names = {
         b.name: a.name
@@ -165,7 +166,7 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
     needless = set(again)  # results that no remaining op reads
     for i, (op, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
         made = {v.name for v in op.out}
-        if (made and made <= needless) or (OPS[op.op].waits and op.args[0] in again):
+        if (made and made <= needless) or (op.is_wait and op.args[0] in again):
             dropped.add(i)
             needless |= {a for a in op.args if a not in program.leaves and readers[a] <= dropped}
     numbers = {id(op): i for i, (op, _) in enumerate(program.walk())}
@@ -177,7 +178,7 @@ def _coalesce(
 ) -> list[Instruction]:
     """Merges neighboring transfers of one kind if they are small: a gather joins the previous one, a reduction the next
     one."""
-    waits = {x.args[0]: x for x in ops if OPS[x.op].waits}
+    waits = {x.args[0]: x for x in ops if x.is_wait}
     groups = [group for group in _alike(ops, kind, limit, sent, waits, state) if len(group) > 1]
     new: dict[int, list[Instruction]] = {}
     for group in groups:
@@ -268,7 +269,7 @@ class _Hoisting:
     def __init__(self, ops: Sequence[Instruction], kind: str, tiers: tuple[str, ...], state: set[str], ahead: int):
         self.ops, self.kind, self.tiers, self.state, self.ahead = ops, kind, tiers, state, ahead
         fetches = {v.name for x in ops if x.op in (_GATHER, _COPY) for v in x.out}
-        fetched = {v.name for x in ops if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+        fetched = {v.name for x in ops if x.is_wait and x.args[0] in fetches for v in x.out}
         # the first of several gathers starts this many blocks earlier, so that the last is done in time
         self.hops = _hops(ops)
         self.updates = {id(x) for x in ops if _is_update(x)}
@@ -294,7 +295,7 @@ class _Hoisting:
                 self.passed += id(op) in self.blocks
                 self.updated += id(op) in self.updates
             self.made.update((v.name, op) for x in (op, *op.body) for v in x.out)
-            store = self.stores.get(op.args[0]) if OPS[op.op].waits else None
+            store = self.stores.get(op.args[0]) if op.is_wait else None
             for name in (store or op).writes:
                 self.writers.setdefault(name, []).append(op)
         return self.out
@@ -332,7 +333,7 @@ class _Hoisting:
             for a in todo.pop().args:
                 writers = self.writers.get(a, ())
                 makers.update(map(id, writers))
-                written |= any(x.tiers != _WRITE and not OPS[x.op].waits for x in writers)
+                written |= any(x.tiers != _WRITE and not x.is_wait for x in writers)
                 maker = self.made.get(a)
                 if maker is not None and self._comes_along(op, maker):
                     todo += [] if id(maker) in carried else [maker]
@@ -352,7 +353,7 @@ class _Hoisting:
 
 def _readers(ops: Sequence[Instruction]) -> dict[str, Instruction]:
     """Returns, for each transfer, the first op that reads its result, directly or after further transfers."""
-    started = {x.args[0]: x.out for x in ops if OPS[x.op].waits}
+    started = {x.args[0]: x.out for x in ops if x.is_wait}
     first: dict[str, Instruction] = {}
     for op in ops:
         for a in op.args:
@@ -413,7 +414,7 @@ class _Sinking:
     """
 
     def __init__(self, ops: Sequence[Instruction], late_sums: bool):
-        self.ops, self.waits = ops, {x.args[0]: x for x in ops if OPS[x.op].waits}
+        self.ops, self.waits = ops, {x.args[0]: x for x in ops if x.is_wait}
         self.sums = _sums(ops, self.waits, late_sums)
         self.onward = _onward(ops, self.waits, self.sums)
         away = {x.out[0].name: x for x in ops if x.tiers == _TO_HOST}
@@ -424,7 +425,7 @@ class _Sinking:
         self.here = self.reduced - self.leaving
         self.kept = self.reduced - {*away}
         self.written = {x.out[0].name: {*x.writes} for x in ops if x.tiers == _WRITE}
-        self.staying = {x.out[0].name for x in ops if x.op in STARTS and not STARTS[x.op].sinks}
+        self.staying = {x.out[0].name for x in ops if x.op == "send_start"}
         self.left: dict[str, int] = {}  # by pending transfer: the number of blocks that may still run before its wait
         self.out: list[Instruction] = []
 
@@ -436,7 +437,7 @@ class _Sinking:
         for op in self.ops:
             if id(op) in further:
                 continue
-            if OPS[op.op].waits and op.args[0] not in self.staying:
+            if op.is_wait and op.args[0] not in self.staying:
                 if op.args[0] not in self.leaving:
                     self.left[op.args[0]] = 1
                 continue
@@ -481,7 +482,7 @@ class _Sinking:
         read old values, and writes to disk before the next read of the same tensors."""
         if op.tiers == _READ:
             return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(op.args)}
-        return self.reduced if OPS[op.op].reads_old else set()
+        return self.reduced if op.op == Rollback.name else set()
 
     def _reads(self, op: Instruction, handle: str) -> bool:
         """Whether an op reads the result of a transfer, unchanged or reduced further."""
@@ -492,7 +493,7 @@ class _Sinking:
 
 def _leafwise(ops: Sequence[Instruction]) -> list[Instruction]:
     """Splits each reduction into one per parameter, each of which is waited for before the next gradient is cast."""
-    waits, readers = {x.args[0]: x for x in ops if OPS[x.op].waits}, _every_reader(ops)
+    waits, readers = {x.args[0]: x for x in ops if x.is_wait}, _every_reader(ops)
     casts = {x.out[0].name: x for x in ops if x.op == "cast" and len(x.out) == 1}
     new: dict[int, list[Instruction]] = {}
     for start in (x for x in ops if x.op == _SCATTER):
@@ -569,8 +570,8 @@ def _onward(
 def _pair_updates(ops: Sequence[Instruction]) -> list[Instruction]:
     """Orders the gathers of new parameters after an update: each is assigned while the next one is in flight, so that
     two blocks' parameters are live instead of all."""
-    targets = {a: x for x in ops if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
-    waits = {x.args[0]: x for x in ops if OPS[x.op].waits and all(v.name in targets for v in x.out)}
+    targets = {a: x for x in ops if isinstance(x.attrs, AssignAttrs) for a in x.args[len(x.writes) :]}
+    waits = {x.args[0]: x for x in ops if x.is_wait and all(v.name in targets for v in x.out)}
     starts = [x for x in ops if x.op == _GATHER and x.out[0].name in waits]
     finish: dict[int, list[Instruction]] = {}  # start -> the ops directly after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):

@@ -62,7 +62,7 @@ class Views:
         for op, _ in program.walk():
             if not op.writes and stays(op, program.mesh):
                 started[op.out[0].name] = op
-            if OPS[op.op].waits and op.args[0] in started:
+            if op.is_wait and op.args[0] in started:
                 self._same.update((v.name, a) for v, a in zip(op.out, started[op.args[0]].args, strict=True))
             self._of.update(aliases.of(op))
             self.alone.update(aliases.own(op))

@@ -43,7 +43,7 @@ def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
     read: dict[str, list[int]] = defaultdict(list)  # by value: the ops that have read its memory since then
     leaf: dict[str, str] = {}  # by copy or buffer for a new value: the tensor of the state it belongs to
     for number, op in enumerate(ops):
-        start = ops[started[op.args[0]]] if OPS[op.op].waits and op.args[0] in started else None
+        start = ops[started[op.args[0]]] if op.is_wait and op.args[0] in started else None
         touches = [*op.with_body()]
         reads, writes = _touched(touches, start)
         writes += [leaf[w] for w in writes if w in leaf]

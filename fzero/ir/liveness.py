@@ -43,11 +43,11 @@ class Uses:
         self.copying: dict[str, tuple[str, ...]] = {}
         for i, (op, span) in enumerate(self.ops):
             self._add(i, op, span)
-        self.waits = {op.args[0]: i for i, (op, _) in enumerate(self.ops) if OPS[op.op].waits}
+        self.waits = {op.args[0]: i for i, (op, _) in enumerate(self.ops) if op.is_wait}
         self.starts = [
             (i, self.waits[op.out[0].name], op.axes)
             for i, (op, _) in enumerate(self.ops)
-            if op.op in COLLECTIVES and STARTS[op.op].meets
+            if op.op in COLLECTIVES and not STARTS[op.op].direct
         ]
         self.met = {  # the waits of transfers that every rank takes part in: over which axes, and in which loop
             wait: (axes, self.ops[wait][1]) for _, wait, axes in self.starts
@@ -66,7 +66,7 @@ class Uses:
                 inside = span is not None and self.made.get(root, -1) >= span[0]
                 self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
         row = OPS[op.op]
-        if row.waits:  # a copy between tiers and a gather read until they are waited for
+        if op.is_wait:  # a copy between tiers and a gather read until they are waited for
             for root in (r for a in self.copying.get(op.args[0], ()) for r in self.views.roots(a)):
                 self.read[root] = max(self.read.get(root, -1), i)
         elif isinstance(row, Start) and row.reads_until_wait:

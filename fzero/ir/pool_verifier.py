@@ -20,6 +20,7 @@ from itertools import zip_longest
 
 from fzero.ir.attributes import WaitAttrs
 from fzero.ir.ops import OPS, STARTS, Op, Start, iterations, stays
+from fzero.ir.ops.transfers import Copy, Send
 from fzero.ir.program import Instruction, Place, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -80,13 +81,13 @@ class _PoolChecker:
                     self._write(op, self.same[name], self.places[self.same[name]])
             if stays(op, self.program.mesh):
                 self.staying[op.out[0].name] = () if op.writes else op.args
-            elif row.waits and op.args[0] in self.staying:
+            elif op.is_wait and op.args[0] in self.staying:
                 self.same.update(
                     (v.name, self._origin(a)) for v, a in zip(op.out, self.staying[op.args[0]], strict=True)
                 )
             elif isinstance(row, Start):
                 self._start(op, row)
-            elif row.waits:
+            elif op.is_wait:
                 self._wait(op)
             else:
                 self._compute(op, row)
@@ -124,7 +125,7 @@ class _PoolChecker:
             spans += [self.places[a] for a in map(self._origin, row.sent(op)) if a in self.places]
         self.guards[op.out[0].name] = _Guard(op, spans)
         # [Note: release]: when this transfer has arrived, every rank has finished the reads of earlier ones.
-        for guard in self.guards.values() if row.meets else ():
+        for guard in self.guards.values() if not row.direct else ():
             if guard.waited and guard.start.axes == op.axes:
                 guard.after.add(op.out[0].name)
 
@@ -155,7 +156,7 @@ class _PoolChecker:
         released = [n for n, g in self.guards.items() if name in g.after]
         if op.says(WaitAttrs).together:
             released += [n for n, g in self.guards.items() if g.waited and g.start.axes == guard.start.axes]
-        if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
+        if not self.program.mesh.shared_memory or isinstance(row, Copy | Send):
             released.append(name)
         return released
 

@@ -77,6 +77,7 @@ from fzero.ir.attributes import (
     Side,
     Speculative,
     UpdateAttrs,
+    WaitAttrs,
 )
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import Layout, Leaf, grid_of, over_axes, sharding_over
@@ -307,6 +308,11 @@ class Instruction(Generic[A]):
         """The name that its text calls: its subgraph or its op, through `speculative` if it is speculative."""
         name = self.fn or self.op
         return f"speculative({name})" if self.speculative else name
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it waits for the transfer whose handle it takes."""
+        return isinstance(self.attrs, WaitAttrs)
 
     @property
     def micro(self) -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ import torch
 
 from fzero.errors import VerifyError
 from fzero.ir.attributes import RecvAttrs, SendAttrs
-from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.ir.verifier import BUG, shown
 
@@ -56,7 +55,7 @@ class _Meeting:
         in the queue, and whether it is the wait.
         """
         values, mesh = program.values_by_name, program.mesh
-        brought = {op.args[0]: op.out for op in program.instructions if OPS[op.op].waits}
+        brought = {op.args[0]: op.out for op in program.instructions if op.is_wait}
         found, under_way = [], {}
         for op in program.instructions:
             if isinstance(said := op.attrs, SendAttrs):
@@ -67,7 +66,7 @@ class _Meeting:
                 queue.append(_Moved(op, said.number, tuple((v.local_shape(mesh), v.dtype, v.placement) for v in moved)))
                 under_way[op.out[0].name] = way, send, len(queue)
                 found.append((op, *under_way[op.out[0].name], False))
-            elif op.args and op.args[0] in under_way and OPS[op.op].waits:
+            elif op.args and op.args[0] in under_way and op.is_wait:
                 found.append((op, *under_way.pop(op.args[0]), True))
         return found
 

@@ -134,7 +134,7 @@ class _Checker:
         """Returns why an op may not read a value, or None if it may."""
         if name not in self.known:
             return "is read before it is made"
-        if name in self.started and not _row(op).waits:
+        if name in self.started and not op.is_wait:
             return "is still moving"
         # A copy to the device reads in the order of the device's queue.
         if name in self.device_only and op.tiers[1:] != ("device",):

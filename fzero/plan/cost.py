@@ -25,6 +25,7 @@ import torch.fx as fx
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import BlockCall
 from fzero.ir.ops import DISK, OPS, STARTS, transfer_bytes
+from fzero.ir.ops.transfers import AllReduce
 from fzero.ir.program import Function, Instruction, Program, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.plan.device_lookup import Device, Link
@@ -183,8 +184,9 @@ def transfer_seconds(op: Instruction, program: Program, device: Device) -> float
     row = STARTS[op.op]
     if op.tiers:
         nbytes = transfer_bytes(op, program.values_by_name, mesh)
-        way = {("disk", "host"): device.disk_read, ("host", "disk"): device.disk_write}
-        return way.get(op.tiers, device.host_copy).seconds(nbytes) if nbytes else 0.0
+        source, target = op.tiers
+        link = device.disk_read if source == DISK else device.disk_write if target == DISK else device.host_copy
+        return link.seconds(nbytes) if nbytes else 0.0
     size = mesh.axis_size(op.axes)
     if size == 1:
         return 0.0
@@ -193,7 +195,7 @@ def transfer_seconds(op: Instruction, program: Program, device: Device) -> float
     if row.direct:
         link = direct_link(mesh, op.axes, device)
         return link.latency + transfer_bytes(op, program.values_by_name, mesh) / link.bandwidth
-    if row.tree:  # small messages go up and down a tree
+    if isinstance(row, AllReduce):  # small messages go up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
         # A ring takes size - 1 steps. On the way around it, data passes once from each host to the

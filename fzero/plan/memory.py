@@ -138,7 +138,7 @@ class _Memory:
 
     def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.values, self.roles = program, program.values_by_name, roles(program)
-        self.waits = {op.args[0]: op for op, _ in program.walk() if OPS[op.op].waits}
+        self.waits = {op.args[0]: op for op, _ in program.walk() if op.is_wait}
         self.temporaries = {name: temporaries(f) for name, f in program.functions.items()}
         self.outputs = Aliases(program.functions).outputs
         self.names: dict[str, tuple[_Storage, ...]] = {}
@@ -236,7 +236,7 @@ class _Memory:
                     if place is not None or root not in made:
                         made[root] = self._storage(value.name, nbytes, place)
                     yield value.name, (made[root],)
-        elif row.waits:
+        elif op.is_wait:
             for value, storage in zip(op.out, self.names[op.args[0]], strict=False):
                 yield value.name, (storage,)
         elif isinstance(row, Start):
@@ -255,7 +255,7 @@ class _Memory:
             return tuple(sources)
         wait = self.waits[op.out[0].name]
         results = [self._fresh(v, k, wait) for k, v in enumerate(wait.out)]
-        if row.between == "tiers":
+        if op.tiers:
             return (*results, *sources)
         if not row.reads_until_wait or not op.into:
             results += [self._lie(a, op.into[k]) if op.into else self.names[a][0] for k, a in enumerate(op.args)]
@@ -327,7 +327,7 @@ def roles(program: Program) -> dict[str, str]:
                 role = known[source]
             elif (
                 value.name in gathered
-                or (OPS[op.op].waits and op.args[0] in gathered)
+                or (op.is_wait and op.args[0] in gathered)
                 or (value in cast and known.get(cast[value]) == "params")
             ):
                 role = "gathered"
@@ -348,7 +348,7 @@ def _copies(program: Program) -> dict[str, str]:
     for op, _ in program.walk():
         if op.tiers:
             started[op.out[0].name] = op
-        elif OPS[op.op].waits and op.args[0] in started:
+        elif op.is_wait and op.args[0] in started:
             start = started[op.args[0]]
             out.update((v.name, out.get(a, a)) for v, a in zip(op.out, STARTS[start.op].sent(start), strict=False))
         elif isinstance(op.attrs, BufferAttrs):

@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 from fzero._utils.deprecation import attribute_alias
 from fzero.ir.attributes import RecvAttrs, SendAttrs, WaitAttrs
-from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
 
@@ -162,7 +161,7 @@ class _Simulation:
 
     def can_run(self, op: Instruction) -> bool:
         """Returns whether an op does not wait for something that another stage has not started yet."""
-        key = self.meets.get(op.args[0]) if op.args and OPS[op.op].waits else None
+        key = self.meets.get(op.args[0]) if op.args and op.is_wait else None
         return key is None or self.meeting is None or key in self.meeting.done
 
     def one(self, op: Instruction, number: int, iteration: int) -> None:
@@ -188,7 +187,7 @@ class _Simulation:
             self._meet(op.out[0].name, queue or "", (*way, said.number), seconds)
         elif queue is not None:
             self._start(op.out[0].name, queue, seconds, number, iteration)
-        elif OPS[op.op].waits:
+        elif op.is_wait:
             self._wait(op.args[0], number, iteration, op.says(WaitAttrs).host)
         elif self.on_host[number]:
             if seconds:

@@ -206,7 +206,7 @@ class _Meanings:
         if op.op in STARTS:
             self._started[op.out[0].name] = op
         else:
-            start = self._started.pop(op.args[0]) if OPS[op.op].waits else None
+            start = self._started.pop(op.args[0]) if op.is_wait else None
             moved = (start or op).args if not op.fn else ()
             # The last arguments: a sum into totals has these first, and a copy that writes has its targets first.
             sources = moved[-len(op.out) :] if len(moved) >= len(op.out) else ()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, STARTS, is_superseded
 from fzero.ir.program import Instruction, Program
 from fzero.runtime.op_hooks import observe
@@ -54,7 +55,7 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Execut
             name: x.detach().clone()
             # Copied before the op runs: an op that writes in place would otherwise record its result as its argument.
             for name, x in by_name.items()
-            if not x.is_meta and not (row.overwrites and name in op.writes)
+            if not x.is_meta and not (isinstance(op.attrs, AssignAttrs) and name in op.writes)
         }
         return entry, by_name
 

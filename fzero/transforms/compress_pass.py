@@ -25,7 +25,7 @@ from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import GatherAttrs, ScatterAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.ops import OPS, STARTS
+from fzero.ir.ops import STARTS
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.ops.block_quantization import BLOCK
@@ -140,7 +140,7 @@ class _Coding:
         self.device = torch.device(compat.trace_device(self.mesh.device_type))
         ops = [op for op, _ in program.walk()]
         self.made = {v.name: op for op in ops for v in op.out}
-        self.waits = {op.args[0]: op for op in ops if OPS[op.op].waits}
+        self.waits = {op.args[0]: op for op in ops if op.is_wait}
         self.leaf_of = {**self._params(ops), **self._grads()}
         # the names that some op reads as decoded values
         self.read = {a for x in ops for a in x.args if not self._takes_codes(x, a)}

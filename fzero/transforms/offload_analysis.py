@@ -6,7 +6,6 @@ held until the backward. `offload_pass.py` inserts the copies.
 
 from __future__ import annotations
 
-from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program, local_bytes
 from fzero.trace.storages import output_storages
 from fzero.transforms.accumulate import loop_totals
@@ -154,6 +153,6 @@ def known_last(program: Program, own: set[str]) -> set[str]:
 def blocks_updated_on_host(program: Program) -> tuple[int, int]:
     """Returns how many of the blocks with offloaded state are updated on the host, and the number of such blocks."""
     updates = update_ops(program)
-    brought = {v.name for op in program.instructions if OPS[op.op].waits for v in op.out}
+    brought = {v.name for op in program.instructions if op.is_wait for v in op.out}
     on_host = sum(op.on_host for op in updates)
     return on_host, on_host + sum(not op.on_host and not brought.isdisjoint(op.writes) for op in updates)

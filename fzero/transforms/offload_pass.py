@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fzero.ir.attributes import BufferAttrs, CopyAttrs
-from fzero.ir.ops import OPS
+from fzero.ir.ops.rollback import Rollback
 from fzero.ir.program import Function, Instruction, Program, Value, moving, repeats, stored_placement
 from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
@@ -171,7 +171,7 @@ class _TierRewrite:
         """Returns an op that contains other ops, with these rewritten."""
         before = self._written()
         outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-        if OPS[op.op].reads_old:
+        if op.op == Rollback.name:
             self.lies = {name: tiers for name, tiers in outside.items() if name not in self.program.leaves}
             self.recent = []
         body = (*self._rewrite_ops(op.body), *self._added())

@@ -165,7 +165,7 @@ class _Places:
         return place if place is None or place == EVERY or self.num_ranks is None else place % self.num_ranks
 
     def _add(self, i: int, op: Instruction) -> None:
-        row, start = OPS[op.op], self._started.get(op.args[0]) if op.args else None
+        start = self._started.get(op.args[0]) if op.args else None
         of_step = op.micro is None
         if op.op == "update":
             place: Place = EVERY
@@ -174,7 +174,7 @@ class _Places:
         elif op.op in STARTS and of_step:
             self._started[op.out[0].name], place = op, EVERY
             self.divided.add(i)
-        elif row.waits and start is not None:
+        elif op.is_wait and start is not None:
             for v, a in zip(op.out, start.args, strict=True):
                 self.of[v.name] = self.of.get(a)
                 self.leaf_like |= {v.name} if a in self.leaf_like else set()
@@ -199,7 +199,7 @@ class _Places:
         for i in reversed(range(self.backward, len(self.program.instructions))):
             op = self.program.instructions[i]
             if not self._is_of_unit(op):  # a gradient that is sent to its update
-                sources = starts[op.args[0]].args if OPS[op.op].waits and op.args else op.args
+                sources = starts[op.args[0]].args if op.is_wait and op.args else op.args
                 pairs = zip(op.out, sources, strict=False) if len(sources) == len(op.out) else ()
                 readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
                 continue

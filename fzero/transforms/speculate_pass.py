@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fzero.ir.attributes import AssignAttrs, CastAttrs, LoopAttrs
-from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names
 
@@ -131,7 +130,7 @@ class _Speculation:
         """Returns the reductions over tensors that a value of the optimizer depends on, by the names of their results
         on all ranks."""
         op = self.made[name]
-        if OPS[op.op].waits:
+        if op.is_wait:
             return {name}
         inside = [a for a in op.args if a in self.made]
         return {name} if self._reduces(op) else set().union(*map(self._reductions, inside))
@@ -144,7 +143,7 @@ class _Speculation:
     def _of_gradients(self, name: str) -> bool:
         """Whether a reduction reads only gradients."""
         op = self.made[name]
-        if OPS[op.op].waits:
+        if op.is_wait:
             start = self.made[op.args[0]]
             return start.op == "all_reduce_start" and all(self._of_gradients(a) for a in start.args)
         return self._reduces(op) and not any(a in self.program.leaves or a in self.made for a in op.args)

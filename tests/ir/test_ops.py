@@ -208,7 +208,7 @@ def test_each_row_is_complete() -> None:
 
 
 def test_a_row_is_checked_when_it_is_defined() -> None:
-    wrong = {"computes": "moon", "pool": "lake", "args": 1.5, "writes": "twice", "in_place": "no", "attrs": int}
+    wrong = {"computes": "moon", "pool": "lake", "args": 1.5, "writes": "twice", "settles": "no", "attrs": int}
     with pytest.raises(fz.errors.FzeroTypeError, match="the row Wrong is invalid") as found:
         type("Wrong", (Op,), {"name": "a b", **wrong})
     assert all(f"{field}={value!r}: must be " in str(found.value) for field, value in wrong.items())

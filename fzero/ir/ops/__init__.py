@@ -20,11 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fzero.errors import FzeroTypeError
-from fzero.ir.attributes import Attrs, ReplicateAttrs, SendAttrs, required
+from fzero.ir.attributes import Attrs, LoopAttrs, ReplicateAttrs, SendAttrs, required
 from fzero.ir.ops import control, dim_shards, rollback, transfers, values
 from fzero.ir.ops.op import ANY, Op, Text, micro_of
 from fzero.ir.ops.rollback import Attempt, is_superseded, written_aside
-from fzero.ir.ops.transfers import DISK, STARTS, Start, stays
+from fzero.ir.ops.transfers import DISK, STARTS, Copy, Start, stays
 from fzero.ir.program import Instruction, Program, Value
 from fzero.mesh import AbstractMesh
 
@@ -34,7 +34,7 @@ OPS: dict[str, Op[Any]] = {
 OWNERS: dict[str, str] = {}
 """The name of the transform that adds an op (see `bring`), by op. Ops of the package itself are not listed."""
 
-COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
+COLLECTIVES = frozenset(STARTS) - {Copy.name}
 """Transfers between ranks, over mesh axes."""
 
 
@@ -65,7 +65,7 @@ def misformed(op: Instruction) -> list[str]:
         problems.append(f"makes {len(op.out)} values, not {row.out}")
     if op.writes if not row.writes else row.writes == "always" and not op.writes:
         problems.append(f"writes {len(op.writes)} leaves")
-    if op.body and not row.body:
+    if op.body and not issubclass(row.attrs, LoopAttrs):
         problems.append("has lines of its own")
     if bool(op.fn) != (row.name == "call"):
         problems.append(f"calls {op.fn or 'no function'}")

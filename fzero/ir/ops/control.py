@@ -36,7 +36,6 @@ class Update(Op[UpdateAttrs]):
     """
 
     name = "update"
-    in_text = False
     writes = "always"
     attrs = UpdateAttrs
 
@@ -57,11 +56,9 @@ class Loop(Op[LoopAttrs]):
     """Runs its body once per micro-batch."""
 
     name = "loop"
-    in_text = False
     args = 0
     out = 0
     attrs = LoopAttrs
-    body = True
     computes = ""
 
     def check(self, op: Instruction[LoopAttrs], args: list[Value], rules: Rules) -> None:
@@ -89,7 +86,6 @@ class Accumulation(Op[JoinAttrs]):
     computes = "there"
     settles = True
     pool = "total"
-    outlives = True
     batched = True
 
     def check(self, op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
@@ -138,7 +134,6 @@ class Add(Op[AddAttrs]):
     attrs = AddAttrs
     settles = True
     pool = "sum"
-    in_place = True
 
     def check(self, op: Instruction[AddAttrs], args: list[Value], rules: Rules) -> None:
         num = len(op.out)
@@ -192,7 +187,6 @@ class Assign(Op[AssignAttrs]):
     attrs = AssignAttrs
     computes = "there"
     settles = True
-    overwrites = True
 
     def check(self, op: Instruction[AssignAttrs], args: list[Value], rules: Rules) -> None:
         num = len(op.writes)

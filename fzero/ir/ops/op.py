@@ -25,7 +25,6 @@ ANY = -1
 
 _WORDS = {
     "computes": {"device", "said", "there", ""},
-    "between": {"ranks", "tiers", ""},
     "pool": {
         "total",
         "sum",
@@ -40,8 +39,7 @@ _WORDS = {
         "",
     },
 }
-_FLAGS = ("in_text", "body", "reads_old", "waits", "settles")
-_FLAGS += ("in_place", "outlives", "makes_own", "overwrites", "batched")
+_FLAGS = ("settles", "makes_own", "batched")
 
 A = TypeVar("A", bound=Attrs, default=Attrs)
 
@@ -108,50 +106,35 @@ class Op(Generic[A]):
 
     Attributes:
         name: name of the op, which is also what the text of a program calls.
-        in_text: whether the text of a program contains the name. A call contains the name of its subgraph instead.
         words: further names that the text of a program uses for the op.
         args: number of values that it reads, or `ANY`.
         out: number of values that it makes, or `ANY`.
         writes: whether it may (True), must ("always") or must not (False) write tensors of the state.
         attrs: the class of its attributes, which are everything it says besides its arguments and results
             (fzero/ir/attributes.py).
-        body: whether it has a body of ops.
-        reads_old: whether its body reads tensors of the state as they were before other ops wrote them.
         computes: where it computes: on the "device"; "said": where its attribute `on` says; "there": where its first
             argument lies; "": nowhere.
-        between: what a start moves values between: "ranks" or "tiers"; "" if the op is not a start.
-        waits: whether it takes the handle of a start.
         settles: whether the op may write host memory that a copy to the device still reads although that copy has
             been waited for. On CUDA only the device waits, so these ops wait for such copies themselves before they
             write.
         pool: how its results lie in the arena (fzero/compiler/buffer_allocation.py): "total", "sum", "gather",
-            "scatter", "reduce", "exchange", "fetch", "send", "leaves", "results" or "".
-        in_place: whether its results are its first arguments, overwritten.
-        outlives: whether its results accumulate over the iterations of the enclosing loop and are read after it.
+            "scatter", "reduce", "exchange", "fetch", "send", "leaves", "results" or "". A "total" accumulates over the
+            iterations of the enclosing loop, a "sum" over ops.
         makes_own: whether its results share memory with nothing else.
-        overwrites: whether it writes tensors of the state without reading them.
         batched: whether one op may process several values, with the same effect as several ops that process one each.
         uncaptured: why a CUDA graph cannot contain the op; "" if it can.
     """
 
     name: ClassVar[str]
-    in_text: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = ()
     args: ClassVar[int] = ANY
     out: ClassVar[int] = ANY
     writes: ClassVar[bool | str] = False
     attrs: ClassVar[type[Attrs]] = Attrs
-    body: ClassVar[bool] = False
-    reads_old: ClassVar[bool] = False
     computes: ClassVar[str] = "device"
-    between: ClassVar[str] = ""
-    waits: ClassVar[bool] = False
     settles: ClassVar[bool] = False
     pool: ClassVar[str] = ""
-    in_place: ClassVar[bool] = False
-    outlives: ClassVar[bool] = False
     makes_own: ClassVar[bool] = False
-    overwrites: ClassVar[bool] = False
     batched: ClassVar[bool] = False
     uncaptured: ClassVar[str] = ""
 
@@ -177,6 +160,23 @@ class Op(Generic[A]):
         if problems:
             fix = "see fzero.ir.ops.op.Op for the meaning of each field"
             raise FzeroTypeError("ops", f"the row {cls.__name__} is invalid", problems, fix)
+
+    # --- what follows from its fields and methods ---
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the text of a program contains its name. A call contains the name of its subgraph instead."""
+        return type(self).runs is not Op.runs or type(self).names is not Op.names
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its results accumulate over the iterations of the enclosing loop and are read after it."""
+        return self.pool == "total"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its results are its first arguments, overwritten."""
+        return self.pool == "sum"
 
     # --- what is checked ---
 
@@ -253,25 +253,14 @@ class Start(Op[A]):
     Attributes:
         reads_until_wait: whether it reads the memory of its arguments until the wait. A reduction reads copies of
             them in the arena.
-        tree: whether small messages go up and down a tree instead of around a ring.
-        direct: whether it sends directly to one rank.
-        meets: whether every rank along its axes takes part each time, so that its end shows that they have finished
-            earlier transfers.
-        returns_values: whether its wait returns the moved values. Shards of another rank's state are not values of a
-            step.
-        by_message: whether ranks send messages even if they share memory.
-        sinks: whether its wait moves down to the first reader of its results. Otherwise the wait stays in place.
+        direct: whether it sends directly to one rank. In any other transfer between ranks every rank along its axes
+            takes part, so that its end shows that they have finished earlier transfers.
     """
 
     out = 1
     computes = ""
     reads_until_wait: ClassVar[bool] = True
-    tree: ClassVar[bool] = False
     direct: ClassVar[bool] = False
-    meets: ClassVar[bool] = True
-    returns_values: ClassVar[bool] = True
-    by_message: ClassVar[bool] = False
-    sinks: ClassVar[bool] = True
 
     def channel(self, op: Instruction[A]) -> str:
         """Returns the name of the queue that the transfer joins."""

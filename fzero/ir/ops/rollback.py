@@ -27,8 +27,6 @@ class Rollback(Op[LoopAttrs]):
     words = ("speculative",)
     out = 0
     attrs = LoopAttrs
-    body = True
-    reads_old = True
     computes = ""
     uncaptured = "waits for the device, to see whether a speculative update was right"
 
@@ -63,7 +61,7 @@ class Rollback(Op[LoopAttrs]):
             ):
                 rules.bad(op, f"compares {one} with {other}")
         for x in op.body:
-            if x.op in STARTS and STARTS[x.op].between == "ranks":
+            if x.op in STARTS and not x.tiers:
                 rules.bad(x, "ranks communicate inside a rollback, which may not run")
 
     def check_program(self, program: Program) -> Iterable[str]:

@@ -48,7 +48,6 @@ class Collective(Start[GatherAttrs]):
 
     attrs = GatherAttrs
     computes = "device"
-    between = "ranks"
 
     def check(self, op: Instruction[GatherAttrs], args: list[Value], rules: Rules) -> None:
         _starts(op, rules)
@@ -165,7 +164,6 @@ class AllReduce(Collective):
     attrs = ReduceAttrs
     pool = "reduce"
     reads_until_wait = False
-    tree = True
 
     def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
         return placement.left(a for a in placement.partial if a not in op.attrs.axes)
@@ -206,11 +204,8 @@ class ReplicateStart(Start[ReplicateAttrs]):
 
     name = "replicate_start"
     attrs = ReplicateAttrs
-    between = "ranks"
     pool = "replicate"
     direct = True
-    meets = False
-    returns_values = False
     uncaptured = "sends shards of the state to other hosts"
 
     def check(self, op: Instruction[ReplicateAttrs], args: list[Value], rules: Rules) -> None:
@@ -271,12 +266,7 @@ class Send(Start[SendAttrs]):
 
     name = "send_start"
     attrs = SendAttrs
-    between = "ranks"
     direct = True
-    meets = False
-    by_message = True
-    returns_values = False
-    sinks = False
     uncaptured = "sends values from stage to stage of a pipeline"
 
     def check(self, op: Instruction[SendAttrs], args: list[Value], rules: Rules) -> None:
@@ -319,8 +309,6 @@ class Recv(Send):
     name = "recv_start"
     args = 0
     attrs = RecvAttrs
-    returns_values = True
-    sinks = True
 
     def text(self, op: Instruction[SendAttrs], program: Program) -> Text:
         said, comes = op.attrs, size(self.moved_bytes(op, {}, program.mesh))
@@ -336,7 +324,6 @@ class Copy(Start[CopyAttrs]):
     name = "copy_start"
     writes = True
     attrs = CopyAttrs
-    between = "tiers"
     pool = "fetch"
     settles = True  # a copy from the device follows the copies to it in its queue, and a read from disk waits for them
 
@@ -408,7 +395,6 @@ class Wait(Op[WaitAttrs]):
     args = 1
     attrs = WaitAttrs
     computes = ""
-    waits = True
 
     def given(self, op: Instruction[WaitAttrs]) -> Sequence[str]:
         return ()
@@ -418,7 +404,7 @@ class Wait(Op[WaitAttrs]):
         if start is None:
             rules.bad(op, f"{op.args[0]} was not started, or is waited for twice")
             return
-        moved = STARTS[start.op].returns_values and not start.writes
+        moved = not (start.writes or isinstance(start.attrs, ReplicateAttrs | SendAttrs))
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         # A receive reads no values of this program, so its attributes say what comes.
         if isinstance(start.attrs, RecvAttrs):

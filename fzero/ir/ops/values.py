@@ -33,7 +33,6 @@ class Call(Op[CallAttrs]):
     """Calls a traced subgraph. With `writes` the subgraph works in place on tensors of the state."""
 
     name = "call"
-    in_text = False
     writes = True
     attrs = CallAttrs
     computes = "said"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from fzero.ir.ops import OPS, STARTS, transfer_bytes
+from fzero.ir.ops import STARTS, transfer_bytes
 from fzero.ir.program import Function, Instruction, Program
 from fzero.plan.cost import as_used, on_host, seconds
 from fzero.plan.device import Device
@@ -80,7 +80,7 @@ def kind_of(op: Instruction, program: Program, device: Device) -> str:
     """Returns what an op is for, one of `KINDS`."""
     if op.op in STARTS:
         return "transfer"
-    if OPS[op.op].waits:
+    if op.is_wait:
         return "wait"
     if device.asynchronous and on_host(op, program):
         return "host"
