@@ -100,7 +100,7 @@ def losses(args: argparse.Namespace) -> dict[str, Any]:
 
     import fzero as fz
     from fzero import optim
-    from fzero.transforms import compress_codes as codes
+    from fzero.transforms import compress as codes
 
     if args.what == EVEN:  # as others have them
         codes.GRADS["int8"] = codes.PARAMS["int8"]

@@ -162,10 +162,10 @@ def _fields(cls: type) -> tuple[str, ...]:
 
 
 _MOVED = {
-    "fzero.program.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
+    "fzero.program.counters:PrecisionState": "fzero.transforms.precision:PrecisionState",
     "fzero.optim.base:EmptyState": "fzero.optim.gradient_transformation:EmptyState",
     "fzero.optim.transforms:ScaleByScheduleState": "fzero.optim.scaling_and_clipping:ScaleByScheduleState",
-    "fzero.precision.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
+    "fzero.precision.counters:PrecisionState": "fzero.transforms.precision:PrecisionState",
 }
 """Types of a state, by the module that defined them when a checkpoint was written, with the module that defines them
 now."""

@@ -17,8 +17,7 @@ from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.plan.device_lookup import Device
 from fzero.step import EvalStep, Step
-from fzero.transforms.compress import Compress, Formats
-from fzero.transforms.compress_pass import ladders
+from fzero.transforms.compress import Compress, Formats, ladders
 from fzero.transforms.transform import find
 
 WORTH = 0.01  # of a step's seconds

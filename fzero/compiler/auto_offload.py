@@ -24,7 +24,7 @@ from fzero._utils.progress import shown
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
 from fzero.compiler.combined_transforms import auto_of, offloads, precision_of, zero_of
-from fzero.compiler.cost_bounds import LowerBound, Pair, TierPlacement, sizes_of
+from fzero.compiler.cost_bounds import LowerBound, Pair, TierPlacement, sizes_of, speculative_shares
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.options import FINEST, Options
 from fzero.compiler.pass_cache import PassCache, initial_options
@@ -38,8 +38,7 @@ from fzero.mesh import AbstractMesh
 from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.step import Step
 from fzero.transforms import speculate_pass
-from fzero.transforms.offload import Offload, tiers_of
-from fzero.transforms.offload_analysis import GRADS
+from fzero.transforms.offload import GRADS, Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import find
@@ -202,7 +201,7 @@ class _Tiers:
         program = self.pass_cache_of(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop, there is no computation left to overlap with
-        self.speculates = self.sizes.iterations == 1 and speculate_pass.is_possible(program)
+        self.speculates = self.sizes.iterations == 1 and bool(speculate_pass.useful_tiers(program))
         bounds = {way: self._bound(way) for placement in placements for way in self._ways(placement)}
         # in the same order on every rank: among equal candidates, the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(map(sum, x[0].offloaded)))))
@@ -273,7 +272,7 @@ class _Tiers:
 
     def _bound(self, options: Options) -> LowerBound:
         on_host = options.host_share > 0 and self.auto.update_on != "device"
-        early = speculate_pass.shares(options.speculative, options.offloaded, bool(self.sizes.copies))
+        early = speculative_shares(options.speculative, options.offloaded, bool(self.sizes.copies))
         return self.sizes.lower_bound(options.offloaded, on_host, options.grads, self.budget.device, early)
 
     def _expected(self, options: Options, bound: LowerBound) -> tuple[int, int, int]:

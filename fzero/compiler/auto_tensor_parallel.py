@@ -47,9 +47,9 @@ from fzero.sharding.sharded_graph import ShardedGraph
 from fzero.step import Step
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
-from fzero.transforms.dim_sharding_pass import calls_on_parts
+from fzero.transforms.dim_sharding import calls_on_parts
 from fzero.transforms.tensor import TensorParallel, rules_for
-from fzero.transforms.zero_placement import Zero
+from fzero.transforms.zero import Zero
 from fzero.tree import dotted
 
 

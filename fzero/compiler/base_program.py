@@ -35,7 +35,7 @@ from fzero.trace.guards import raise_conditions
 from fzero.trace.guards.write_guard import without_gradients
 from fzero.trace.recorder import Recorded
 from fzero.transforms.fp8 import in_8_bits
-from fzero.transforms.precision_statistics import Watched, watched_blocks
+from fzero.transforms.precision import Watched, watched_blocks
 
 
 class BaseProgram(NamedTuple):

@@ -17,10 +17,10 @@ from fzero.plan.memory import ROLE_NAMES
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.plan.render import brief
 from fzero.transforms.compress import Compress
-from fzero.transforms.offload_analysis import blocks_updated_on_host
+from fzero.transforms.offload import blocks_updated_on_host
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import find
-from fzero.transforms.zero_placement import keeps_gathers
+from fzero.transforms.zero import keeps_gathers
 
 
 class TierUse(NamedTuple):
@@ -134,7 +134,6 @@ def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
     if order.late_sums:
         why = "a micro-batch's gradients are reduced while the next block computes: faster"
         yield PlanDecision("sums", "a block later", why)
-    yield PlanDecision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
 
 
 def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], rows: int) -> BudgetError:

@@ -23,7 +23,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments
-from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.precision import Watched
 
 
 @dataclass(frozen=True)

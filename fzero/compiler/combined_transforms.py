@@ -16,7 +16,7 @@ from fzero.transforms.offload import Offload
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.transform import find
-from fzero.transforms.zero_placement import Zero
+from fzero.transforms.zero import Zero
 
 
 def precision_of(step: Step | EvalStep) -> Precision:

@@ -18,8 +18,7 @@ from fzero.ir.program import Program, local_bytes
 from fzero.plan.cost import seconds
 from fzero.plan.device_lookup import Device
 from fzero.plan.inductor.temporaries import temporaries_on
-from fzero.transforms.offload import ROLES, Offload
-from fzero.transforms.offload_analysis import saved_activations, waiting_on_host, waits_for_all
+from fzero.transforms.offload import ROLES, Offload, saved_activations, waiting_on_host, waits_for_all
 
 Pair = tuple[float, float]
 """Shares, by bytes, on the host and on disk."""
@@ -67,6 +66,23 @@ class TierPlacement(NamedTuple):
             return " and ".join(f"{x:.0%} of {what} {at}" if x < 1 else f"{what} {at}" for x, at in parts if x)
 
         return ", ".join(shown(*share) for share in self.shares) or "nothing moved"
+
+
+def speculative_shares(tiers: Sequence[str], placement: TierPlacement, copies: bool) -> tuple[float, float]:
+    """Returns upper bounds of the shares of the state in host memory and on disk that have speculative updates.
+
+    Args:
+        tiers: the tiers whose updates may be speculative.
+        placement: where the state is stored.
+        copies: whether masters have compute copies.
+    """
+    (state_h, state_d), (params_h, _) = placement.opt_state, placement.params
+    if tiers != ("disk",) or not state_d:
+        return float("host" in tiers), float("disk" in tiers)
+    if state_h > placement.masters(copies)[0]:
+        return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
+    # the state of parameters in host memory is not speculative
+    return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
 
 
 class LowerBound(NamedTuple):

@@ -25,7 +25,7 @@ from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.transform import find
-from fzero.transforms.zero_placement import Zero
+from fzero.transforms.zero import Zero
 
 
 def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known: Sequence[Leaf] = ()) -> Inputs:

@@ -5,7 +5,7 @@
 | recomputation | the share of activations that `remat("auto")` keeps, in eighths |
 | kept gathers | parameters that stay gathered: over the axis of `hierarchical`, and from a forward to its backward |
 | accumulation | when the gradients of micro-batches are reduced |
-| prefetch | how early gathers start, and whether small transfers are merged |
+| prefetch | how early gathers start |
 | offload | which gradients the host holds, which updates are speculative, and what the host updates |
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fzero.compiler.options import FINEST, Options
-from fzero.compiler.overlap import coalescable, sharable
+from fzero.compiler.overlap import sharable
 from fzero.ir.program import Program
 from fzero.plan.device_lookup import Device
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import find
-from fzero.transforms.zero_placement import keeps_gathers
+from fzero.transforms.zero import keeps_gathers
 
 FARTHEST = 3  # the largest number of blocks ahead at which a gather is tried to start
 
@@ -55,12 +55,6 @@ def late_sums(options: Options, program: Program, device: Device) -> Sequence[Op
     return [options.ordered(late_sums=True)] if device.asynchronous and loops(program) else ()
 
 
-def merged_transfers(options: Options, program: Program, device: Device) -> Sequence[Options]:
-    link = device.links["intra"]
-    small = int(link.latency * link.bandwidth)  # bytes: the time of a smaller transfer is mostly latency
-    return [options.ordered(coalesced=small)] if not options.order.coalesced and coalescable(program, small) else ()
-
-
 def gathers_ahead(options: Options, program: Program, device: Device) -> Sequence[Options]:
     return [options.ordered(ahead=n) for n in range(options.order.ahead + 1, FARTHEST + 1)]
 
@@ -74,4 +68,4 @@ GROWING: tuple[Knob, ...] = (kept_activations, kept_over_axis, shared_gathers)
 """Each value takes more memory than the one before, and is never slower. The search takes the largest that fits."""
 ACCUMULATION: tuple[Knob, ...] = (reduced_once, late_sums)
 """Their memory competes with that of the growing knobs, which are chosen anew for each value."""
-PREFETCH: tuple[Knob, ...] = (merged_transfers, gathers_ahead)
+PREFETCH: tuple[Knob, ...] = (gathers_ahead,)

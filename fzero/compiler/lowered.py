@@ -19,7 +19,7 @@ from fzero.ir.program import Program
 from fzero.plan.device_lookup import Device
 from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.trace.graph_capture import without_gc
-from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.precision import Watched
 from fzero.transforms.transform import current_pass_name
 
 

@@ -24,7 +24,7 @@ class Options:
         cast_once: whether shards are cast once for all micro-batches, which takes memory.
         order: the options of the schedule (compiler/overlap.py).
         host_share: the share of the offloaded state, by bytes, that the host updates; `share_because` is the reason.
-        grads: which gradients are held in host memory (`waiting_on_host` of transforms/offload_analysis.py).
+        grads: which gradients are held in host memory (`waiting_on_host` of transforms/offload.py).
         speculative: the tiers whose state has speculative updates (transforms/speculate_pass.py).
         offloaded: what `offload("auto")` moves off the device, and where (`TierPlacement` of compiler/cost_bounds.py).
         stage: the stage of a pipeline whose program it is.

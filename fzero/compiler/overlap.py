@@ -1,5 +1,5 @@
 """Orders ops so that communication overlaps computation: starts each transfer before its consumer needs it, and delays
-its wait. It also shares gathers between forward and backward, and coalesces small ones.
+its wait. It also shares gathers between forward and backward.
 
 The result is deterministic, and the same on every rank: all free choices are in `ScheduleOptions`, which a memory
 budget determines (fzero/compiler/search.py).
@@ -7,13 +7,13 @@ budget determines (fzero/compiler/search.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.ir.attributes import AssignAttrs, SendAttrs
-from fzero.ir.ops import COLLECTIVES, transfer_bytes
+from fzero.ir.ops import COLLECTIVES
 from fzero.ir.ops.rollback import Rollback
-from fzero.ir.program import Instruction, Program, Value, repeats
+from fzero.ir.program import Instruction, Program, repeats
 
 _GATHER, _SCATTER, _DEAL, _COPY = "all_gather_start", "reduce_scatter_start", "all_to_all_start", "copy_start"
 _TO_DEVICE, _TO_HOST, _READ, _WRITE = ("host", "device"), ("device", "host"), ("disk", "host"), ("host", "disk")
@@ -31,19 +31,13 @@ class ScheduleOptions:
         late_sums: in a loop over micro-batches, the result of a reduction is added to the earlier ones a block later,
             as reduction results are used a block later elsewhere: so the reduction overlaps the computation of that
             block.
-        joined_sums: in a loop over micro-batches, the reduced shards of this many blocks are added to the earlier ones
-            together, and wait for the last of them.
-        coalesced: neighboring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
-            together send at most as many as the largest transfer of their kind.
         leafwise: gradients are cast and reduced one parameter at a time: only one parameter of a block at a time has
             the dtype of the reduction, and nothing else runs while it is reduced.
     """
 
     shared: int = 0
     ahead: int = 1
-    coalesced: int = 0
     late_sums: bool = False
-    joined_sums: int = 1
     leafwise: bool = False
 
 
@@ -58,21 +52,15 @@ def rewrite(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
     state = set(program.leaves)
     pairs = sharable(program)
     program = _share(program, dict(pairs[len(pairs) - options.shared :])) if options.shared else program
-    values = program.values_by_name
-    sent = lambda op: transfer_bytes(op, values, program.mesh)  # noqa: E731
 
     def visit(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
         ops = [replace(x, body=visit(x.body)) if x.body else x for x in ops]
-        if options.coalesced:
-            for kind in (_GATHER, _SCATTER):
-                # Before transfers are moved: a merged transfer moves as one.
-                ops = _coalesce(ops, kind, options.coalesced, sent, state)
         for kind, tiers in ((_GATHER, ()), (_COPY, _TO_DEVICE), (_COPY, _TO_HOST), (_COPY, _READ)):
             if not (program.mesh.unified_memory and "device" in tiers):
                 ops = _Hoisting(ops, kind, tiers, state, options.ahead).run()
-        ops = _sink_waits(ops, options.late_sums)
+        ops = _Sinking(ops, options.late_sums).run()
         ops = _leafwise(ops) if options.leafwise else ops
-        return tuple(_pair_updates(_join_sums(ops, options.joined_sums, values)))
+        return tuple(_pair_updates(ops))
 
     return replace(program, instructions=visit(program.instructions))
 
@@ -132,22 +120,6 @@ def _hops(ops: Sequence[Instruction]) -> dict[str, int]:
     return found
 
 
-def _of_shards(op: Instruction, state: Collection[str]) -> bool:
-    """Whether an op can run at any earlier time: it casts shards, or encodes stored parameters."""
-    return op.op == "cast" or (op.of_codes and all(a in state for a in op.args))
-
-
-def coalescable(program: Program, limit: int) -> bool:
-    """Whether there may be two gathers, or two reductions, that can be merged: each sends fewer bytes than the
-    limit."""
-    sent = [
-        (x.op, transfer_bytes(x, program.values_by_name, program.mesh))
-        for x, _ in program.walk()
-        if x.op in (_GATHER, _SCATTER)
-    ]
-    return any(sum(nbytes < limit for name, nbytes in sent if name == kind) > 1 for kind in (_GATHER, _SCATTER))
-
-
 def _share(program: Program, pairs: dict[str, str]) -> Program:
     """Removes these second gathers, and the values that are computed only for them; their readers read the results of
     the first gathers."""
@@ -173,78 +145,6 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
     return program.map_instructions(lambda op: [] if numbers.get(id(op)) in dropped else [op.rename(names)])
 
 
-def _coalesce(
-    ops: Sequence[Instruction], kind: str, limit: int, sent: Callable[[Instruction], int], state: Collection[str]
-) -> list[Instruction]:
-    """Merges neighboring transfers of one kind if they are small: a gather joins the previous one, a reduction the next
-    one."""
-    waits = {x.args[0]: x for x in ops if x.is_wait}
-    groups = [group for group in _alike(ops, kind, limit, sent, waits, state) if len(group) > 1]
-    new: dict[int, list[Instruction]] = {}
-    for group in groups:
-        handle: Value = group[0].out[0]
-        start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
-        waiting = [waits[x.out[0].name] for x in group]
-        wait = replace(waiting[0], args=(handle.name,), out=tuple(v for x in waiting for v in x.out))
-        new.update((id(x), []) for x in (*group, *waiting))
-        new[id(group[0] if kind == _GATHER else group[-1])] = [start]
-        new[id(waiting[0] if kind == _GATHER else waiting[-1])] = [wait]
-    # casts of shards that join an earlier gather, and their codes, come before it
-    moved = {a for group in groups for x in group[1:] for a in x.args} if kind == _GATHER else set()
-    casts = {v.name: x for x in ops if _of_shards(x, state) for v in x.out if v.name in moved}
-    new.update((id(x), []) for x in casts.values())
-    for group in groups if casts else ():
-        along = {id(casts[a]): casts.pop(a) for x in group[1:] for a in x.args if a in casts}
-        new[id(group[0])] = [*along.values(), *new[id(group[0])]]
-    return [y for x in ops for y in new.get(id(x), [x])]
-
-
-def _alike(
-    ops: Sequence[Instruction],
-    kind: str,
-    limit: int,
-    sent: Callable[[Instruction], int],
-    waits: Mapping[str, Instruction],
-    state: Collection[str],
-) -> list[list[Instruction]]:
-    """Groups the transfers of one kind that can be merged."""
-    transfers = [x for x in ops if x.op == kind]
-    largest = max((sent(x) for x in transfers), default=0)
-    between = lambda group, op: (  # noqa: E731
-        _read_between(ops, waits, group, op) if kind == _SCATTER else _made_between(ops, group[0], op, state)
-    )
-    groups: list[list[Instruction]] = []
-    for op in transfers:
-        last = groups[-1] if groups else []
-        alike = last and (last[0].attrs, last[0].by) == (op.attrs, op.by) and max(map(sent, (*last, op))) < limit
-        if alike and sum(map(sent, last)) + sent(op) <= largest and not between(last, op):
-            last.append(op)
-        else:
-            groups.append([op])
-    return groups
-
-
-def _made_between(ops: Sequence[Instruction], first: Instruction, later: Instruction, state: Collection[str]) -> bool:
-    """Whether the arguments of a later gather are computed or written after an earlier one. Casts of shards and their
-    codes do not count, because they can be computed earlier."""
-    after = next(i for i, x in enumerate(ops) if x is first)
-    made = {v.name for x in ops[after:] if not _of_shards(x, state) for v in x.out} | {
-        w for x in ops[after:] for w in x.writes
-    }
-    sources = {v.name: a for x in ops if _of_shards(x, state) for v, a in zip(x.out, x.args, strict=False)}
-    return any(a in made or sources.get(a, a) in made for a in later.args)
-
-
-def _read_between(
-    ops: Sequence[Instruction], waits: Mapping[str, Instruction], earlier: Sequence[Instruction], later: Instruction
-) -> bool:
-    """Whether results of earlier reductions are read before a later one is waited for, for example by a reduction over
-    a second axis."""
-    brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
-    end = next(i for i, x in enumerate(ops) if x is waits[later.out[0].name])
-    return any(a in brought for x in ops[:end] for a in x.args)
-
-
 def _is_update(op: Instruction) -> bool:
     return bool(op.fn and op.writes)
 
@@ -268,15 +168,11 @@ class _Hoisting:
 
     def __init__(self, ops: Sequence[Instruction], kind: str, tiers: tuple[str, ...], state: set[str], ahead: int):
         self.ops, self.kind, self.tiers, self.state, self.ahead = ops, kind, tiers, state, ahead
-        fetches = {v.name for x in ops if x.op in (_GATHER, _COPY) for v in x.out}
-        fetched = {v.name for x in ops if x.is_wait and x.args[0] in fetches for v in x.out}
         # the first of several gathers starts this many blocks earlier, so that the last is done in time
         self.hops = _hops(ops)
         self.updates = {id(x) for x in ops if _is_update(x)}
-        first = lambda x: x.segment.index == 0  # noqa: E731
-        own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
-        reads = lambda x: own(x) and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
-        self.calls = {id(x) for x in ops if x.begins_block or reads(x)}
+        reads = _outside_blocks(ops)
+        self.calls = {id(x) for x in ops if x.begins_block or id(x) in reads}
         self.blocks = {id(x) for x in ops if id(x) in self.calls and not repeats(x)}
         self.readers = _readers(ops)
         self.stores = {x.out[0].name: x for x in ops if x.tiers}
@@ -351,6 +247,14 @@ class _Hoisting:
         return carried and not maker.writes and _from_state(maker, self.made, self.state)
 
 
+def _outside_blocks(ops: Sequence[Instruction]) -> set[int]:
+    """Returns the calls between blocks that read gathered parameters."""
+    fetches = {v.name for x in ops if x.op in (_GATHER, _COPY) for v in x.out}
+    fetched = {v.name for x in ops if x.is_wait and x.args[0] in fetches for v in x.out}
+    calls = (x for x in ops if x.fn and not x.writes and not x.of_codes and x.segment.index == 0)
+    return {id(x) for x in calls if not fetched.isdisjoint(x.args)}
+
+
 def _readers(ops: Sequence[Instruction]) -> dict[str, Instruction]:
     """Returns, for each transfer, the first op that reads its result, directly or after further transfers."""
     started = {x.args[0]: x.out for x in ops if x.is_wait}
@@ -377,31 +281,6 @@ def _from_state(op: Instruction, made: Mapping[str, Instruction], state: set[str
     args = op.args[:1] if op.op == "cast" else op.args
     carried = lambda x: x.op in _CARRIED or x.of_codes  # noqa: E731
     return all(a in state or (a in made and carried(made[a]) and _from_state(made[a], made, state)) for a in args)
-
-
-def _join_sums(ops: Sequence[Instruction], num: int, values: Mapping[str, Value]) -> list[Instruction]:
-    """Moves the accumulations of sharded gradients to where those of every `num` blocks are all available."""
-    if num == 1:
-        return [*ops]
-    out: list[Instruction] = []
-    held: list[list[Instruction]] = []  # one list per block
-    before: Instruction | None = None
-    for op in (*ops, None):
-        if op is not None and op.op == "accumulate" and values[op.args[0]].placement.is_flat_shard:
-            if before is None or held == [] or held[-1][-1] is not before:
-                held.append([])
-            held[-1].append(op)
-        elif op is None or len(held) == num:
-            out += [x for block in held for x in block]
-            held = []
-        if op is not None and not (held and held[-1][-1] is op):
-            out.append(op)
-        before = op
-    return out
-
-
-def _sink_waits(ops: Sequence[Instruction], late_sums: bool) -> list[Instruction]:
-    return _Sinking(ops, late_sums).run()
 
 
 class _Sinking:
@@ -531,20 +410,28 @@ def _sums(ops: Sequence[Instruction], waits: Mapping[str, Instruction], late: bo
     These are calls that decode and add up summands, encode their sum for a further transfer, or decode it. Ops that add
     its results to totals are included if they are to be `late` and no other op reads these results.
     """
-    readers, found = _every_reader(ops), {}
+    readers, found = _every_reader(ops), dict[str, list[Instruction]]()
     summed = {x.out[0].name for x in ops if x.by == "compress" and x.op in (_DEAL, _GATHER)}
     for handle in (x.out[0].name for x in ops if _is_reduction(x) or (x.out and x.out[0].name in summed)):
-        brought, along = [v.name for v in waits[handle].out], list[Instruction]()
-        comes = lambda x: x.of_codes and {*x.args} <= {*brought}  # noqa: B023, E731
-        while calls := {id(x): x for a in brought for x in readers.get(a, []) if comes(x)}:
-            along += calls.values()
-            brought = [v.name for x in calls.values() for v in x.out]
+        along, brought = _decoding([v.name for v in waits[handle].out], readers)
         added = [x for a in brought for x in readers.get(a, [])]
         if late and added and all(x.op == "accumulate" for x in added):
             along += added
         if along:
             found[handle] = along
     return found
+
+
+def _decoding(brought: list[str], readers: Mapping[str, Sequence[Instruction]]) -> tuple[list[Instruction], list[str]]:
+    """Returns the calls that decode these values, add them up and encode the sums, and the values they result in."""
+    along = list[Instruction]()
+    while True:
+        reading = {id(x): x for a in brought for x in readers.get(a, [])}
+        calls = [x for x in reading.values() if x.of_codes and {*x.args} <= {*brought}]
+        if not calls:
+            return along, brought
+        along += calls
+        brought = [v.name for x in calls for v in x.out]
 
 
 def _onward(

@@ -20,7 +20,7 @@ from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh
 from fzero.step import Step
 from fzero.trace.graph_capture import without_gc
-from fzero.transforms import offload_analysis, remat, speculate_pass
+from fzero.transforms import offload, remat, speculate_pass
 from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.pipeline_pass import num_stages
 from fzero.transforms.transform import find
@@ -73,7 +73,10 @@ class PassCache:
         """
         if budget is None:
             return [[least]]
-        starts = [least, *speculate_pass.starts(least, self.before("speculate", least), budget)]
+        tiers = speculate_pass.useful_tiers(self.before("speculate", least))
+        # Old values in host memory are possible only with a host budget.
+        tiers = [x for x in tiers if budget.host is not None or "host" not in x]
+        starts = [least, *(replace(least, speculative=x) for x in tiers)]
         if budget.nbytes is None:
             return [starts]
         all_ = [replace(options, grads=grads) for options in starts for grads in self._grads(least)]
@@ -89,7 +92,7 @@ class PassCache:
         """Returns the settings for which gradients are held on the host, equal outcomes once. The last one takes the
         least device memory."""
         made, found = self._made(least, self._at_gradients + 1), dict[Any, str]()
-        for grads in offload_analysis.GRADS:
+        for grads in offload.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
             waiting = tuple(update_placement(PassInput(made, self.context, way)).waiting for way in ways)
             if waiting not in found or grads == "update":
@@ -247,6 +250,6 @@ def initial_options(step: Step, mesh: AbstractMesh, limited: bool) -> Options:
 
 
 def few_launches(options: Options) -> Options:
-    """Returns options with fewer kernel launches over micro-batches, which take additional memory: for shards in the
-    compute dtype, and for one block's gradients."""
-    return replace(options, cast_once=True, order=replace(options.order, joined_sums=2))
+    """Returns options with fewer kernel launches over micro-batches, which take additional memory for shards in the
+    compute dtype."""
+    return replace(options, cast_once=True)

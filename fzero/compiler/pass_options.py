@@ -17,22 +17,19 @@ from fzero.compiler.overlap import ScheduleOptions
 from fzero.ir.ops import STARTS
 from fzero.ir.program import Function, Program
 from fzero.sharding.layout import TIERS, Leaf
+from fzero.transforms import offload
 from fzero.transforms.accumulate import AccumulateOptions
-from fzero.transforms.compress import Compress
-from fzero.transforms.compress_pass import Encoding
-from fzero.transforms.compute_copies_pass import ComputeCopies
-from fzero.transforms.dim_sharding_pass import DimShardings
-from fzero.transforms.offload import Offload
-from fzero.transforms.offload_analysis import gradients_that_wait, updated_on_device, waiting_on_host
-from fzero.transforms.offload_pass import GradientLeaves, UpdatePlacement
+from fzero.transforms.compress import Compress, Encoding
+from fzero.transforms.dim_sharding import DimShardings
+from fzero.transforms.offload import ComputeCopies, GradientLeaves, Offload, UpdatePlacement
+from fzero.transforms.pipeline import splits_backward
 from fzero.transforms.pipeline_pass import Stage, spec_of
 from fzero.transforms.redundant import spec_of as replicas_of
 from fzero.transforms.remat import RematOptions, remat_options
 from fzero.transforms.round_robin_pass import gathers
-from fzero.transforms.split_backward_pass import is_scheduled
 from fzero.transforms.transform import Transform, find
+from fzero.transforms.zero import Zero
 from fzero.transforms.zero_pass import ShardOptions
-from fzero.transforms.zero_placement import Zero
 
 Made = dict[str, Program]
 """The intermediate programs, in order, each under the name of the pass that it comes after, whether or not that pass
@@ -114,7 +111,7 @@ def dim_sharding(at: PassInput) -> DimShardings | None:
 
 def split_backward(at: PassInput) -> Wanted:
     """Pipelines whose schedule has weight actions."""
-    return _if(is_scheduled(at.program))
+    return _if(splits_backward(at.program))
 
 
 def accumulate(at: PassInput) -> AccumulateOptions | None:
@@ -182,10 +179,10 @@ def update_placement(at: PassInput) -> UpdatePlacement:
     """Returns where the update runs and where gradients wait, for the program whose update was partitioned."""
     program, leaves, on_disk = at.made["gradients"], at.context.gradients, dict[str, str]()
     if leaves:
-        waits, grads = gradients_that_wait(program), program.grads
+        waits, grads = offload.gradients_that_wait(program), program.grads
         on_disk = {grads[param]: leaf.path for param, leaf in leaves.items() if grads.get(param) in waits}
-    on_device = updated_on_device(program, at.chosen.host_share)
-    waiting = waiting_on_host(program, on_device, at.chosen.grads).difference(on_disk)
+    on_device = offload.updated_on_device(program, at.chosen.host_share)
+    waiting = offload.waiting_on_host(program, on_device, at.chosen.grads).difference(on_disk)
     return UpdatePlacement(on_device, waiting, tuple(on_disk.items()))
 
 

@@ -39,17 +39,16 @@ from fzero.ir.verifier import BUG, verify
 from fzero.sharding.layout import in_slot
 from fzero.transforms import (
     accumulate,
-    compress_pass,
-    compute_copies_pass,
-    dim_sharding_pass,
-    offload_pass,
+    compress,
+    dim_sharding,
+    offload,
     partition_update_pass,
+    pipeline,
     pipeline_pass,
     redundant,
     remat,
     round_robin_pass,
     speculate_pass,
-    split_backward_pass,
     zero_pass,
 )
 from fzero.transforms.transform import Transform
@@ -96,20 +95,20 @@ PASSES = (
     Pass("fuse", fuse_last_block.rewrite, pass_options.fuse),
     Pass(
         "copies",
-        compute_copies_pass.rewrite,
+        offload.add_copies,
         pass_options.copies,
         needed="the state has copies of masters in the dtype of compute, which the step reads and writes",
     ),
     Pass("remat", remat.rewrite, pass_options.remat),
     Pass(
         "dim_sharding",
-        dim_sharding_pass.rewrite,
+        dim_sharding.rewrite,
         pass_options.dim_sharding,
         needed="subgraphs would read unsharded parameters, of which a rank has shards",
     ),
     Pass(
         "split_backward",
-        split_backward_pass.rewrite,
+        pipeline.split_backward,
         pass_options.split_backward,
         needed="the schedule has actions that compute only gradients of parameters",
     ),
@@ -122,7 +121,7 @@ PASSES = (
     Pass("shard", zero_pass.rewrite, pass_options.shard, needed="without it every rank would train independently"),
     Pass(
         "compress",
-        compress_pass.rewrite,
+        compress.rewrite,
         pass_options.compress,
         needed="values would travel in more bits than the step asks for",
     ),
@@ -136,7 +135,7 @@ PASSES = (
     Pass("deal", round_robin_pass.rewrite, pass_options.deal),
     Pass(
         "gradients",
-        offload_pass.with_gradient_leaves,
+        offload.with_gradient_leaves,
         pass_options.gradients,
         needed="gradients that wait on disk need tensors there",
     ),
@@ -145,7 +144,7 @@ PASSES = (
     Pass("stages", pipeline_pass.project, pass_options.stages, needed="a stage has only its own tensors"),
     Pass(
         "tiers",
-        offload_pass.rewrite,
+        offload.rewrite,
         pass_options.tiers,
         before=pass_invariants.on_device,
         needed="nothing would be copied to the tier on which it is read",

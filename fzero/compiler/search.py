@@ -27,7 +27,7 @@ from fzero.compiler.options import FINEST, Options
 from fzero.ir.program import Program
 from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
-from fzero.transforms.offload_analysis import leaves_side_open
+from fzero.transforms.offload import leaves_side_open
 
 ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less device memory
 GAIN = 0.05  # the search ends after a round that shortens the step by less; transfers that take less are hidden

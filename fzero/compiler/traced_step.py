@@ -27,7 +27,7 @@ from fzero.step import Step
 from fzero.step.checks import no_trainable, wants_key
 from fzero.trace.graph_capture import without_gc
 from fzero.transforms import accumulate
-from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.precision import Watched
 from fzero.transforms.transform import find, on_device
 
 

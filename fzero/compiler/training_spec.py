@@ -35,7 +35,7 @@ class Precision:
         casts: whether blocks cast their arguments to the dtype of their parameters.
         loss_scale: None: the loss is not scaled.
         stochastic: whether parameters that are stored in bfloat16 are rounded stochastically.
-        watch: whether the blocks are watched (transforms/precision_statistics.py).
+        watch: whether the blocks are watched (transforms/precision.py).
         fp8: which products are computed in 8 bits; None: none.
         changed: returns the names of the transforms that convert a tensor, or send it in fewer bits, before the loss
             reads it.

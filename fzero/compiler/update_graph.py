@@ -21,7 +21,7 @@ from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.trace.graph_capture import record
-from fzero.transforms.precision_statistics import Watched, gradient_statistics, output_maxima
+from fzero.transforms.precision import Watched, gradient_statistics, output_maxima
 from fzero.transforms.transform_state import StepResults
 
 AGREED = "agreed_max"

@@ -56,7 +56,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Generic
@@ -282,7 +282,7 @@ class Instruction(Generic[A]):
     @property
     def of_codes(self) -> bool:
         """Whether it computes or reads the quantized codes that are sent in place of values
-        (transforms/compress_pass.py), so that it belongs to a transfer.
+        (transforms/compress.py), so that it belongs to a transfer.
         """
         return self.by == "compress" and bool(self.fn)
 
@@ -474,6 +474,25 @@ class Program:
 def repeats(op: Instruction) -> bool:
     """Returns whether an op repeats an earlier op for another micro-batch, and so reads the same parameters."""
     return op.micro is not None and op.micro[0] > 0
+
+
+def with_segments(replaced: Iterable[tuple[Instruction, Sequence[Instruction]]]) -> list[Instruction]:
+    """Returns ops in which the calls that replace one call are segments of one subgraph.
+
+    Args:
+        replaced: each op of a program, with the ops that replace it.
+    """
+    ops, calls = list[Instruction](), dict[int | str, list[int]]()  # the indices of the ops that call each subgraph
+    for op, new in replaced:
+        if op.op == "call":
+            of = op.segment.of if op.segment.count > 1 else op.out[0].name if op.out else ""
+            at = calls.setdefault(of, [])
+            at += (len(ops) + i for i, x in enumerate(new) if x.op == "call")
+        ops += new
+    for of, at in enumerate(calls.values()):
+        for index, i in enumerate(at if len(at) > 1 else ()):
+            ops[i] = ops[i].saying(segment=Segment(of, index, len(at)))
+    return ops
 
 
 def local_bytes(value: Value, mesh: AbstractMesh) -> int:

@@ -26,8 +26,8 @@ from fzero.mesh import Mesh
 from fzero.plan.device_lookup import Device, get_device
 from fzero.plan.plan import PlanDecision
 from fzero.step import EvalStep, Step
-from fzero.transforms.automatic_precision import Promotion
 from fzero.transforms.offload import Offload
+from fzero.transforms.precision import Promotion
 
 Limits = tuple[int | None, int | None, int | None]
 """Bytes of each rank's device memory, of its host memory, and on disk."""

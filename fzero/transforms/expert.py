@@ -1,6 +1,6 @@
 """Shards experts' parameters and the batch over one mesh axis: expert_parallel.
 
-Acts on the program, in transforms/dim_sharding_pass.py. Around matrix products with these parameters, ranks exchange
+Acts on the program, in transforms/dim_sharding.py. Around matrix products with these parameters, ranks exchange
 tokens.
 """
 
@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero._utils.arguments import amount, keywords
+from fzero._utils.arguments import keywords
 from fzero._utils.deprecation import keyword_aliases
-from fzero._utils.units import parse_bytes, size
+from fzero._utils.units import parse_bytes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
 from fzero.sharding.placements import Shard
-from fzero.transforms.dim_sharding import DimSharding
+from fzero.transforms.dim_sharding import DimSharding, problems_of
 from fzero.transforms.transform import applied
 from fzero.tree import dotted
 
@@ -57,12 +57,7 @@ class ExpertParallel(DimSharding):
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
-        said = (
-            []
-            if self.max_replicated_bytes == 1 << 20
-            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
-        )
-        return f"{self.name}({', '.join([f'axis={self.axis!r}', f'where={where}', *said])})"
+        return self.shown(f"where={where}")
 
 
 @keyword_aliases("fz.expert_parallel", whole_bytes="max_replicated_bytes")
@@ -122,8 +117,7 @@ def expert_parallel(
         >>> [op.op for op in lowered.program.instructions if op.by == "expert_parallel" and op.op.endswith("start")]
         ['all_to_all_start', 'all_to_all_start']
     """
-    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("max_replicated_bytes", max_replicated_bytes)
+    problems = problems_of(axis, max_replicated_bytes)
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"

@@ -30,7 +30,7 @@ from fzero.sharding.layout import TIERS, Sharding, sharding_over
 from fzero.sharding.update_scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Subgraph, ancestors, views_of
-from fzero.transforms import multi_axis_gather
+from fzero.transforms.zero_pass import gathered
 
 aten = torch.ops.aten
 
@@ -351,7 +351,7 @@ class _UpdatePartition:
         }
         handle = lambda: moving(self.names("gather_whole"))  # noqa: E731
         named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
-        whole, ops = multi_axis_gather.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
+        whole, ops = gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
         self.gathered |= named
         self.name.update((n, v.name) for n, v in whole.items())
         self.ops += ops

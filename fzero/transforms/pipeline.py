@@ -1,17 +1,30 @@
 """Divides blocks into stages on the ranks along a mesh axis, which send micro-batches from one to the next: pipeline.
 
-Acts on the program, in transforms/pipeline_pass.py.
+Acts on the program. This file has the configuration; the table of actions, which orders what each rank does, with the
+built-in schedules; and the pass that splits backwards for schedules with weight actions. transforms/pipeline_pass.py
+makes the program of each stage from the table.
+
+An action (class `Unit`) is the forward or backward of a micro-batch on a stage. In a schedule with weight actions, the
+backward computes the gradients that other stages wait for, and the weight action those of parameters, which fill the
+bubble. A table contains, for each rank, the order of its actions. Stage s is on rank s mod p: with `chunks` stages per
+rank, its chunk is s div p.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch.fx as fx
 
 from fzero._utils.arguments import keywords
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, with_segments
+from fzero.ir.value_names import Names, call_name, operation_name
+from fzero.sharding.collective_partitions import Pieces, in_two
 from fzero.sharding.layout import Leaf, Only
 from fzero.step import EvalStep
 from fzero.transforms.fp8 import Fp8
@@ -19,7 +32,7 @@ from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.offload import Offload
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
-from fzero.transforms.transform import Transform, applied
+from fzero.transforms.transform import Transform, applied, find
 from fzero.transforms.zero import Parallel
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
@@ -188,3 +201,323 @@ def _table(schedule: Any) -> tuple[tuple[str, ...], ...]:
 
 def _is_unit(text: Any) -> bool:
     return isinstance(text, str) and UNIT.fullmatch(text) is not None
+
+
+# --- the table of actions ---
+
+
+FORWARD, BACKWARD, WEIGHTS = range(3)
+KINDS = "FBW"
+"""The letter of each kind of action."""
+
+
+class Unit(NamedTuple):
+    """The forward, backward or weight action of a micro-batch on a stage."""
+
+    kind: int
+    micro: int
+    stage: int
+
+    def text(self, ranks: int) -> str:
+        """The notation of users: `F0`, or `B3.1` for chunk 1 of a rank."""
+        chunk = self.stage // ranks
+        return f"{KINDS[self.kind]}{self.micro}{f'.{chunk}' if chunk else ''}"
+
+
+Table = tuple[tuple[Unit, ...], ...]
+Message = TypeVar("Message")
+"""The values that an action sends to another rank, of any type."""
+
+
+def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micro: int) -> Table:
+    """Returns the order of actions of each rank.
+
+    Args:
+        schedule: a name, or for each rank the texts of its actions.
+        ranks: the number of ranks along the axis of the pipeline.
+        chunks: the number of stages per rank.
+        micro: the number of micro-batches per step.
+
+    Raises:
+        FzeroValueError: a user's table is malformed, or its ranks wait for each other.
+
+    Example:
+        >>> [" ".join(u.text(2) for u in order) for order in table("1f1b", 2, 1, 3)]
+        ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
+        >>> [" ".join(u.text(2) for u in order) for order in table("interleaved", 2, 2, 2)]
+        ['F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1', 'F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1']
+        >>> [" ".join(u.text(2) for u in order) for order in table("zb", 2, 1, 3)]
+        ['F0 F1 B0 W0 F2 B1 W1 B2 W2', 'F0 B0 F1 B1 W0 F2 B2 W1 W2']
+    """
+    if not isinstance(schedule, str):
+        found = tuple(_read(order, rank, ranks) for rank, order in enumerate(schedule))
+        _check(found, ranks, chunks, micro)
+    elif schedule == "zb":
+        found = tuple(_zero_bubble(rank, ranks, micro) for rank in range(ranks))
+    else:
+        found = tuple(_named(schedule, rank, ranks, chunks, micro) for rank in range(ranks))
+    # only to raise an error if ranks wait for each other
+    when(found, chunks * ranks)
+    return found
+
+
+def _named(schedule: str, rank: int, ranks: int, chunks: int, micro: int) -> tuple[Unit, ...]:
+    """Returns one rank's order of actions for a named schedule.
+
+    Interleaved 1F1B runs as many micro-batches as there are ranks through a chunk before it starts the next chunk
+    (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021); in the last round, it runs
+    those that are left.
+    """
+    # Padded with micro-batches that do not exist, so that every round is complete. Their actions are removed at the
+    # end.
+    padded = -(-micro // ranks) * ranks if schedule == "interleaved" else micro
+    rounds = [range(i, min(i + ranks, padded)) for i in range(0, padded, ranks)]
+    groups = [(c, m) for r in rounds for c in range(chunks) for m in r]
+    forward = [Unit(FORWARD, m, c * ranks + rank) for c, m in groups]
+    groups = [(c, m) for r in rounds for c in reversed(range(chunks)) for m in r]
+    backward = [Unit(BACKWARD, m, c * ranks + rank) for c, m in groups]
+    behind = ranks - rank - 1
+    # The forwards before the first backward. For interleaved stages, this is the warm-up of Megatron-LM:
+    # 2 (p - rank - 1) + (chunks - 1) p.
+    ahead = {"gpipe": len(forward), "1f1b": behind, "interleaved": 2 * behind + (chunks - 1) * ranks}[schedule]
+    ahead = min(ahead, len(forward))
+    # `zip` stops after the last forward; the remaining `ahead` backwards follow.
+    steady = [u for pair in zip(forward[ahead:], backward, strict=False) for u in pair]
+    order = (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+    return tuple(u for u in order if u.micro < micro)
+
+
+def _read(order: Sequence[str], rank: int, ranks: int) -> tuple[Unit, ...]:
+    found = [m for text in order if (m := UNIT.fullmatch(text))]
+    return tuple(Unit(KINDS.index(m[1]), int(m[2]), int(m[3] or 0) * ranks + rank) for m in found)
+
+
+def _check(found: Table, ranks: int, chunks: int, micro: int) -> None:
+    """Raises if a table lacks actions, repeats them or has too many."""
+    problems = [] if len(found) == ranks else [f"{len(found)} orders, and {ranks} ranks along the axis"]
+    kinds = range(2 + any(u.kind == WEIGHTS for order in found for u in order))
+    for rank, order in enumerate(found if not problems else ()):
+        every = {Unit(k, m, c * ranks + rank) for k in kinds for m in range(micro) for c in range(chunks)}
+        for what, units in _wrong(order, every).items():
+            texts = sorted(u.text(ranks) for u in units)
+            problems += [f"rank {rank} {what} {', '.join(texts[:4])}{', …' * (len(texts) > 4)}"] if texts else []
+    if problems:
+        each = [f"{KINDS[k]}0 to {KINDS[k]}{micro - 1}" for k in kinds]
+        fix = f"each rank runs the actions {', '.join(each[:-1])} and {each[-1]} once"
+        fix += f", and with chunks, F0.1 to B{micro - 1}.{chunks - 1}" if chunks > 1 else ""
+        raise FzeroValueError("pipeline", "the table of actions does not fit the step", problems, fix)
+
+
+def _wrong(order: Sequence[Unit], every: set[Unit]) -> dict[str, set[Unit]]:
+    """Returns, for each kind of fault in a rank's order of actions, the actions with it."""
+    late = {
+        u for i, u in enumerate(order) if any(v.micro > u.micro for v in order[:i] if v._replace(micro=u.micro) == u)
+    }
+    return {
+        "lacks": every - {*order},
+        "has besides": {*order} - every,
+        "repeats": {u for u in order if order.count(u) > 1},
+        "has after a later micro-batch of its kind and chunk": late,
+    }
+
+
+def _zero_bubble(rank: int, ranks: int, micro: int) -> tuple[Unit, ...]:
+    """Returns one rank's order of actions for 1F1B with weight actions in its idle time: ZB-H1 of Qi et al., Zero
+    Bubble Pipeline Parallelism, 2023.
+
+    The weights of a micro-batch run `rank` backwards later, so that no rank has more micro-batches in flight than the
+    first rank has under 1F1B.
+    """
+    # One forward more than in the warm-up of `_named`, because the loop below begins with a backward.
+    ahead = ranks - rank
+    order = [Unit(FORWARD, m, rank) for m in range(min(ahead, micro))]
+    for m in range(micro):
+        order.append(Unit(BACKWARD, m, rank))
+        order += [Unit(WEIGHTS, m - rank, rank)] if m >= rank else []
+        order += [Unit(FORWARD, m + ahead, rank)] if m + ahead < micro else []
+    return (*order, *(Unit(WEIGHTS, m, rank) for m in range(max(micro - rank, 0), micro)))
+
+
+def when(
+    orders: Table, num_stages: int, more: Mapping[Unit, Iterable[Unit]] | None = None
+) -> dict[Unit, tuple[float, float]]:
+    """Returns the start and end time of each action, which starts as soon as its rank and the actions that it depends
+    on are done.
+
+    A backward is assumed to take as long as two forwards or, with weight actions, as one. Any other durations give a
+    correct order too.
+
+    Args:
+        orders: the table.
+        num_stages: the number of stages on all ranks.
+        more: further actions that an action depends on, in addition to the preceding one.
+
+    Raises:
+        FzeroValueError: ranks wait for each other.
+    """
+    found: dict[Unit, tuple[float, float]] = {}
+    at, clock = [0] * len(orders), [0.0] * len(orders)
+    seconds = (1.0, 1.0, 1.0) if any(u.kind == WEIGHTS for order in orders for u in order) else (1.0, 2.0)
+
+    def needs(unit: Unit) -> set[Unit]:
+        return {x for x in (_before(unit, num_stages), *(more or {}).get(unit, ())) if x is not None}
+
+    moving = True
+    while moving:
+        moving = False
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                unit = order[at[rank]]
+                before = needs(unit)
+                if not found.keys() >= before:
+                    break
+                start = max([clock[rank], *(found[x][1] for x in before)])
+                clock[rank] = start + seconds[unit.kind]
+                found[unit] = start, clock[rank]
+                at[rank] += 1
+                moving = True
+    if stuck := [(r, order[at[r]]) for r, order in enumerate(orders) if at[r] < len(order)]:
+        n = len(orders)
+        problems = [
+            f"rank {r} waits at {u.text(n)} for {b._replace(stage=0).text(n)} of stage {b.stage}"
+            for r, u in stuck
+            for b in sorted(needs(u) - found.keys())
+        ]
+        fix = "a forward runs after that of the stage before, a backward after that of the stage after"
+        raise FzeroValueError("pipeline", "ranks wait for each other", problems, fix)
+    return found
+
+
+def recv_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[Message, int]:
+    """Returns the index of the action before which a rank starts to receive each message of one other rank.
+
+    It is one action before the first one that reads the message, and no later than the receives of messages that are
+    sent later.
+
+    Args:
+        needed: messages in the order in which they are sent, each with the index of the action that first reads it.
+        num_units: the number of actions of the receiving rank.
+
+    Returns:
+        The indices in the order of `needed`.
+
+    Example:
+        >>> recv_starts([("a", 3), ("b", 2)], 4)
+        {'a': 1, 'b': 1}
+    """
+    found, number = dict[Message, int](), num_units
+    for message, first in reversed(needed):
+        found[message] = number = max(0, min(number, first - 1))
+    return dict(reversed(found.items()))
+
+
+def send_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
+    """Returns the index of the action before which a rank waits for the send of its action `number`.
+
+    It is two actions later, or as many more as begin before the receive starts. The number of actions stands for the
+    end of the step.
+
+    Args:
+        order: the actions of the sending rank.
+        number: the index of the sending action among them.
+        starts: the time at which the other rank starts to receive, as in `times`.
+        times: the result of `when`.
+    """
+    return next((i for i in range(number + 2, len(order)) if times[order[i]][0] >= starts), len(order))
+
+
+def _before(unit: Unit, num_stages: int) -> Unit | None:
+    """Returns the action of another stage, or of the same stage, that an action depends on."""
+    if unit.kind == FORWARD:
+        return unit._replace(stage=unit.stage - 1) if unit.stage else None
+    if unit.kind == WEIGHTS:
+        return unit._replace(kind=BACKWARD)
+    if unit.stage == num_stages - 1:
+        # The last stage computes the loss, so its backward needs only its own forward.
+        return unit._replace(kind=FORWARD)
+    return unit._replace(stage=unit.stage + 1)
+
+
+# --- backwards in two parts ---
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether the program has a pipeline with several stages and a schedule with weight actions."""
+    spec = find(program.transforms, Pipeline)
+    return spec is not None and spec.has_weights and program.mesh.axes[spec.axis] > 1
+
+
+def split_backward(program: Program) -> Program:
+    """Returns the program with two ops for each block's backward, which are two segments of one subgraph: the gradients
+    that other blocks wait for, and the gradients of parameters.
+
+    Precondition: no op is repeated for micro-batches yet.
+
+    Values that both parts need are computed once, by the first part, and kept until the second has run.
+
+    Raises:
+        FzeroValueError: no block has gradients that no other block waits for.
+    """
+    functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
+    onward, known = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
+
+    def split(op: Instruction) -> list[Instruction]:
+        # Gradients that another block, and so perhaps another stage, waits for. The rest are gradients of parameters.
+        first = tuple(i for i, v in enumerate(op.out) if v.name in onward)
+        # If all of the gradients are waited for, or none, there is nothing to postpone.
+        if op.block is None or op.is_forward or not first or len(first) == len(op.out):
+            return [op]
+        if (op.fn, first) not in known:
+            known[op.fn, first] = in_two(program.functions[op.fn].graph, first)
+        inputs, weights = _calls(op, [values[a] for a in op.args], known[op.fn, first], functions, names)
+        return [inputs, weights.saying(weights=True)]
+
+    ops = with_segments((op, split(op)) for op in program.instructions)
+    if not known:
+        what = (
+            "the schedule has actions for weight gradients, and no block has gradients that can be computed separately"
+        )
+        raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
+    used = {op.fn for op in ops if op.fn}
+    kept = {name: f for name, f in functions.by_name.items() if name in used}
+    return replace(program, instructions=tuple(ops), functions=kept)
+
+
+def _onward(program: Program) -> set[str]:
+    """Returns the values that calls of blocks read, directly or through other ops."""
+    found = set[str]()
+    for op in reversed(program.instructions):
+        if op.op != "update" and (op.block is not None or any(v.name in found for v in op.out)):
+            found.update(op.args)
+    return found
+
+
+def _calls(op: Instruction, args: Sequence[Value], of: Pieces, functions: Functions, names: Names) -> list[Instruction]:
+    """Returns the calls of the two pieces of a subgraph.
+
+    Args:
+        op: the call of the subgraph.
+        args: its arguments.
+        of: its subgraph, in pieces.
+        functions: the subgraphs of the program, which are extended.
+        names: the names of its values, which are extended.
+    """
+    made = dict(zip(of.inputs, args, strict=True))
+    made.update((x, v) for x, v in zip(of.outputs, op.out, strict=True) if x not in made)
+    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.varies_over for x, v in zip(of.inputs, args, strict=True)}
+    for x in of.inputs[0].graph.nodes:  # a value varies between ranks along all axes along which its inputs do
+        if x not in own:
+            own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
+    stem, ops = call_name(op), list[Instruction]()
+    for name, step, positions in zip((op.fn, f"{op.fn}_weights"), of.steps, of.positions, strict=True):
+        out = list[Value]()
+        for x, position in zip(step.outputs, positions, strict=True):
+            if position is not None:
+                out.append(op.out[position])
+                continue
+            at, value = Placement("varying", own[x]) if own[x] else REPLICATED, x.meta["val"]
+            made[x] = Value(names(f"{stem}_{operation_name(x)}"), tuple(value.shape), value.dtype, at)
+            out.append(made[x])
+        args_of = tuple(made[x].name for x in step.inputs)
+        ops.append(replace(op, fn=functions.add(name, step.graph), args=args_of, out=tuple(out)))
+    return ops

@@ -18,7 +18,7 @@ the schedule is interleaved, a rank has several stages, and values that pass bet
 sent.
 
 [Note: messages between stages] A value that other ranks read is sent to each of them, at the end of
-the action that computes it (fzero/transforms/pipeline_schedules.py). All values of one action for one rank are one
+the action that computes it (fzero/transforms/pipeline.py). All values of one action for one rank are one
 message. Values of the step (computed once per step) that actions read are sent before the first action. Other values of
 the step, and scalars that no action reads, are sent after the last one. Of these, all values of one level are one
 message for each rank: the level of a value is that of the values it is computed from, or one more if these are sent in
@@ -42,8 +42,17 @@ from fzero.ir.dependencies import dependences
 from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Instruction, Program, moving
 from fzero.ir.value_names import Names
-from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, recv_starts, send_ends, table, when
+from fzero.transforms.pipeline import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Pipeline,
+    Unit,
+    recv_starts,
+    send_ends,
+    table,
+    when,
+)
 from fzero.transforms.transform import find
 
 EVERY = -1
@@ -202,15 +211,17 @@ class _Places:
                 sources = starts[op.args[0]].args if op.is_wait and op.args else op.args
                 pairs = zip(op.out, sources, strict=False) if len(sources) == len(op.out) else ()
                 readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
-                continue
-            stages = [s for a in op.args if (s := self._stage(a)) is not None]
-            stages += [readers[v.name] for v in op.out if v.name in readers]
-            if op.block is not None and op.block.number in self._of_block:
-                stages = [self._of_block[op.block.number]]
-            if stages:
+            elif stages := self._stages_around(op, readers):
                 found[i] = max(stages)
                 readers.update((a, max(found[i], readers.get(a, 0))) for a in op.args)
         return found
+
+    def _stages_around(self, op: Instruction, readers: Mapping[str, int]) -> list[int]:
+        """Returns the stage of an op of a block, or the stages whose forward an op reads, or that read its results."""
+        if op.block is not None and op.block.number in self._of_block:
+            return [self._of_block[op.block.number]]
+        stages = [s for a in op.args if (s := self._stage(a)) is not None]
+        return stages + [readers[v.name] for v in op.out if v.name in readers]
 
     def _stage(self, a: str) -> int | None:
         """Returns the stage of a value that actions compute before the backward; None for any other value."""
@@ -253,22 +264,25 @@ class _Places:
             if op.op == "call" and op.by != "optimizer" and not op.writes:
                 # The loss reads only parameters here, such as for weight decay: it runs once for all micro-batches.
                 return max(leaves.values())
-            grads = {g: leaf for leaf, g in self.program.grads.items()}
-            problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
-            fix = (
-                "use an optimizer that reads each parameter separately, and of others "
-                "only scalars such as norms; or leave pipeline out"
-            )
-            raise FzeroValueError("pipeline", "an update reads tensors of several stages at once", problems, fix)
+            raise self._reads_several(leaves)
         if leaves:
             self.leaf_like |= {v.name for v in op.out if op.op != "call"}  # for example, a shard of a parameter
             return next(iter(leaves.values()))
         places = [s for a in names if (s := self.of.get(a)) is not None]
-        alone = not shared and EVERY not in places and len({*map(self.rank, places)}) == 1
-        numbers = not any(
-            self.values[a].shape for a in names
-        )  # scalars, which cost less to send than what is computed from them
-        return places[0] if alone and not numbers else EVERY if shared or places else None
+        if shared or not places:
+            return EVERY if shared else None
+        alone = EVERY not in places and len({*map(self.rank, places)}) == 1
+        # Scalars cost less to send than what is computed from them.
+        return places[0] if alone and any(self.values[a].shape for a in names) else EVERY
+
+    def _reads_several(self, leaves: Mapping[str, int]) -> FzeroValueError:
+        grads = {g: leaf for leaf, g in self.program.grads.items()}
+        problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
+        fix = (
+            "use an optimizer that reads each parameter separately, and of others "
+            "only scalars such as norms; or leave pipeline out"
+        )
+        return FzeroValueError("pipeline", "an update reads tensors of several stages at once", problems, fix)
 
 
 class _Message(NamedTuple):
@@ -336,16 +350,11 @@ class _Whole:
         self.crossing: dict[str, set[int]] = defaultdict(set)
         of_units = self._read_by_units()
         for i, op in enumerate(self.ops):
-            if i in self.places.divided:
-                continue
-            for a in op.args:
-                rank = self.rank_of(a)
-                if rank is not None and rank != EVERY and (others := self.runs(i) - {rank}):
-                    self.crossing[a] |= others
+            for a in op.args if i not in self.places.divided else ():
+                self._cross(a, self.runs(i))
         self._check_order()
         for a in self.program.outputs:
-            if (rank := self.rank_of(a)) is not None and rank != EVERY:
-                self.crossing[a] |= {*range(self.n)} - {rank}
+            self._cross(a, {*range(self.n)})
         sent: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
@@ -359,6 +368,12 @@ class _Whole:
         for point in ("before", "behind"):
             numbers = sorted({level[a] for a in sent[point]})
             self.levels[point] = [self._together([a for a in sent[point] if level[a] == n]) for n in numbers]
+
+    def _cross(self, a: str, ranks: set[int]) -> None:
+        """Notes that these ranks need a value."""
+        rank = self.rank_of(a)
+        if rank is not None and rank != EVERY and (others := ranks - {rank}):
+            self.crossing[a] |= others
 
     def _read_by_units(self) -> set[str]:
         """Returns the values that actions read, directly or through ops of the step, such as gathers of a norm's

@@ -17,10 +17,10 @@ from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.propagation import EndPlacements
-from fzero.transforms.dim_sharding_pass import end_placements_of_blocks
+from fzero.transforms.dim_sharding import end_placements_of_blocks
 from fzero.transforms.joint_split import Choices, Kept, Split
 from fzero.transforms.transform import Transform, applied
-from fzero.transforms.zero_placement import Zero
+from fzero.transforms.zero import Zero
 
 POLICIES = ("full", "min_cut", "none", "auto")
 

@@ -1,6 +1,6 @@
 """Shards the values that pass between blocks by position, over a mesh axis: sequence_parallel.
 
-Acts on the program, in transforms/dim_sharding_pass.py. Around attention, ranks exchange positions for heads.
+Acts on the program, in transforms/dim_sharding.py. Around attention, ranks exchange positions for heads.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero._utils.arguments import amount, keywords
+from fzero._utils.arguments import keywords
 from fzero._utils.deprecation import keyword_aliases
-from fzero._utils.units import parse_bytes, size
+from fzero._utils.units import parse_bytes
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.sharding.operations import Attention
 from fzero.sharding.placements import Shard, nearest
-from fzero.transforms.dim_sharding import DimSharding
+from fzero.transforms.dim_sharding import DimSharding, problems_of
 from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import DataParallel
 
@@ -62,13 +62,7 @@ class SequenceParallel(DimSharding):
             raise FzeroValueError(self.name, f"cannot shard positions over {self.axis!r}", problems, fix)
 
     def __str__(self) -> str:
-        said = [] if self.attention == "auto" else [f"attention={self.attention!r}"]
-        said += (
-            []
-            if self.max_replicated_bytes == 1 << 20
-            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
-        )
-        return f"{self.name}({', '.join([f'axis={self.axis!r}', *said])})"
+        return self.shown(*([] if self.attention == "auto" else [f"attention={self.attention!r}"]))
 
 
 @keyword_aliases("fz.sequence_parallel", whole_bytes="max_replicated_bytes")
@@ -126,8 +120,7 @@ def sequence_parallel(
         >>> [(op.op, len(op.args)) for op in lowered.program.instructions if op.op.startswith("all_to_all")]
         [('all_to_all_start', 3), ('all_to_all_start', 1)]
     """
-    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("max_replicated_bytes", max_replicated_bytes)
+    problems = problems_of(axis, max_replicated_bytes)
     problems += [] if attention in _WAYS else [f"attention={attention!r}: one of {', '.join(map(repr, _WAYS))}"]
     if problems:
         raise FzeroTypeError("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'")

@@ -20,14 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fzero.ir.attributes import AssignAttrs, CastAttrs, LoopAttrs
 from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names
-
-if TYPE_CHECKING:
-    from fzero.compiler.options import Options
 
 TIERS = (("disk",), ("disk", "host"))
 """The sets of tiers whose tensors can have speculative updates. With only the disk, no more memory is needed between
@@ -43,9 +39,10 @@ def rewrite(program: Program, tiers: Sequence[str]) -> Program:
 
     Precondition: the update is partitioned, and not hoisted yet.
 
-    Cost: gradients are held until the end of the step, as without speculation (offload_analysis.py determines where);
-        for tensors with speculative updates that are not stored on disk, a copy, made before the update. Tensors on
-        disk take twice the bytes, and a wrong assumption reads and writes them twice. No communication.
+    Cost: gradients are held until the end of the step, as without speculation (`waiting_on_host` of offload.py
+        determines where); for tensors with speculative updates that are not stored on disk, a copy, made before the
+        update. Tensors on disk take twice the bytes, and a wrong assumption reads and writes them twice. No
+        communication.
     """
     return _Speculation(program, tiers).run()
 
@@ -75,37 +72,11 @@ def with_old_values(program: Program) -> Program:
     return replace(program, instructions=tuple(ops)) if kept else program
 
 
-def starts(least: Options, program: Program, budget: Any) -> list[Options]:
-    """Returns the options of least memory with speculative updates, for each set of tiers with which more updates can
-    be speculative.
-
-    Old values in host memory are possible only with a host budget. The program's update must have been partitioned.
-    """
+def useful_tiers(program: Program) -> list[tuple[str, ...]]:
+    """Returns each of `TIERS` with which more updates can be speculative than with the one before it. The program's
+    update must have been partitioned."""
     counts = [0, *(len(_Speculation(program, tiers).updates) for tiers in TIERS)]
-    more = [tiers for tiers, before, num in zip(TIERS, counts, counts[1:], strict=False) if before < num]
-    return [replace(least, speculative=tiers) for tiers in more if budget.host is not None or "host" not in tiers]
-
-
-def is_possible(program: Program) -> bool:
-    """Whether any update can be speculative. The program's update must have been partitioned."""
-    return bool(_Speculation(program, TIERS[-1]).updates)
-
-
-def shares(tiers: Sequence[str], placement: Any, copies: bool) -> tuple[float, float]:
-    """Returns upper bounds of the shares of the state in host memory and on disk that have speculative updates.
-
-    Args:
-        tiers: the tiers whose updates may be speculative.
-        placement: where the state is stored (`TierPlacement` of compiler/cost_bounds.py).
-        copies: whether masters have compute copies.
-    """
-    (state_h, state_d), (params_h, _) = placement.opt_state, placement.params
-    if tiers != ("disk",) or not state_d:
-        return float("host" in tiers), float("disk" in tiers)
-    if state_h > placement.masters(copies)[0]:
-        return 0.0, 0.0  # most of the state on disk is updated together with state in host memory
-    # the state of parameters in host memory is not speculative
-    return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)
+    return [tiers for tiers, before, num in zip(TIERS, counts, counts[1:], strict=False) if before < num]
 
 
 class _Speculation:

@@ -1,6 +1,6 @@
 """Computes with parameters that a mesh axis shards along a dim: tensor_parallel.
 
-Acts on the program, in transforms/dim_sharding_pass.py. Ranks exchange activations instead of parameters.
+Acts on the program, in transforms/dim_sharding.py. Ranks exchange activations instead of parameters.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from fzero._utils.arguments import amount, flag, keywords, python_numbers
+from fzero._utils.arguments import flag, keywords, python_numbers
 from fzero._utils.deprecation import keyword_aliases
-from fzero._utils.units import parse_bytes, size
+from fzero._utils.units import parse_bytes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.sharding.layout import Leaf
 from fzero.sharding.placements import Shard
 from fzero.step import EvalStep
-from fzero.transforms.dim_sharding import DimSharding
+from fzero.transforms.dim_sharding import DimSharding, problems_of
 from fzero.transforms.transform import Transform, applied
 from fzero.transforms.zero import Parallel
 from fzero.tree import dotted
@@ -89,13 +89,7 @@ class TensorParallel(DimSharding):
             raise TransformError(self.name, "tied parameters have two rules", torn, fix)
 
     def __str__(self) -> str:
-        said = ["sequence=True"] if self.sequence else []
-        said += (
-            []
-            if self.max_replicated_bytes == 1 << 20
-            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
-        )
-        return f"{self.name}({', '.join([f'axis={self.axis!r}', f'rules={self.shown_rules}', *said])})"
+        return self.shown(f"rules={self.shown_rules}", *["sequence=True"] * self.sequence)
 
     @property
     def shown_rules(self) -> str:
@@ -171,9 +165,7 @@ def tensor_parallel(
         >>> print(*lowered.program.transforms)
         tensor_parallel(axis='model', rules={'down': 0, 'up': 1})
     """
-    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("max_replicated_bytes", max_replicated_bytes)
-    problems += flag("sequence", sequence)
+    problems = problems_of(axis, max_replicated_bytes) + flag("sequence", sequence)
     problems += ["step: a mapping is not a step: pass it by name, rules="] * isinstance(step, Mapping)
     given: Any = rules
     if rules is not None and not rules:

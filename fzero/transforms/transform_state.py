@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.precision import Watched
 
 
 class Local:

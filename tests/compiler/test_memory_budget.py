@@ -19,10 +19,9 @@ import fzero as fz
 from fzero import optim
 from fzero.compiler import overlap, pass_invariants
 from fzero.compiler.options import Options
-from fzero.compiler.overlap import ScheduleOptions, coalescable, sharable
+from fzero.compiler.overlap import ScheduleOptions, sharable
 from fzero.compiler.pass_cache import PassCache
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.ir.ops import transfer_bytes
 from fzero.ir.pool_verifier import check
 from fzero.ir.printer import source
 from fzero.ir.program import Program
@@ -215,42 +214,6 @@ def test_shared_gathers_are_those_of_the_last_blocks(unordered: Program) -> None
     assert pairs[1][1] not in {x.out[0].name for x in starts(shared)} and pairs[0][1] in {
         x.out[0].name for x in starts(shared)
     }
-
-
-def test_coalesced_transfers_are_no_larger_than_the_largest(unordered: Program) -> None:
-    together = overlap.rewrite(unordered, ScheduleOptions(coalesced=1 << 30))
-    for op in ("all_gather_start", "reduce_scatter_start"):
-        size = lambda op, values: sum(values[a].nbytes for a in op.args)  # noqa: E731
-        before, after = [[size(x, p.values()) for x in starts(p, op)] for p in (unordered, together)]
-        assert sum(before) == sum(after) and max(after) <= max(before)
-    assert len(starts(overlap.rewrite(unordered, ScheduleOptions(coalesced=1)))) == len(starts(unordered))
-
-
-def test_what_is_not_small_is_not_coalesced(unordered: Program) -> None:
-    sent = [
-        transfer_bytes(x, unordered.values_by_name, MESH)
-        for op in ("all_gather_start", "reduce_scatter_start")
-        for x in starts(unordered, op)
-    ]
-    assert [coalescable(unordered, n) for n in (min(sent), min(sent) + 1, max(sent) + 1)] == [False, False, True]
-    assert (
-        overlap.rewrite(unordered, ScheduleOptions(coalesced=min(sent) + 1)).instructions
-        == overlap.rewrite(unordered).instructions
-    )
-
-
-@pytest.mark.parametrize("num", [1, 2])
-def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> None:
-    """What a reduce_scatter brings is read by the all_reduce over replicas, before the next reduce_scatter: the program
-    verifies."""
-    step = fz.compose(fz.shard_params, fz.data_parallel(axis="replica"), fz.accumulate(num))(
-        fz.train_step(models.gpt_loss, OPTIMIZERS["adamw"]())
-    )
-    batch = models.meta_part(models.batches(1, size=16)[0], 4)
-    assert (
-        fz.lower(step, fz.AbstractMesh(replica=2, data=2), models.gpt_init, batch, memory_budget="1GB").plan.peak_bytes
-        > 0
-    )
 
 
 @pytest.mark.full(keep=["transforms1"])

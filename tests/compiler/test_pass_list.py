@@ -27,7 +27,7 @@ from fzero.ir.ops.op import Op
 from fzero.ir.printer import show
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
-from fzero.transforms import offload_pass
+from fzero.transforms import offload
 from fzero.transforms.transform import Transform
 
 candidates_file = importlib.import_module("fzero.compiler.candidate_programs")
@@ -135,7 +135,7 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: passes.Pass, monkeypatch: 
 
 def moved_off(program: Program) -> Program:
     """With the copies that belong to a later pass."""
-    return offload_pass.rewrite(program, offload_pass.UpdatePlacement())
+    return offload.rewrite(program, offload.UpdatePlacement())
 
 
 def without_a_place(program: Program, options: Any) -> Program:

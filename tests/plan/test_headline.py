@@ -17,10 +17,9 @@ import fzero as fz
 from fzero import optim
 from fzero._utils.progress import Progress
 from fzero._utils.units import size
-from fzero.compiler.cost_bounds import Sizes, TierPlacement
+from fzero.compiler.cost_bounds import Sizes, TierPlacement, speculative_shares
 from fzero.errors import BudgetError
 from fzero.plan.device_lookup import KNOWN, Link
-from fzero.transforms import speculate_pass
 
 GPU = fz.AbstractMesh(data=1, device_type="cuda")
 DEVICE = replace(
@@ -164,7 +163,7 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
     at_once = replace(sizes, waits=False).lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "update", device)
     assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
-    shares = lambda placement, *tiers: speculate_pass.shares(tiers, placement, copies=True)  # noqa: E731
+    shares = lambda placement, *tiers: speculative_shares(tiers, placement, copies=True)  # noqa: E731
     early = shares(TierPlacement(opt_state=(1.0, 0.0)), "disk", "host")
     speculative = sizes.lower_bound(TierPlacement(opt_state=(1.0, 0.0)), True, "update", device, early)
     assert speculative.host == on_host.host + 14 and speculative.seconds == 2.0 + 34.0 + 2 * 14, (

@@ -29,8 +29,7 @@ from fzero.plan.device_lookup import KNOWN, Device, Link
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.sharding.layout import Layout, Leaf
-from fzero.transforms.offload import ROLES, Offload, tiers_of
-from fzero.transforms.offload_analysis import blocks_updated_on_host
+from fzero.transforms.offload import ROLES, Offload, blocks_updated_on_host, tiers_of
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32

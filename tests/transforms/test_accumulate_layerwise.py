@@ -24,7 +24,7 @@ from fzero.ir.pool_verifier import check
 from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
 from fzero.plan.memory import ROLES, memory_of
-from fzero.transforms import offload_analysis
+from fzero.transforms import offload as offload_transform
 
 # --- the same bits ---
 
@@ -274,7 +274,7 @@ def test_leaves_are_fetched_once_a_step(stage, tier, op):
 
 def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     """Its parameters come with the first one's, a block ahead; the others' activations one micro-batch ahead."""
-    monkeypatch.setattr(offload_analysis, "SMALL", 0)
+    monkeypatch.setattr(offload_transform, "SMALL", 0)
     offload = fz.offload("cpu", ("params", "activations"))
     program = lowered(
         offload, fz.accumulate(4, schedule="layerwise"), fz.remat("none"), fz.data_parallel(), unified_memory=False

@@ -15,9 +15,8 @@ from offloads import same
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.transforms import automatic_precision, precision
-from fzero.transforms.automatic_precision import LIMIT, OVERFLOW, PrecisionState
-from fzero.transforms.precision_statistics import Watched
+from fzero.transforms import precision
+from fzero.transforms.precision import LIMIT, OVERFLOW, PrecisionState, Watched
 
 # what is counted
 
@@ -52,7 +51,7 @@ def test_counts_are_what_the_reference_says():
         zero = [rng.choice([0.0, 0.5, 1.0]) for _ in range(4)]
         lost = [z + (1 - z) * rng.random() ** (0.3 if n == 1 else 3) for n, z in enumerate(zero)]
         said = {"output_max": numbers(bad / 4), "grad_norm": numbers(bad), "zero": zero, "underflow": lost}
-        state = automatic_precision.counted(state, WATCHED, {k: torch.tensor(v) for k, v in said.items()})
+        state = precision.counted(state, WATCHED, {k: torch.tensor(v) for k, v in said.items()})
         reference(counts, said)
         assert [x.tolist() for x in state] == counts and all(x.dtype == torch.int32 for x in state), step
         if step == 500:
@@ -258,9 +257,7 @@ def test_unless_a_block_is_moved_it_is_the_step_in_its_first_dtype():
 
 def test_it_begins_in_what_the_device_has(monkeypatch):
     for has, dtype in ((True, "bf16"), (False, "fp16")):
-        monkeypatch.setattr(
-            automatic_precision, "computes_in", lambda device, dtype, has=has: has or dtype is not torch.bfloat16
-        )
+        monkeypatch.setattr(precision, "computes_in", lambda device, dtype, has=has: has or dtype is not torch.bfloat16)
         train = compiled(fz.mixed_precision(fz.train_step(rms_loss, optim.adamw(1e-3)), "auto"))
         (record,) = train.resolved.transforms
         assert record.compute == dtype and (record.scaling is None) == has

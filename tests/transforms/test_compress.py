@@ -15,8 +15,8 @@ from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.ops.block_quantization import BLOCK
 from fzero.sharding.layout import shard_numel
-from fzero.transforms import compress_codes
-from fzero.transforms.compress_codes import GRADS, PARAMS, Format, Wire, packed, rows_of, total, unpacked, values_of
+from fzero.transforms import compress
+from fzero.transforms.compress import GRADS, PARAMS, Format, Wire, packed, rows_of, total, unpacked, values_of
 
 FORMATS = [PARAMS["int8"], GRADS["int8"], GRADS["int4"]]
 NOT_A_NUMBER = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
@@ -106,8 +106,9 @@ def test_sums_are_in_the_order_of_the_ranks(ranks: int) -> None:
 
 
 def test_a_sum_of_a_thousand_ranks_is_a_small_function() -> None:
-    wire, made = Wire(GRADS["int8"], 512, torch.float32), compress_codes.Form((512,), torch.float32)
-    graph = compress_codes.adder((wire,), 1000, (made,), torch.device("cpu"))
+    wire, made = Wire(GRADS["int8"], 512, torch.float32), compress.Form((512,), torch.float32)
+    given = compress.buffers((wire,), 1000)
+    graph = compress.traced(compress.decode_sum, given, torch.device("cpu"), (wire,), 1000, (made,))
     assert len(graph.graph.nodes) < 300
 
 
@@ -250,23 +251,18 @@ def test_a_step_is_near_the_plain_one_and_equal_without_codes(run_ranks: Any) ->
     assert run_ranks(2, checked) == [[True, True]] * 2
 
 
-def forget() -> None:
-    for made in (compress_codes.decoder, compress_codes.adder, compress_codes.recoder, compress_codes.unbundler):
-        made.cache_clear()
-
-
 def blamed() -> str:
     """The transform to blame for gradients that come back too small."""
-    mesh, right = fz.make_mesh(), compress_codes.values_of
-    compress_codes.values_of = lambda rows, form: right(rows, form) * (0.5 if form.root else 1)
-    forget()
+    mesh, right = fz.make_mesh(), compress.values_of
+    compress.values_of = lambda rows, form: right(rows, form) * (0.5 if form.root else 1)
+    compress.traced.cache_clear()
     try:
         own = BATCH.chunk(mesh.size)[mesh.rank]
         step = fz.compose(fz.shard_params(), fz.compress())(fz.train_step(loss_fn, optim.sgd(1.0), trainable=TRAINABLE))
         report = fz.testing.check_equivalent(step, params(), own, mesh, raises=False)
     finally:
-        compress_codes.values_of = right
-        forget()
+        compress.values_of = right
+        compress.traced.cache_clear()
     return "equivalent" if report.blame is None else str(report.blame.transform)
 
 

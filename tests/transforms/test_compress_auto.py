@@ -20,7 +20,7 @@ from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, Transform
 from fzero.ir.printer import source
 from fzero.plan.calibration import calibration_path, machine, save_calibration
 from fzero.plan.device_lookup import KNOWN, Device, Link
-from fzero.transforms.compress_pass import ladders
+from fzero.transforms.compress import ladders
 
 WIDTH = 256
 BOTH = ("data", "node")

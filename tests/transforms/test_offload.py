@@ -25,7 +25,7 @@ import fzero as fz
 from fzero import optim
 from fzero.compiler.search import Search
 from fzero.sharding.layout import leaf_of
-from fzero.transforms.offload_analysis import blocks_updated_on_host
+from fzero.transforms.offload import blocks_updated_on_host
 
 TRAINED = [("gpt", "clipped"), ("mixed", "adamw"), ("mixed", "lamb"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}

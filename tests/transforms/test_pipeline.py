@@ -28,7 +28,7 @@ from fzero.mesh import AbstractMesh
 from fzero.plan.memory import resting_bytes
 from fzero.plan.timeline import simulate
 from fzero.sharding.layout import leaf_of
-from fzero.transforms.pipeline_schedules import table, when
+from fzero.transforms.pipeline import table, when
 
 choose_stages = importlib.import_module("fzero.compiler.auto_stages")
 WIDTH, WORDS, ROWS, LENGTH = 8, 12, 16, 4

@@ -25,7 +25,7 @@ from fzero.ir.program import Program
 from fzero.ir.verifier import verify
 from fzero.optim.loss_scale import LossScale
 from fzero.sharding.layout import leaf_of
-from fzero.transforms import offload_analysis
+from fzero.transforms import offload
 
 WIDTH, LAYERS = 32, 3
 
@@ -133,12 +133,10 @@ def on_disk(program: Program) -> set[str]:
 def leaving() -> Iterator[None]:
     """Gradients wait on the host wherever their update runs, however small they are: as where the device has no room
     for them."""
-    known = offload_analysis.waiting_on_host
+    known = offload.waiting_on_host
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_analysis, "SMALL", 0)
-        patch.setattr(
-            offload_analysis, "waiting_on_host", lambda program, on_device, grads: known(program, on_device, "host")
-        )
+        patch.setattr(offload, "SMALL", 0)
+        patch.setattr(offload, "waiting_on_host", lambda program, on_device, grads: known(program, on_device, "host"))
         yield
 
 
