@@ -878,12 +878,8 @@ class _TierRewrite:
         shared = {a: self.shared[a] for a in op.args if a in self.shared} if repeats(op) else {}
         stored = self._stored(op)
         absent = [a for a in self._absent(op, tier, stored) if a not in shared]
-        # Many ops read each scalar that the optimizer computes, so it is copied once, in a separate transfer.
-        scalars = [a for a in absent if a in self.scalars]
-        names, ops = self.tiers.move(tier, scalars, scalars)
-        for a in scalars:
-            self.tiers.also_at(a, tier, names[a])
-        absent = [a for a in absent if a not in scalars]
+        ops = self._bring_scalars([a for a in absent if a in self.scalars], tier)
+        absent = [a for a in absent if a not in self.scalars]
         given, more = self._buffers(op, absent, tier)
         ops += more
         absent = [a for a in absent if a not in given]
@@ -896,6 +892,14 @@ class _TierRewrite:
         found = {**given, **{a: arrived[given[a]] for a in travel}}
         self.shared = self.shared if repeats(op) else found or self.shared
         return {**shared, **found}, ops + more
+
+    def _bring_scalars(self, scalars: Sequence[str], tier: str) -> list[Instruction]:
+        """Copies scalars that the optimizer computes. Many ops read each of them, so it is copied once, in a separate
+        transfer."""
+        names, ops = self.tiers.move(tier, scalars, scalars)
+        for a in scalars:
+            self.tiers.also_at(a, tier, names[a])
+        return ops
 
     def _absent(self, op: Instruction, tier: str, stored: Mapping[str, str]) -> list[str]:
         """Returns the operands of an op that are not on its tier, or whose held copies are elsewhere."""

@@ -268,9 +268,13 @@ class _Places:
         if leaves:
             self.leaf_like |= {v.name for v in op.out if op.op != "call"}  # for example, a shard of a parameter
             return next(iter(leaves.values()))
+        return EVERY if shared else self._place_of(names)
+
+    def _place_of(self, names: Sequence[str]) -> Place:
+        """Returns the stage of an op that reads these values, none of them parameters or gradients of a stage."""
         places = [s for a in names if (s := self.of.get(a)) is not None]
-        if shared or not places:
-            return EVERY if shared else None
+        if not places:
+            return None
         alone = EVERY not in places and len({*map(self.rank, places)}) == 1
         # Scalars cost less to send than what is computed from them.
         return places[0] if alone and any(self.values[a].shape for a in names) else EVERY

@@ -211,18 +211,24 @@ def rules_for(dims: Mapping[str, Shard | None]) -> tuple[tuple[str, Shard | None
     for name, dim in dims.items():
         if dim is None or any(matches(name, glob) for glob, _ in rules):
             continue
-        parts = name.split(".")
-        alike = ["*" if part.isdigit() else part for part in parts]  # the same parameter of all layers
-        globs = (".".join(x[i:]) for i in reversed(range(len(parts))) for x in (alike, parts))
-        fits = lambda glob, dim=dim: all(of == dim for x, of in dims.items() if matches(x, glob))  # noqa: E731
-        # The shortest pattern that selects only parameters with the same dim. A pattern of wildcards alone would select
-        # everything.
-        rules.append((next((x for x in globs if x.strip("*.") and fits(x)), name), dim))
+        rules.append((_shortest(name, dims), dim))
     wrong = [x for x, dim in dims.items() if next((of for glob, of in rules if matches(x, glob)), None) != dim]
     # The first matching rule counts, so full names come before patterns, and longer names before shorter ones that
     # match their ends.
     exact = sorted((x for x in dims if any(matches(x, name) for name in wrong)), key=len, reverse=True)
     return *((x, dims[x]) for x in exact), *rules
+
+
+def _shortest(name: str, dims: Mapping[str, Shard | None]) -> str:
+    """Returns the shortest pattern for a parameter that selects only parameters with the same dim."""
+    parts = name.split(".")
+    alike = ["*" if part.isdigit() else part for part in parts]  # the same parameter of all layers
+    for i in reversed(range(len(parts))):
+        for glob in (".".join(alike[i:]), ".".join(parts[i:])):
+            # A pattern of wildcards alone would select everything.
+            if glob.strip("*.") and all(dim == dims[name] for x, dim in dims.items() if matches(x, glob)):
+                return glob
+    return name
 
 
 def matches(name: str, glob: str) -> bool:

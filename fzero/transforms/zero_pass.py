@@ -331,10 +331,12 @@ class _Sums:
         self.maxima = [] if update is None else [summand.get(m, m) for m in update.attrs.maxima]
         awaited = {summand.get(a, a) for x in program.instructions if x.of_sums for a in x.args}
         self.ahead = set() if update is None else awaited.intersection(self.sums)
-        adds = [x for x in program.instructions if x.op == "add"]
-        self.summands = {*self.grads, *self.sums, *self.maxima, *(a for x in adds for a in x.args)}
-        added = (x for x in program.instructions if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
-        self.largest = {*self.maxima, *(a for x in added for a in x.args)}
+        self.summands, self.largest = {*self.grads, *self.sums, *self.maxima}, {*self.maxima}
+        for op in program.instructions:
+            if op.op == "add":
+                self.summands.update(op.args)
+            if isinstance(op.attrs, AddAttrs) and op.attrs.reduction == "max":
+                self.largest.update(op.args)
 
 
 @dataclass
