@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -206,15 +206,7 @@ class _Tiers:
         # in the same order on every rank: among equal candidates, the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(map(sum, x[0].offloaded)))))
         for number in range(2 * MOST_TRIED):
-            left = [c for c in bounds if c not in self.search.tried]
-            options = next((c for c in left if not self.budget.over(self._expected(c, bounds[c]))), None)
-            if not self.found and (options is None or number >= UNTIL_FOUND):
-                # the one that leaves the most room, because programs differ in what they take besides the bound
-                options = min(left, key=lambda c: self.budget.filled(self._expected(c, bounds[c])), default=None)
-            ops = sum(len(cost.program.instructions) for cost in {*self.search.tried.values()})
-            least = min(self.found.values(), default=math.inf)
-            enough = ops > MOST_OPS or number > MOST_TRIED if self.found else ops > 3 * MOST_OPS
-            if options is None or enough or bounds[options].seconds > (1 - GAIN) * least:
+            if (options := self._next(bounds, number)) is None:
                 break
             self._try(options, bounds[options])
         if not self.found:
@@ -224,6 +216,19 @@ class _Tiers:
         if self.sizes.copies and any(best.offloaded.params):
             why.append("params are the compute copies: the others stay on the device")
         return best, "; ".join([*why, *(f"{o.offloaded}: {duration(self.found[o])}" for o in others[:2])])
+
+    def _next(self, bounds: Mapping[Options, LowerBound], number: int) -> Options | None:
+        """Returns the next candidate to try, in the order of the bounds; None if none could be faster, or enough were
+        tried. `number`: how many were tried before."""
+        left = [c for c in bounds if c not in self.search.tried]
+        options = next((c for c in left if not self.budget.over(self._expected(c, bounds[c]))), None)
+        if not self.found and (options is None or number >= UNTIL_FOUND):
+            # the one that leaves the most room, because programs differ in what they take besides the bound
+            options = min(left, key=lambda c: self.budget.filled(self._expected(c, bounds[c])), default=None)
+        ops = sum(len(cost.program.instructions) for cost in {*self.search.tried.values()})
+        enough = ops > MOST_OPS or number > MOST_TRIED if self.found else ops > 3 * MOST_OPS
+        least = min(self.found.values(), default=math.inf)
+        return None if options is None or enough or bounds[options].seconds > (1 - GAIN) * least else options
 
     def _placements(self) -> list[TierPlacement]:
         """Returns the rungs of the ladder; the last one moves everything."""
@@ -251,24 +256,32 @@ class _Tiers:
     def _ways(self, placement: TierPlacement) -> list[Options]:
         """Returns the open options for updates, held gradients and speculative updates. Either all updates run on the
         host or, if that is open, none; mixtures are tried afterwards."""
-        state = any(placement.opt_state)
-        open_side = state and not self.unified and self.auto.update_on == "auto"
-        grads = GRADS if self.sizes.iterations > 1 else ("update", "host") if self.sizes.grads else ("update",)
-        held, (host, disk) = placement.gradients, (any(of[i] for of in placement[:2]) for i in range(2))
-        idle = (any(placement.activations) and not self.sizes.activations) or (any(held) and not self.sizes.grads)
-        if idle or (any(held) and (self.sizes.iterations > 1 or self.unified)):
+        if not self._is_possible(placement):
             return []
-        # copies in host memory need a host budget
-        able = (state and disk, state and host and self.budget.host is not None)
-        speculations = (
-            tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
-        )
+        open_side = any(placement.opt_state) and not self.unified and self.auto.update_on == "auto"
+        grads = GRADS if self.sizes.iterations > 1 else ("update", "host") if self.sizes.grads else ("update",)
         return [
             replace(self.least, host_share=share, grads=waiting, speculative=tiers, offloaded=placement)
-            for tiers in ((), *speculations)
+            for tiers in ((), *self._speculations(placement))
             for share in (ENDS if open_side else ENDS[:1])
             for waiting in (("update",) if self.unified or placement.gradients[1] else grads)
         ]
+
+    def _is_possible(self, placement: TierPlacement) -> bool:
+        """Whether the step has what is moved, and gradients that are moved can be held until the update."""
+        held = any(placement.gradients)
+        if held and (self.sizes.iterations > 1 or self.unified):
+            return False
+        return not (any(placement.activations) and not self.sizes.activations) and not (held and not self.sizes.grads)
+
+    def _speculations(self, placement: TierPlacement) -> Iterator[tuple[str, ...]]:
+        """The sets of tiers whose state may have speculative updates."""
+        state, (host, disk) = any(placement.opt_state), (any(of[i] for of in placement[:2]) for i in range(2))
+        # copies in host memory need a host budget
+        able = (state and disk, state and host and self.budget.host is not None)
+        for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True):
+            if is_able and self.speculates:
+                yield tiers
 
     def _bound(self, options: Options) -> LowerBound:
         on_host = options.host_share > 0 and self.auto.update_on != "device"

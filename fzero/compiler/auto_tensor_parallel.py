@@ -179,18 +179,8 @@ class _Prices:
 
     def _find(self) -> None:
         """Finds slots and chains."""
-        origin = {
-            v.name: a for x in self.program.instructions if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)
-        }
         params = {name: leaf for name, leaf in self.program.leaves.items() if leaf.role == "params"}
-        readers: dict[str, tuple[str, int]] = {}
-        for op in self.program.instructions:
-            for i, a in enumerate(op.args if op.op == "call" else ()):
-                if (leaf := origin.get(a, a)) in params:
-                    readers.setdefault(leaf, (op.fn, i))
-        together: dict[tuple[str, int], list[str]] = {}
-        for path, reader in readers.items():
-            together.setdefault(reader, []).append(path)
+        together = self._read_together(params)
         for fn in dict.fromkeys(fn for fn, _ in together):
             graph = self.program.functions[fn].graph
             order = {x: i for i, x in enumerate(graph.graph.nodes)}
@@ -201,6 +191,21 @@ class _Prices:
             slots = {i: self._slot(together[fn, i], fn, params, graph, kept.get(i)) for i in here}
             self.slots += slots.values()
             self.chains += self._chains(found, slots)
+
+    def _read_together(self, params: Mapping[str, Leaf]) -> dict[tuple[str, int], list[str]]:
+        """Returns, for each input of a subgraph that is a parameter, the parameters that are first read as this input."""
+        origin = {
+            v.name: a for x in self.program.instructions if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)
+        }
+        readers: dict[str, tuple[str, int]] = {}
+        for op in self.program.instructions:
+            for i, a in enumerate(op.args if op.op == "call" else ()):
+                if (leaf := origin.get(a, a)) in params:
+                    readers.setdefault(leaf, (op.fn, i))
+        together: dict[tuple[str, int], list[str]] = {}
+        for path, reader in readers.items():
+            together.setdefault(reader, []).append(path)
+        return together
 
     def _slot(
         self, paths: Sequence[str], fn: str, params: Mapping[str, Leaf], graph: Recorded, kept: int | None

@@ -56,23 +56,9 @@ def lower_train(t: Training) -> BaseProgram:
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
         graph = in_8_bits(graph, t.precision.fp8, t.params, grad_of, [seed])
-    outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
-    maxima = {AGREED: largest.pop(0)} if t.agreed else {}
-    if found.raises:
-        maxima[RAISED] = largest.pop(0)
-    if largest:
-        (maxima["block_max"],) = largest
-    # Reversed, so that a node that is several of the sums gets the name of the first.
-    wanted: dict[fx.Node, str] = {
-        n: f"sum_{j + (ahead.count is not None)}" if j else "loss_sum"
-        for j, n in reversed(list(enumerate(outputs[:num_sums])))
-    }
-    averaged = outputs[num_sums - len(t.averaged) : num_sums]
-    wanted |= {n: f"new_{names.stem(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
-    gradients = zip(outputs[num_sums:], found.used, strict=True)
-    wanted |= {n: f"d_{names.stem(t.params.leaves[i].path)}" for n, i in gradients}
-    wanted |= {n: name for name, n in maxima.items()}
-    body = GraphOps(graph, functions, names, wanted)
+    outputs, maxima = graph.outputs[:end], _maxima(t, found, graph.outputs[end:])
+    wanted = _names_of_outputs(t, found, outputs, names, ahead.count is not None)
+    body = GraphOps(graph, functions, names, wanted | {n: name for name, n in maxima.items()})
     # The seed depends on the counts of all ranks, so it is computed as late as possible: right before its first reader.
     at = next((i for i, op in enumerate(body.ops) if SEED in op.args), 0)
     ops = [*ops, *ahead.ops, *body.ops[:at], *ahead.seed, *body.ops[at:]]
@@ -93,14 +79,14 @@ def lower_train(t: Training) -> BaseProgram:
     }
     update, structure = record_update(t, grads, sum_values, max_values, found, names, watched)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
+    leaves = [*t.slots.leaves.values(), *state]
     program = Program(
         name=t.name,
         mesh=t.mesh,
         inputs=tuple(
-            Value(x.path, x.shape, x.dtype)
-            for x in (*t.slots.leaves.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
+            Value(x.path, x.shape, x.dtype) for x in (*leaves, *(t.batch.leaves[i] for i in t.batch.distinct))
         ),
-        leaves={x.path: x for x in (*t.slots.leaves.values(), *state)},
+        leaves={x.path: x for x in leaves},
         instructions=(*ops, update),
         outputs=tuple(v.name for v in update.out),
         functions=functions.by_name,
@@ -109,6 +95,27 @@ def lower_train(t: Training) -> BaseProgram:
         grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
     return BaseProgram(program, structure, watched, found.raises)
+
+
+def _maxima(t: Training, found: Found, nodes: Sequence[fx.Node]) -> dict[str, fx.Node]:
+    """Returns the values of which the maxima over ranks and micro-batches are computed, by name."""
+    kinds = [*([AGREED] if t.agreed else []), *([RAISED] if found.raises else [])]
+    return dict(zip([*kinds, "block_max"][: len(nodes)], nodes, strict=True))
+
+
+def _names_of_outputs(
+    t: Training, found: Found, outputs: Sequence[fx.Node], names: Names, count_is_ahead: bool
+) -> dict[fx.Node, str]:
+    """Returns the names of the sums, of the averaged new values and of the gradients."""
+    num_sums = found.num_sums
+    # Reversed, so that a node that is several of the sums gets the name of the first.
+    wanted: dict[fx.Node, str] = {
+        n: f"sum_{j + count_is_ahead}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))
+    }
+    averaged = outputs[num_sums - len(t.averaged) : num_sums]
+    wanted |= {n: f"new_{names.stem(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
+    gradients = zip(outputs[num_sums:], found.used, strict=True)
+    return wanted | {n: f"d_{names.stem(t.params.leaves[i].path)}" for n, i in gradients}
 
 
 def _arguments(t: Training, names: Names) -> tuple[list[Instruction], list[tuple[str, tuple[int, ...], torch.dtype]]]:
@@ -136,13 +143,7 @@ def _record_loss(
     new values; gradients; the new values that must agree, as one vector; and the flags of conditions under which the
     loss raises. The returned node is that of the seed, from which gradients are computed.
     """
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
-        fix = (
-            "turn it off: metrics['finite'] tells whether loss and gradients are. The plain step, before fz.compile, "
-            "runs under it: step(step.init(params), batch)"
-        )
-        raise TraceError("train_step", what, fix=fix)
+    _check_anomaly_mode()
     made: list[Found] = []
 
     @torch.enable_grad()  # regardless of the caller's mode
@@ -168,22 +169,11 @@ def _record_loss(
         seed = seed_of(loss, t.num_parts, scale, given)
         # A parameter that the loss does not read has None, and the optimizer gets zeros for it.
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
-        sums = [
-            loss.total,
-            *([] if loss.count is None else [loss.count]),
-            *aux_leaves,
-            *(values[i] for i in t.averaged),
-        ]
-        made.append(
-            Found(
-                [i for i, g in zip(t.trained, grads, strict=True) if g is not None],
-                len(sums),
-                loss.count is not None,
-                means,
-                rounded(t.num_parts, seed.dtype) if loss.count is None else None,
-                raises=tuple(noted.lines),
-            )
-        )
+        weighted = loss.count is not None
+        sums = [loss.total, *([loss.count] if weighted else []), *aux_leaves, *(values[i] for i in t.averaged)]
+        used = [i for i, g in zip(t.trained, grads, strict=True) if g is not None]
+        lacks = None if weighted else rounded(t.num_parts, seed.dtype)
+        made.append(Found(used, len(sums), weighted, means, lacks, raises=tuple(noted.lines)))
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
         # The seed is an output only so that its node can be found in the recorded graph. It is removed from the outputs
         # below.
@@ -205,6 +195,16 @@ def _record_loss(
     # Removes what only the removed outputs needed, such as the count if it is computed ahead.
     graph.graph.eliminate_dead_code()
     return graph, replace(found, of_sum=ahead.of_sum), seed, ahead
+
+
+def _check_anomaly_mode() -> None:
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
+        fix = (
+            "turn it off: metrics['finite'] tells whether loss and gradients are. The plain step, before fz.compile, "
+            "runs under it: step(step.init(params), batch)"
+        )
+        raise TraceError("train_step", what, fix=fix)
 
 
 def _reduced_grads(
@@ -271,23 +271,9 @@ def lower_eval(
     ops, ordered = _distinct(ops, [found[j] for j in order], [outputs[j] for j in order], names, functions)
     found = [name for _, name in sorted(zip(order, ordered, strict=True))]
     sums = [n for n, s in zip(found, means.summed, strict=True) if s]
-    dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
-    results: list[str] = []
-    it = iter(found)
-    for weighted in means.weighted:
-        if not weighted:
-            results.append(next(it))
-            continue
-        total, count = next(it), next(it)
-        mode = compat.FakeTensorMode()
-        with mode:
-            pair = [
-                torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)
-            ]
-            graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
-        results.append(names("mean"))
-        value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
-        ops.append(Instruction("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
+    values = [Value(n, (), o.meta["val"].dtype) for n, o in zip(found, outputs, strict=True)]
+    results, divisions = _divided(means, values, precision, mesh, names, functions)
+    ops += divisions
     program = Program(
         name=name,
         mesh=mesh,
@@ -300,6 +286,25 @@ def lower_eval(
         sums=tuple(sums),
     )
     return BaseProgram(program, means.structure)
+
+
+def _divided(
+    means: Means, values: Sequence[Value], precision: Precision, mesh: AbstractMesh, names: Names, functions: Functions
+) -> tuple[list[str], list[Instruction]]:
+    """Returns the names of the results of an evaluation, and the ops that divide the sums of weighted means."""
+    results, ops, it, device = list[str](), list[Instruction](), iter(values), compat.trace_device(mesh.device_type)
+    for weighted in means.weighted:
+        if not weighted:
+            results.append(next(it).name)
+            continue
+        sums = next(it), next(it)
+        with compat.FakeTensorMode():
+            pair = [torch.empty((), dtype=x.dtype, device=device) for x in sums]
+            graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
+        results.append(names("mean"))
+        value, fn = Value(results[-1], (), graph.outputs[0].meta["val"].dtype), functions.add("mean", graph)
+        ops.append(Instruction("call", tuple(x.name for x in sums), (value,), fn, CallAttrs(of_sums=True)))
+    return results, ops
 
 
 def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Instruction], dict[int, Value]]:

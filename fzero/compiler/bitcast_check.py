@@ -8,7 +8,7 @@ as numbers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,14 +79,10 @@ def _bits_read(graph: Recorded, known: dict[Joint, _Bits]) -> _Bits:
                 holds[node] = of_calls[source][number]
             continue
         if node.target in (call_block, call_vjp):
-            joint: Any = node.args[0]
-            if joint not in known:
-                known[joint] = _bits_read(joint.graph, known)
-            at = [holds.get(n, set()) for n in node.args[2:]]
-            for i, place in known[joint].read.items():
-                read |= {j: place for j in at[i] if j not in read}
+            called = _bits_of_call(node, holds, known)
+            read |= {j: place for j, place in called.read.items() if j not in read}
             if node.target is call_block:
-                of_calls[node] = [{j for i in of for j in at[i]} for of in known[joint].results]
+                of_calls[node] = called.results
         elif node.target is aten.view.dtype:
             (source, elements), *_ = given
             if not _same_numbers(source.meta["val"].dtype, node.meta["val"].dtype):
@@ -94,6 +90,18 @@ def _bits_read(graph: Recorded, known: dict[Joint, _Bits]) -> _Bits:
         elif _moves(node):
             holds[node] = {j for _, elements in given for j in elements}
     return _Bits(read, [holds.get(n, set()) for n in graph.outputs])
+
+
+def _bits_of_call(call: fx.Node, holds: Mapping[fx.Node, set[int]], known: dict[Joint, _Bits]) -> _Bits:
+    """What the called block does with the bits of the inputs of the graph that calls it."""
+    joint: Any = call.args[0]
+    if joint not in known:
+        known[joint] = _bits_read(joint.graph, known)
+    at = [holds.get(n, set()) for n in call.args[2:]]
+    read = dict[int, Place | None]()
+    for i, place in known[joint].read.items():
+        read |= {j: place for j in at[i] if j not in read}
+    return _Bits(read, [{j for i in of for j in at[i]} for of in known[joint].results])
 
 
 def _same_numbers(source: torch.dtype, dtype: torch.dtype) -> bool:

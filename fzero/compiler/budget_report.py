@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,9 +108,8 @@ def _gathered_once(program: Program, options: Options, limited: bool) -> Iterato
 
 def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecision]:
     for loop in (op for op in program.instructions if op.op == "loop"):
-        within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
-        reduces = (x for x in program.instructions if x.op in _REDUCES or _deals(x))
-        later = {a: None for x in reduces for a in x.axes if a not in within}
+        within = _axes_reduced(loop.body, {ReduceScatter.name})
+        later = [a for a in _axes_reduced(program.instructions, _REDUCES) if a not in within]
         why = options.because if within or options.full_grads else "the stage accumulates them unsharded"
         how = "reduced after every micro-batch" if within else "reduced once a step"
         if within and later:
@@ -119,9 +118,10 @@ def _of_micro_batches(program: Program, options: Options) -> Iterator[PlanDecisi
         yield PlanDecision("gradients", "shards" if within else "whole", why)
 
 
-def _deals(op: Instruction) -> bool:
-    """Whether an op begins a reduction whose summands are encoded."""
-    return op.op == AllToAll.name and op.by == Compress.name
+def _axes_reduced(ops: Sequence[Instruction], kinds: Collection[str]) -> list[str]:
+    """Returns the axes over which ops of these kinds reduce, or exchange encoded summands of a reduction."""
+    reduces = (x for x in ops if x.op in kinds or (x.op == AllToAll.name and x.by == Compress.name))
+    return list(dict.fromkeys(a for x in reduces for a in x.axes))
 
 
 def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:

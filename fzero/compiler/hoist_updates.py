@@ -31,19 +31,19 @@ def rewrite(program: Program) -> Program:
     before = dependences(ops, Views(program))
     later = _next_blocks(ops[:first])
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
-    gathered = {x.out[0].name for x in ops if x.op in COLLECTIVES}
-    arrives = [x.of_codes or (x.is_wait and x.args[0] in gathered) for x in ops]
+    arrives = _arrives(ops)
     behind = [*range(first)]  # the op that each is placed directly after; before the optimizer, itself
     for number in range(first, len(ops)):
         at = max((behind[i] for i in before[number]), default=-1)
-        if (
-            at >= 0
-            and ops[number].by == "optimizer"
-            and (travels or any(arrives[i] and behind[i] == at for i in before[number]))
-        ):
-            at = later[at]
-        behind.append(at)
+        waits = travels or any(arrives[i] and behind[i] == at for i in before[number])
+        behind.append(later[at] if at >= 0 and waits and ops[number].by == "optimizer" else at)
     return replace(program, instructions=tuple(scheduled(ops, before, [*zip(behind, range(len(ops)), strict=True)])))
+
+
+def _arrives(ops: Sequence[Instruction]) -> list[bool]:
+    """Returns, for each op, whether its results arrive from other ranks."""
+    gathered = {x.out[0].name for x in ops if x.op in COLLECTIVES}
+    return [bool(x.of_codes or (x.is_wait and x.args[0] in gathered)) for x in ops]
 
 
 def _next_blocks(ops: Sequence[Instruction]) -> list[int]:

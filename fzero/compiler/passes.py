@@ -206,11 +206,16 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
             at += 1
         passes.insert(at, guest)
         left.remove(guest)
+    _check_skipped(passes, skip)
+    return tuple(passes)
+
+
+def _check_skipped(passes: Sequence[Pass], skip: Collection[str]) -> None:
+    """Raises FzeroValueError if a pass to leave out does not exist or is needed."""
     known = {x.name: x.needed for x in passes}
     if problems := [f"{name}: {known.get(name, 'no such pass')}" for name in sorted(skip) if known.get(name, "?")]:
         able = ", ".join(name for name, why in known.items() if not why)
         raise FzeroValueError("lower", "passes cannot be skipped", problems, f"one of {able} can be")
-    return tuple(passes)
 
 
 def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool = True) -> None:

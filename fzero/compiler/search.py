@@ -203,14 +203,7 @@ class Search:
         if not self.waits(best) and not all(end in self.tried for end in ends):
             why = f"{duration(self.seconds(best))} a step, which hardly waits for transfers"
             return replace(best, share_because=best.share_because or why)
-        tried = {c: self.seconds(c) for c in dict.fromkeys((*ends, best)) if self.fits(c)}
-        # otherwise one thread computes and copies: what one side gains, the other loses
-        if self.budget.device.asynchronous:
-            share, bound = _meeting(*(self.cost(c).queues[1] for c in ends))
-            for near in (share, share + 1 / FINEST, share - 1 / FINEST):
-                mix = replace(best, host_share=near)
-                if 0 < near < 1 and bound <= (1 - STEP) * min(tried.values()) and self.fits(mix):
-                    tried[mix] = self.seconds(mix)
+        tried = self._sides_tried(best, ends)
         # among nearly equal ones, the simplest
         least = min(tried.values())
         best = min(
@@ -222,6 +215,19 @@ class Search:
             what = f"takes {duration(tried[end])}" if end in tried else "would not fit"
             why.append(f"all on the {'host' if end.host_share else 'device'} {what}")
         return replace(best, share_because="; ".join(why))
+
+    def _sides_tried(self, best: Options, ends: Sequence[Options]) -> dict[Options, float]:
+        """Returns the seconds of the options that fit: all updates on either side, the share of `best`, and shares near
+        the one at which both sides finish at the same time."""
+        tried = {c: self.seconds(c) for c in dict.fromkeys((*ends, best)) if self.fits(c)}
+        # otherwise one thread computes and copies: what one side gains, the other loses
+        if self.budget.device.asynchronous:
+            share, bound = _meeting(*(self.cost(c).queues[1] for c in ends))
+            for near in (share, share + 1 / FINEST, share - 1 / FINEST):
+                mix = replace(best, host_share=near)
+                if 0 < near < 1 and bound <= (1 - STEP) * min(tried.values()) and self.fits(mix):
+                    tried[mix] = self.seconds(mix)
+        return tried
 
 
 def _meeting(host: Mapping[str, float], device: Mapping[str, float]) -> tuple[float, float]:

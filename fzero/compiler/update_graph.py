@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.trace.graph_capture import record
+from fzero.trace.recorder import Recorded
 from fzero.transforms.precision import Watched, gradient_statistics, output_maxima
 from fzero.transforms.transform_state import StepResults
 
@@ -79,6 +80,176 @@ def _unless_skipped(
     return out
 
 
+class _Arguments(NamedTuple):
+    """The arguments of an update function, in order; parameters, state and gradients by position.
+
+    Attributes:
+        step: int64[], the number of the step.
+        key: the key of random rounding, if the step has any.
+        held: the slots of transforms; the update replaces them.
+        kept: the mutable tensors, first the averaged ones.
+        params, opt_state, grads: the trained parameters, the optimizer state and the gradients.
+        maxima: the maxima over ranks, by name.
+        total, count, rest: the sum of the loss, of its weights if it is a weighted mean, and those of auxiliary values
+            and of averaged tensors.
+    """
+
+    step: torch.Tensor
+    key: torch.Tensor | None
+    held: dict[str, Any]
+    kept: list[torch.Tensor]
+    params: dict[int, torch.Tensor]
+    opt_state: dict[int, torch.Tensor]
+    grads: dict[int, torch.Tensor]
+    maxima: dict[str, torch.Tensor]
+    total: torch.Tensor
+    count: torch.Tensor | None
+    rest: list[torch.Tensor]
+
+
+class _UpdateFunction:
+    """Everything after the backward as one function: means, gradient norm, optimizer, new parameters, and metrics. The
+    arguments are those of `record_update`.
+
+    Attributes:
+        state: the tensors that the function replaces, after the number of the step.
+        places: the names, shapes and dtypes of its arguments.
+        structure, paths: the structure of the metrics and their names, once the function was called.
+    """
+
+    structure: tree.TreeSpec
+    paths: list[str]
+
+    def __init__(
+        self,
+        t: Training,
+        grads: Mapping[int, Value],
+        sums: Sequence[Value],
+        maxima: Mapping[str, Value],
+        traced: Found,
+        watched: Watched | None,
+    ):
+        self.t, self.grads, self.maxima, self.traced, self.watched = t, [*grads], [*maxima], traced, watched
+        self.scaled = t.precision.loss_scale is not None
+        self.state = [
+            *(t.slots.inputs.leaves[i] for i in t.slots.updated),
+            *(t.params.leaves[i] for i in (*t.averaged, *t.agreed, *t.trained)),
+            *(t.opt_state.leaves[i] for i in t.opt_state.distinct),
+        ]
+        self.places: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+            ("step", (), torch.int64),
+            *([("key", (3,), torch.int64)] if t.precision.stochastic else []),
+            *((x.path, x.shape, x.dtype) for x in self.state),
+            *((v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima.values(), *sums)),
+        ]
+
+    def __call__(self, *fakes: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the new number of the step, the new state, and the metrics."""
+        t, a = self.t, self._arguments(fakes)
+        before = dict(a.held)
+        scale_state = a.held["loss_scale"] if self.scaled else None
+        loss, scale = _loss_and_scale(a.total, a.count, t.num_parts, self.traced, scale_state)
+        mean = _means(a.params, a.grads, scale, self.scaled)
+        norm = global_norm(self._tree(mean))
+        new_params, new_opt = self._optimized(a, mean)
+        metrics, changed = self._metrics(a, loss, norm)
+        few = tree.leaves(a.held)
+        written = [a.step + 1, *few, *changed, *new_params, *new_opt]
+        old = [a.step, *tree.leaves(before), *a.kept, *a.params.values(), *a.opt_state.values()]
+        overflow, empty = self._reasons_to_skip(a, loss, norm)
+        # An empty batch counts as consumed (position 0), and mutable tensors get the values that its forward computed.
+        consumed = {0, *range(1 + len(few), 1 + len(few) + len(a.kept))}
+        written = _unless_skipped(old, written, overflow, empty, consumed)
+
+        @functools.cache
+        def statistics() -> Mapping[str, torch.Tensor]:
+            return self._statistics(a, mean, loss, None if scale_state is None else scale_state.scale)
+
+        held = tree.unflatten(tree.structure(before), written[1 : 1 + len(few)])
+        paths = [leaf.path for leaf in t.params.leaves]
+        results = StepResults(paths, loss, norm, metrics["finite"], overflow, empty, self.watched, statistics)
+        metrics |= t.slots.advanced(held, results)
+        if self.watched is not None:
+            metrics["precision"] = statistics()
+        written[1 : 1 + len(few)] = tree.leaves(held)
+        flat, self.structure = tree.flatten(metrics)
+        self.paths = tree.names(metrics)
+        return [*written, *flat]
+
+    def _arguments(self, fakes: Sequence[torch.Tensor]) -> _Arguments:
+        t, it = self.t, iter(fakes)  # in the order of `places`
+        step = next(it)
+        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
+        held = t.slots.of({t.slots.inputs.leaves[i].path: next(it) for i in t.slots.updated})
+        kept = [next(it) for _ in (*t.averaged, *t.agreed)]
+        params = {i: next(it) for i in t.trained}
+        opt_state = {i: next(it) for i in t.opt_state.distinct}
+        grads = {i: next(it) for i in self.grads}
+        maxima = {name: next(it) for name in self.maxima}
+        total, *rest = it
+        count = rest.pop(0) if self.traced.weighted else None
+        return _Arguments(step, key, held, kept, params, opt_state, grads, maxima, total, count, rest)
+
+    def _tree(self, of: Mapping[int, torch.Tensor]) -> Any:
+        """The tree as the optimizer sees it: None for a parameter that is not trained, and for every tied one except
+        the first."""
+        return tree.unflatten(self.t.params.structure, [of.get(i) for i in range(len(self.t.params.ties))])
+
+    def _optimized(
+        self, a: _Arguments, mean: Mapping[int, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the new parameters and the new optimizer state."""
+        t, new_opt, params = self.t, list[torch.Tensor](), self._tree(a.params)
+
+        def optimized(grads: Any) -> Any:
+            new, state = apply_optimizer(t.optimizer, grads, t.opt_state.rebuild(a.opt_state), params, a.key)
+            new_opt[:] = tree.leaves(state)
+            # like torch.optim, leaves parameters without a gradient unchanged
+            new = zip(t.trained, tree.leaves(new), strict=True)
+            return self._tree({i: x if i in a.grads else a.params[i] for i, x in new})
+
+        new_params = tree.leaves(t.slots.around(a.held, params, optimized)(self._tree(mean)))
+        return new_params, [new_opt[i] for i in t.opt_state.distinct]
+
+    def _metrics(
+        self, a: _Arguments, loss: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Returns the metrics of the loss, and the new values of mutable tensors."""
+        t, means, values = self.t, self.traced.aux, iter(a.rest)
+        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
+        changed = [(next(values) / t.num_parts).to(x.dtype) for x in a.kept[: len(t.averaged)]]
+        if AGREED in a.maxima:
+            same, metrics["agreed"] = agreeing(a.maxima[AGREED], a.kept[len(t.averaged) :])
+            changed += same
+        if RAISED in a.maxima:
+            metrics["raised"] = a.maxima[RAISED] > 0
+        if aux:
+            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
+        return metrics, changed
+
+    def _reasons_to_skip(
+        self, a: _Arguments, loss: torch.Tensor, norm: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns whether gradients overflowed, and whether the loss is a mean over nothing; None: not checked."""
+        # These two compute the norm of all gradients before any update anyway; others should not have to wait for it.
+        knows_norm = self.scaled or isinstance(self.t.optimizer, SkipsNonfinite)
+        empty = is_empty(loss, a.count, norm if knows_norm else None)
+        overflow = torch.logical_not(torch.isfinite(norm)) if self.scaled else None
+        if overflow is not None and empty is not None:  # an empty batch may have NaN gradients at any scale
+            overflow = overflow & torch.logical_not(empty)
+        return overflow, empty
+
+    def _statistics(
+        self, a: _Arguments, mean: Mapping[int, torch.Tensor], loss: torch.Tensor, scale: torch.Tensor | None
+    ) -> Mapping[str, torch.Tensor]:
+        assert self.watched is not None
+        tiny = {i: torch.finfo(self.t.precision.compute(self.t.params.leaves[i])).tiny for i in a.grads}
+        seen = gradient_statistics(self.watched, {i: mean[i] for i in a.grads}, tiny, scale)
+        return {**seen, "output_max": output_maxima(a.maxima.get("block_max"), loss)}
+
+
 def record_update(
     t: Training,
     grads: dict[int, Value],
@@ -103,123 +274,34 @@ def record_update(
 
     Returns: the `update` op, which writes the state and computes the metrics, and the structure of the metrics.
     """
-    params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    slots = t.slots.updated
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
-    mutable = [*t.averaged, *t.agreed]
-    state = [
-        *(t.slots.inputs.leaves[i] for i in slots),
-        *(params.leaves[i] for i in (*mutable, *trained)),
-        *(opt_state.leaves[i] for i in opt_state.distinct),
-    ]
-    places += [(x.path, x.shape, x.dtype) for x in state]
-    places += [(v.name, v.shape, v.dtype) for v in (*grads.values(), *maxima.values(), *sums)]
-    info: dict[str, Any] = {}
-
-    def update(*fakes: torch.Tensor) -> list[torch.Tensor]:
-        # In the order of `places`.
-        it = iter(fakes)
-        step = next(it)
-        key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
-        held = t.slots.of({t.slots.inputs.leaves[i].path: next(it) for i in slots})
-        before = dict(held)
-        scale_state = held["loss_scale"] if scaling is not None else None
-        kept = [next(it) for _ in mutable]
-        p = {i: next(it) for i in trained}
-        o = {i: next(it) for i in opt_state.distinct}
-        g = {i: next(it) for i in grads}
-        largest = {name: next(it) for name in maxima}
-        total, *rest = it
-        count = rest.pop(0) if traced.weighted else None
-        loss, scale = _loss_and_scale(total, count, t.num_parts, traced, scale_state)
-        mean = _means({i: p[i] for i in trained}, g, scale, scaling is not None)
-        # the optimizer sees None for a parameter that is not trained, and for every tied one except the first
-        view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
-        norm = global_norm(view(mean))
-        new_o: list[torch.Tensor] = []
-
-        def optimized(grads: Any) -> Any:
-            new_params, new_opt = apply_optimizer(t.optimizer, grads, opt_state.rebuild(o), view(p), key)
-            new_o[:] = tree.leaves(new_opt)
-            # like torch.optim, leaves parameters without a gradient unchanged
-            return view({i: x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)})
-
-        new_p = tree.leaves(t.slots.around(held, view(p), optimized)(view(mean)))
-        means, values = traced.aux, iter(rest)
-        aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        metrics: dict[str, Any] = {"loss": t.precision.output(loss), "grad_norm": norm, "finite": finite}
-        changed = [(next(values) / t.num_parts).to(x.dtype) for x in kept[: len(t.averaged)]]
-        if AGREED in largest:
-            same, metrics["agreed"] = agreeing(largest[AGREED], kept[len(t.averaged) :])
-            changed += same
-        if RAISED in largest:
-            metrics["raised"] = largest[RAISED] > 0
-        if aux:
-            metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        few = tree.leaves(held)
-        written = [step + 1, *few, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
-        old = [step, *tree.leaves(before), *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-        # These two compute the norm of all gradients before any update anyway; others should not have to wait for it.
-        knows_norm = scaling is not None or isinstance(t.optimizer, SkipsNonfinite)
-        empty = is_empty(loss, count, norm if knows_norm else None)
-        overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
-        if overflow is not None and empty is not None:  # an empty batch may have NaN gradients at any scale
-            overflow = overflow & torch.logical_not(empty)
-        # An empty batch counts as consumed (position 0), and mutable tensors get the values that its forward computed.
-        consumed = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
-        written = _unless_skipped(old, written, overflow, empty, consumed)
-
-        @functools.cache
-        def statistics() -> Mapping[str, torch.Tensor]:
-            assert watched is not None
-            tiny = {i: torch.finfo(t.precision.compute(params.leaves[i])).tiny for i in grads}
-            seen = gradient_statistics(
-                watched, {i: mean[i] for i in grads}, tiny, None if scale_state is None else scale_state.scale
-            )
-            return {**seen, "output_max": output_maxima(largest.get("block_max"), loss)}
-
-        held = tree.unflatten(tree.structure(before), written[1 : 1 + len(few)])
-        paths = [leaf.path for leaf in params.leaves]
-        metrics |= t.slots.advanced(held, StepResults(paths, loss, norm, finite, overflow, empty, watched, statistics))
-        if watched is not None:
-            metrics["precision"] = statistics()
-        written[1 : 1 + len(few)] = tree.leaves(held)
-        flat, info["structure"] = tree.flatten(metrics)
-        info["paths"] = tree.names(metrics)
-        return [*written, *flat]
-
-    fakes = [compat.new_fake(mode, shape, dtype, compat.trace_device(t.mesh.device_type)) for _, shape, dtype in places]
-    with mode:
-        of_grads = {v.name: f"the gradient of {params.leaves[i].path}" for i, v in grads.items()}
-        labels = [of_grads.get(name, name) for name, *_ in places]
-        recorded = record(
-            update,
-            fakes,
-            owner="optimizer",
-            names=[f"in_{i}" for i in range(len(places))],
-            source=t.optimizer.update,
-            labels=labels,
-        )
-    targets = ["step", *(x.path for x in state)]
-    returned = recorded.outputs
-    given = dict(zip((name for name, *_ in places), recorded.inputs, strict=True))
+    update = _UpdateFunction(t, grads, sums, maxima, traced, watched)
+    given = [name for name, *_ in update.places]
+    recorded = _recorded(update, {v.name: f"the gradient of {t.params.leaves[i].path}" for i, v in grads.items()})
+    targets, returned = ["step", *(x.path for x in update.state)], recorded.outputs
+    inputs = dict(zip(given, recorded.inputs, strict=True))
     # the others are unchanged
-    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not given[target]]
+    written = [(target, node) for target, node in zip(targets, returned, strict=False) if node is not inputs[target]]
     recorded.graph.output_node().args = ((*(node for _, node in written), *returned[len(targets) :]),)
     recorded.graph.eliminate_dead_code()
     metric_values = [
         Value(names(f"metric_{p.replace('.', '_')}"), tuple(n.meta["val"].shape), n.meta["val"].dtype)
-        for p, n in zip(info["paths"], returned[len(targets) :], strict=True)
+        for p, n in zip(update.paths, returned[len(targets) :], strict=True)
     ]
-    op = Instruction(
-        "update",
-        tuple(n for n, _, _ in places),
-        tuple(metric_values),
-        attrs=UpdateAttrs(
-            graph=recorded, sums=tuple(v.name for v in sums), maxima=tuple(v.name for v in maxima.values())
-        ),
-        writes=tuple(target for target, _ in written),
-    )
-    return op, info["structure"]
+    attrs = UpdateAttrs(graph=recorded, sums=tuple(v.name for v in sums), maxima=tuple(v.name for v in maxima.values()))
+    writes = tuple(target for target, _ in written)
+    return Instruction("update", tuple(given), tuple(metric_values), attrs=attrs, writes=writes), update.structure
+
+
+def _recorded(update: _UpdateFunction, labels: Mapping[str, str]) -> Recorded:
+    """Returns the graph of an update function. `labels`: what errors call arguments, by name."""
+    mode, device = compat.FakeTensorMode(allow_non_fake_inputs=True), compat.trace_device(update.t.mesh.device_type)
+    fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in update.places]
+    with mode:
+        return record(
+            update,
+            fakes,
+            owner="optimizer",
+            names=[f"in_{i}" for i in range(len(fakes))],
+            source=update.t.optimizer.update,
+            labels=[labels.get(name, name) for name, *_ in update.places],
+        )

@@ -95,7 +95,7 @@ def segments(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> Segments:
         like: the outputs of the function from which `sharded` was made. A replicated output gets the strides of its
             counterpart; a shard is contiguous.
     """
-    graph, given = sharded.graph.graph, {*sharded.graph.inputs}
+    graph = sharded.graph.graph
     markers = [x for x in graph.nodes if x.target in MARKERS]
     _lay_out(sharded, like)
     outputs = sharded.graph.outputs
@@ -103,35 +103,42 @@ def segments(sharded: ShardedGraph, like: Sequence[torch.Tensor]) -> Segments:
         source = m.args[0]
         assert isinstance(source, fx.Node)
         shared = m.target in (all_reduce, reduce_scatter) and len(source.users) > 1
-        if shared or source in given or source.op == "get_attr":
+        if shared or source in sharded.graph.inputs or source.op == "get_attr":
             m.args = (_copied(graph, source), *m.args[1:])
     made = _numbered(sharded.graph, markers)
-    _cross(graph, made, {*outputs})
-    places = given | {*markers}
-    steps: list[CallStep | ExchangeStep | WaitStep] = []
-    begun: list[ExchangeStep] = []
-    for number in range(2 * (max(made.values(), default=0) // 2 + 1)):
-        here = [x for x in graph.nodes if made.get(x) == number]
-        leaving = [x for x in here if _leaves(x, made, {*outputs})]
-        started = [m for m in markers if made[m] == number]
-        if leaving:
-            needed = ancestors(leaving, stop=places)
-            inputs = tuple(x for x in graph.nodes if x in needed and x in places)
-            steps.append(CallStep(extract(sharded.graph, inputs, leaving), inputs, tuple(leaving)))
-            places |= {*leaving}
-        # Collectives start at the end of an even partition and are waited for at the end of the odd
-        # one after it, which runs while they are in flight.
-        if number % 2:
-            steps += [WaitStep(x) for x in begun]
-        else:
-            begun = _grouped(started)
-            steps += begun
+    _recompute_views(graph, made, {*outputs})
+    _copy_strided(graph, made, {*outputs})
+    steps = _steps(sharded.graph, markers, made)
     own = {*sharded.varies}
     for x in graph.nodes:  # the results of these collectives are equal on all ranks
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
     results = [Result(*x) for x in zip(outputs, sharded.places, strict=True)]
     return Segments(sharded.graph.inputs, results, steps, frozenset(own))
+
+
+def _steps(
+    function: Recorded, markers: Sequence[fx.Node], made: dict[fx.Node, int]
+) -> list[CallStep | ExchangeStep | WaitStep]:
+    """The subgraph and the collectives of each partition, in order. `made`: the partition of each node."""
+    graph, outputs, places = function.graph, {*function.outputs}, {*function.inputs, *markers}
+    steps: list[CallStep | ExchangeStep | WaitStep] = []
+    begun: list[ExchangeStep] = []
+    for number in range(2 * (max(made.values(), default=0) // 2 + 1)):
+        leaving = [x for x in graph.nodes if made.get(x) == number and _leaves(x, made, outputs)]
+        if leaving:
+            needed = ancestors(leaving, stop=places)
+            inputs = tuple(x for x in graph.nodes if x in needed and x in places)
+            steps.append(CallStep(extract(function, inputs, leaving), inputs, tuple(leaving)))
+            places |= {*leaving}
+        # Collectives start at the end of an even partition and are waited for at the end of the odd
+        # one after it, which runs while they are in flight.
+        if number % 2:
+            steps += [WaitStep(x) for x in begun]
+        else:
+            begun = _grouped([m for m in markers if made[m] == number])
+            steps += begun
+    return steps
 
 
 class Pieces(NamedTuple):
@@ -160,7 +167,8 @@ def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
     for x in made:  # all results of an op with several results stay in its subgraph
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
-    _cross(graph, made, {*outputs})
+    _recompute_views(graph, made, {*outputs})
+    _copy_strided(graph, made, {*outputs})
     steps, positions, places = list[CallStep](), list[list[int | None]](), {*whole.inputs}
     for number in range(2):
         at = [i for i, x in enumerate(outputs) if made.get(x, 0) == number]
@@ -260,9 +268,8 @@ def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> b
     return node in outputs or any(read)
 
 
-def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
-    """Recomputes views in the later partitions that read them, and makes the other values that such partitions read
-    contiguous."""
+def _recompute_views(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
+    """Recomputes views in the later partitions that read them."""
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
@@ -283,6 +290,10 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
         for a in x.all_input_nodes:
             if (new := here(a, made[x])) is not a:
                 x.replace_input_with(a, new)
+
+
+def _copy_strided(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
+    """Makes the values that later partitions read contiguous."""
     copies: set[fx.Node] = set()
     for x in [n for n in graph.nodes if n.op == "call_function" and n.target not in MARKERS]:
         value = x.meta["val"]

@@ -316,17 +316,22 @@ def _pair_seeds(
     """The pairs of factors (experts, rows) that the placements of the operands propose."""
     first = f.results[0] or ()
     for x, labels in f.operands:
-        for m in found[x]:
-            if isinstance(m, ExpertShard) and labels[m.dim] and labels[m.rows]:
-                yield labels[m.dim], labels[m.rows]
         for p in found[x]:
-            if x in varies or not isinstance(p, Shard) or p.groups != 1 or not (e := labels[p.dim]):
-                continue
-            rows = [k for y, of in f.operands if y in varies and e in of for k in of]
-            yield from ((e, r) for r in rows if r and r not in labels and r in first)
-    if leads and len(f.operands) > 1:  # a product of two operands that sums over the rows
+            if isinstance(p, ExpertShard) and labels[p.dim] and labels[p.rows]:
+                yield labels[p.dim], labels[p.rows]
+        for p in () if x in varies else found[x]:
+            if isinstance(p, Shard) and p.groups == 1 and (e := labels[p.dim]):
+                rows = [k for y, of in f.operands if y in varies and e in of for k in of]
+                yield from ((e, r) for r in rows if r and r not in labels and r in first)
+    if leads and len(f.operands) > 1:
+        yield from _summed_pairs(f, first)
+
+
+def _summed_pairs(f: Factors, first: Labels) -> Iterator[tuple[str, str]]:
+    """The pairs of a product of two operands that sums over the rows."""
+    if first and first[0]:
         summed = [k for k in f.operands[-1][1] if k and k not in first and all(k in of for _, of in f.operands)]
-        yield from ((first[0], r) for r in summed if first and first[0])
+        yield from ((first[0], r) for r in summed)
 
 
 def moved(op: Operation, x: fx.Node, of: Labels, out: Sequence[Labels | None], **how: Any) -> Factors:

@@ -139,6 +139,7 @@ def _index_put(op: Operation) -> Iterator[Strategy]:
     rest = [s for d, s in enumerate(op.shape) if d not in at]
     if shape_of(values) != [*rest[:first], *size, *rest[first:]]:
         return
+    # Values that are added to zeros may be summands, or sharded along the looked-up rows.
     adds = op["accumulate"] and zeros(x)
     if adds and op.partial(values):
         yield Strategy(op.at({values: SUM}), (SUM,))
@@ -147,25 +148,28 @@ def _index_put(op: Operation) -> Iterator[Strategy]:
         if p.dim not in at:
             yield Strategy(op.at({x: p, values: Shard(out.index(of[p.dim]), p.groups)}), (p,))
         elif at == [p.dim] and p.groups == 1 and op["accumulate"]:
-            whole, rows = op.shape[p.dim], op.shape[p.dim] // op.n
-
-            def local(
-                x: Any, index: Any, values: Any, rank: Any, d: int = p.dim, rows: int = rows, whole: int = whole
-            ) -> Any:
-                at, inside = _here(index, rank, rows, whole, wraps=True)
-                y = _only(values, inside, values.dim() - d - count)
-                return aten.index_put.default(x, [*[None] * d, at], y, True)
-
-            def write(w: Any, a: dict[str, Any], local: Any = local, d: int = p.dim) -> fx.Node:
-                return w.trace(local, a["self"], a["indices"][d], a["values"], w.index())
-
-            yield Strategy(op.at({x: p}), (p,), write)
+            yield _added_rows(op, p, count)
     rows_of = [(index[count - len(shape_of(i)) :][p.dim], p.groups) for i, p in op.sharded(*indices)]
     rows_of += [(k, p.groups) for _, p in op.sharded(values) if (k := out[p.dim]) in index]
     for k, groups in dict.fromkeys(rows_of) if adds else ():
         c = Shard(out.index(k), groups)
         by = {i: lined_up(shape_of(i), Shard(c.dim - first, groups), count) for i in indices}
         yield Strategy(op.at({values: c, **by}), (SUM,))
+
+
+def _added_rows(op: Operation, place: Shard, count: int) -> Strategy:
+    """Each rank adds to the rows that it has. `count`: the number of dims of the indices."""
+    d, whole, rows = place.dim, op.shape[place.dim], op.shape[place.dim] // op.n
+
+    def local(x: Any, index: Any, values: Any, rank: Any) -> Any:
+        at, inside = _here(index, rank, rows, whole, wraps=True)
+        y = _only(values, inside, values.dim() - d - count)
+        return aten.index_put.default(x, [*[None] * d, at], y, True)
+
+    def write(w: Any, a: dict[str, Any]) -> fx.Node:
+        return w.trace(local, a["self"], a["indices"][d], a["values"], w.index())
+
+    return Strategy(op.at({op["self"]: place}), (place,), write)
 
 
 @labelled(aten.index_select.default)

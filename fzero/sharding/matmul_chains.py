@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -55,21 +56,26 @@ def pieces(graph: Recorded, size: int) -> list[int]:
         return found
     for node in graph.graph.nodes:
         for x in node.all_input_nodes if node.op == "call_function" else ():
-            before, after = _shape(x), [_shape(node)] if isinstance(node.meta["val"], torch.Tensor) else []
-            after = after or [list(v.shape) for v in node.meta["val"] if isinstance(v, torch.Tensor)]
-            if not before or size not in before:
-                continue
-            if node.target in _SPLITS:
-                dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-                if before[dim] == size:  # type: ignore[index]
-                    # The largest piece of which every section is a multiple.
-                    found.append(size // math.gcd(*(s[dim] for s in after)))  # type: ignore[index]
-            elif node.target is aten.slice.Tensor and len(after[0]) == len(before):
-                found += [size // math.gcd(a, b) for a, b in zip(before, after[0], strict=True) if a == size and b]
-            elif is_view(node) and size not in after[0] and len(after[0]) > len(before):
-                at = before.index(size)
-                found += [after[0][at]] if after[0][:at] == before[:at] else []
+            if size in (before := _shape(x)):
+                found += _pieces_of(node, before, size)
     return [x for x in dict.fromkeys(found) if x <= _MOST_PIECES]
+
+
+def _pieces_of(node: fx.Node, before: list[int], size: int) -> list[int]:
+    """The numbers of pieces into which an op splits the dim of this size of an input of shape `before`."""
+    value: Any = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    after = [list(v.shape) for v in values if isinstance(v, torch.Tensor)]
+    if node.target in _SPLITS:
+        dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        # The largest piece of which every section is a multiple.
+        return [size // math.gcd(*(s[dim] for s in after))] if before[dim] == size else []
+    if node.target is aten.slice.Tensor and len(after[0]) == len(before):
+        return [size // math.gcd(a, b) for a, b in zip(before, after[0], strict=True) if a == size and b]
+    if is_view(node) and size not in after[0] and len(after[0]) > len(before):
+        at = before.index(size)
+        return [after[0][at]] if after[0][:at] == before[:at] else []
+    return []
 
 
 _SPLITS = {

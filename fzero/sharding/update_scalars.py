@@ -47,15 +47,7 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
         graph: the graph of an update; it is changed in place.
         stage: the stage of each input that is a parameter, a gradient or state of a parameter.
     """
-    found = {node: s for node, s in stage.items() if num_elements(node) == 1}
-    for node in list(graph.nodes) if found else ():
-        if node.op != "call_function" or num_elements(node) != 1 or "shard" in node.meta or node.target in MARKERS:
-            continue
-        stages = {found[a] for a in node.all_input_nodes if a in found}
-        if len(stages) == 1 and node.target in FULL_REDUCTIONS:
-            node.meta["reduction"] = True
-        elif len(stages) == 1 and node.target not in (aten.stack.default, aten.cat.default):
-            found[node] = stages.pop()
+    found = _of_one_stage(graph, {node: s for node, s in stage.items() if num_elements(node) == 1})
     for node in found:
         node.meta["shard"] = True
     for node in found:
@@ -68,6 +60,20 @@ def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
                 number = graph.call_function(aten.clone.default, (node,))
             number.meta.update(val=node.meta["val"], reduction=True)
             node.replace_all_uses_with(number, delete_user_cb=lambda user, others=others: user in others)
+
+
+def _of_one_stage(graph: fx.Graph, found: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Extends the nodes of each stage by the values with one element that are computed from those of one stage only,
+    and marks full reductions of these."""
+    for node in list(graph.nodes) if found else ():
+        if node.op != "call_function" or num_elements(node) != 1 or "shard" in node.meta or node.target in MARKERS:
+            continue
+        stages = {found[a] for a in node.all_input_nodes if a in found}
+        if len(stages) == 1 and node.target in FULL_REDUCTIONS:
+            node.meta["reduction"] = True
+        elif len(stages) == 1 and node.target not in (aten.stack.default, aten.cat.default):
+            found[node] = stages.pop()
+    return found
 
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
