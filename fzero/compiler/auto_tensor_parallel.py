@@ -193,7 +193,7 @@ class _Prices:
             self.chains += self._chains(found, slots)
 
     def _read_together(self, params: Mapping[str, Leaf]) -> dict[tuple[str, int], list[str]]:
-        """Returns, for each input of a subgraph that is a parameter, the parameters that are first read as this input."""
+        """Returns the parameters that are first read as each input of a subgraph."""
         origin = {
             v.name: a for x in self.program.instructions if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)
         }

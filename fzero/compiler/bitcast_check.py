@@ -72,15 +72,14 @@ def _bits_read(graph: Recorded, known: dict[Joint, _Bits]) -> _Bits:
     read: dict[int, Place | None] = {}
     for node in graph.graph.nodes:
         given = [(n, holds[n]) for n in node.all_input_nodes if n in holds]
-        if node.op != "call_function" or not given:
-            source = node.all_input_nodes[0] if node.all_input_nodes else None
-            if node.target is operator.getitem and source in of_calls:
-                number: Any = node.args[1]
-                holds[node] = of_calls[source][number]
+        if node.target is operator.getitem and node.args[0] in of_calls:
+            source, number = node.args
+            holds[node] = of_calls[source][number]  # type: ignore[index]
+        elif node.op != "call_function" or not given:
             continue
-        if node.target in (call_block, call_vjp):
+        elif node.target in (call_block, call_vjp):
             called = _bits_of_call(node, holds, known)
-            read |= {j: place for j, place in called.read.items() if j not in read}
+            read = {**called.read, **read}
             if node.target is call_block:
                 of_calls[node] = called.results
         elif node.target is aten.view.dtype:

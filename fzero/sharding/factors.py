@@ -314,21 +314,30 @@ def _pair_seeds(
     f: Factors, found: Mapping[fx.Node, Collection[Placement]], varies: Collection[fx.Node], leads: bool
 ) -> Iterator[tuple[str, str]]:
     """The pairs of factors (experts, rows) that the placements of the operands propose."""
-    first = f.results[0] or ()
     for x, labels in f.operands:
         for p in found[x]:
             if isinstance(p, ExpertShard) and labels[p.dim] and labels[p.rows]:
                 yield labels[p.dim], labels[p.rows]
-        for p in () if x in varies else found[x]:
-            if isinstance(p, Shard) and p.groups == 1 and (e := labels[p.dim]):
-                rows = [k for y, of in f.operands if y in varies and e in of for k in of]
-                yield from ((e, r) for r in rows if r and r not in labels and r in first)
+        if x not in varies:
+            yield from _pairs_of_shards(f, labels, found[x], varies)
     if leads and len(f.operands) > 1:
-        yield from _summed_pairs(f, first)
+        yield from _summed_pairs(f)
 
 
-def _summed_pairs(f: Factors, first: Labels) -> Iterator[tuple[str, str]]:
+def _pairs_of_shards(
+    f: Factors, labels: Labels, places: Collection[Placement], varies: Collection[fx.Node]
+) -> Iterator[tuple[str, str]]:
+    """The pairs of an operand that is sharded along its experts, with the rows of the varying operands."""
+    first = f.results[0] or ()
+    for p in places:
+        if isinstance(p, Shard) and p.groups == 1 and (e := labels[p.dim]):
+            rows = [k for y, of in f.operands if y in varies and e in of for k in of]
+            yield from ((e, r) for r in rows if r and r not in labels and r in first)
+
+
+def _summed_pairs(f: Factors) -> Iterator[tuple[str, str]]:
     """The pairs of a product of two operands that sums over the rows."""
+    first = f.results[0]
     if first and first[0]:
         summed = [k for k in f.operands[-1][1] if k and k not in first and all(k in of for _, of in f.operands)]
         yield from ((first[0], r) for r in summed)

@@ -7,7 +7,7 @@ graph, like the body of a `shard_map`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -131,30 +131,36 @@ def _index(op: Operation) -> Iterator[Strategy]:
 @custom(aten.index_put.default)
 def _index_put(op: Operation) -> Iterator[Strategy]:
     x, values, found = op["self"], op["values"], _indexed(op)
-    if found is None or len({x, values, *found[1]}) != 2 + len({*found[1]}):
+    if found is None or not _are_separate(x, values, *found[1]) or not _fill(op, values, *found):
         return
     at, indices, first, count = found
     of, index, out = _index_labels(len(op.shape), at, first, count)
-    size = list(torch.broadcast_shapes(*(shape_of(i) for i in indices)))
-    rest = [s for d, s in enumerate(op.shape) if d not in at]
-    if shape_of(values) != [*rest[:first], *size, *rest[first:]]:
-        return
     # Values that are added to zeros may be summands, or sharded along the looked-up rows.
     adds = op["accumulate"] and zeros(x)
     if adds and op.partial(values):
         yield Strategy(op.at({values: SUM}), (SUM,))
-    kept = [Shard(of.index(k), p.groups) for _, p in op.sharded(values) if (k := out[p.dim]) in of]
+    kept = [Shard(of.index(out[p.dim]), p.groups) for _, p in op.sharded(values) if out[p.dim] in of]
     for p in dict.fromkeys([*kept, *(p for _, p in op.sharded(x)), *op.asked]):
         if p.dim not in at:
             yield Strategy(op.at({x: p, values: Shard(out.index(of[p.dim]), p.groups)}), (p,))
         elif at == [p.dim] and p.groups == 1 and op["accumulate"]:
             yield _added_rows(op, p, count)
     rows_of = [(index[count - len(shape_of(i)) :][p.dim], p.groups) for i, p in op.sharded(*indices)]
-    rows_of += [(k, p.groups) for _, p in op.sharded(values) if (k := out[p.dim]) in index]
-    for k, groups in dict.fromkeys(rows_of) if adds else ():
-        c = Shard(out.index(k), groups)
-        by = {i: lined_up(shape_of(i), Shard(c.dim - first, groups), count) for i in indices}
+    rows_of += [(out[p.dim], p.groups) for _, p in op.sharded(values)]
+    for c in (Shard(out.index(k), groups) for k, groups in dict.fromkeys(rows_of if adds else ()) if k in index):
+        by = {i: lined_up(shape_of(i), Shard(c.dim - first, c.groups), count) for i in indices}
         yield Strategy(op.at({values: c, **by}), (SUM,))
+
+
+def _are_separate(x: fx.Node, values: fx.Node, *indices: fx.Node) -> bool:
+    return x is not values and {x, values}.isdisjoint(indices)
+
+
+def _fill(op: Operation, values: fx.Node, at: Collection[int], indices: Sequence[fx.Node], first: int, _: int) -> bool:
+    """Whether the values have the shape of the elements to which they are written, without broadcasting."""
+    size = torch.broadcast_shapes(*(shape_of(i) for i in indices))
+    rest = [s for d, s in enumerate(op.shape) if d not in at]
+    return shape_of(values) == [*rest[:first], *size, *rest[first:]]
 
 
 def _added_rows(op: Operation, place: Shard, count: int) -> Strategy:
