@@ -147,9 +147,14 @@ def _index_put(op: Operation) -> Iterator[Strategy]:
             yield _added_rows(op, p, count)
     rows_of = [(index[count - len(shape_of(i)) :][p.dim], p.groups) for i, p in op.sharded(*indices)]
     rows_of += [(out[p.dim], p.groups) for _, p in op.sharded(values)]
-    for c in (Shard(out.index(k), groups) for k, groups in dict.fromkeys(rows_of if adds else ()) if k in index):
-        by = {i: lined_up(shape_of(i), Shard(c.dim - first, c.groups), count) for i in indices}
-        yield Strategy(op.at({values: c, **by}), (SUM,))
+    rows = [Shard(out.index(k), groups) for k, groups in dict.fromkeys(rows_of) if k in index]
+    yield from (_summed_rows(op, indices, c, first, count) for c in rows if adds)
+
+
+def _summed_rows(op: Operation, indices: Sequence[fx.Node], place: Shard, first: int, count: int) -> Strategy:
+    """Each rank adds its shard of the values, along a dim of the looked-up rows, to zeros."""
+    by = {i: lined_up(shape_of(i), Shard(place.dim - first, place.groups), count) for i in indices}
+    return Strategy(op.at({op["values"]: place, **by}), (SUM,))
 
 
 def _are_separate(x: fx.Node, values: fx.Node, *indices: fx.Node) -> bool:
