@@ -96,7 +96,7 @@ def _bits_of_call(call: fx.Node, holds: Mapping[fx.Node, set[int]], known: dict[
     joint: Any = call.args[0]
     if joint not in known:
         known[joint] = _bits_read(joint.graph, known)
-    at = [holds.get(n, set()) for n in call.args[2:]]
+    at = [holds[n] if isinstance(n, fx.Node) and n in holds else set() for n in call.args[2:]]
     read = dict[int, Place | None]()
     for i, place in known[joint].read.items():
         read |= {j: place for j in at[i] if j not in read}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -326,12 +326,15 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     if origin in (typing.Union, types.UnionType):
         return lambda x: any(fits(x) for fits in parts)
     if origin is tuple:
-        if inside[1:] == (...,):
-            return lambda x: isinstance(x, tuple) and all(map(parts[0], x))
-        return lambda x: (
-            isinstance(x, tuple) and len(x) == len(parts) and all(f(y) for f, y in zip(parts, x, strict=True))
-        )
+        return _fits_tuple(parts, inside[1:] == (...,))
     if origin is not None and issubclass(origin, Mapping):
         key, value = parts
         return lambda x: isinstance(x, origin) and all(key(k) and value(v) for k, v in x.items())
     return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Attrs) and x.ill_typed)
+
+
+def _fits_tuple(parts: Sequence[Callable[[Any], bool]], alike: bool) -> Callable[[Any], bool]:
+    """`alike`: the tuple has any length, and all its elements are of the first type."""
+    if alike:
+        return lambda x: isinstance(x, tuple) and all(map(parts[0], x))
+    return lambda x: isinstance(x, tuple) and len(x) == len(parts) and all(f(y) for f, y in zip(parts, x, strict=True))

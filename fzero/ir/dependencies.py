@@ -46,13 +46,11 @@ def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
         start = ops[started[op.args[0]]] if op.is_wait and op.args[0] in started else None
         touches = [*op.with_body()]
         reads, writes = _touched(touches, start)
-        writes += [leaf[w] for w in writes if w in leaf]
+        writes += filter(None, map(leaf.get, writes))
         memory = [root for a in reads for root in views.roots(a)]
         overwritten = [root for w in writes for root in views.roots(w)]
-        after = {made[a] for a in reads if a in made}
-        after.update(written[root] for root in (*memory, *overwritten) if root in written)
-        after.update(reader for root in overwritten for reader in read[root])
-        before.append(after)
+        makers = [*map(made.get, reads), *map(written.get, (*memory, *overwritten))]
+        before.append({i for i in makers if i is not None}.union(*(read[root] for root in overwritten)))
         for root in memory:
             read[root].append(number)
         for root in overwritten:
@@ -62,10 +60,15 @@ def dependences(ops: Sequence[Instruction], views: Views) -> list[set[int]]:
             made.update((v.name, number) for v in x.out)
         if op.op in STARTS:
             started[op.out[0].name] = number
-        reserved = op.attrs.leaves if isinstance(op.attrs, BufferAttrs) else ()
-        sources = STARTS[start.op].sent(start) if start and start.tiers else reserved
-        leaf.update((v.name, leaf.get(a, a)) for v, a in zip(op.out, sources, strict=False))
+        leaf.update((v.name, leaf.get(a, a)) for v, a in zip(op.out, _held(op, start), strict=False))
     return before
+
+
+def _held(op: Instruction, start: Instruction | None) -> Sequence[str]:
+    """Returns the values of which the results of an op are copies, or buffers for new values."""
+    if start and start.tiers:
+        return STARTS[start.op].sent(start)
+    return op.attrs.leaves if isinstance(op.attrs, BufferAttrs) else ()
 
 
 def _touched(touches: Sequence[Instruction], start: Instruction | None) -> tuple[list[str], list[str]]:

@@ -145,16 +145,21 @@ def _index_put(op: Operation) -> Iterator[Strategy]:
             yield Strategy(op.at({x: p, values: Shard(out.index(of[p.dim]), p.groups)}), (p,))
         elif at == [p.dim] and p.groups == 1 and op["accumulate"]:
             yield _added_rows(op, p, count)
-    rows_of = [(index[count - len(shape_of(i)) :][p.dim], p.groups) for i, p in op.sharded(*indices)]
-    rows_of += [(out[p.dim], p.groups) for _, p in op.sharded(values)]
-    rows = [Shard(out.index(k), groups) for k, groups in dict.fromkeys(rows_of) if k in index]
-    yield from (_summed_rows(op, indices, c, first, count) for c in rows if adds)
+    if adds:
+        yield from _summed_rows(op, indices, index, out, first)
 
 
-def _summed_rows(op: Operation, indices: Sequence[fx.Node], place: Shard, first: int, count: int) -> Strategy:
+def _summed_rows(
+    op: Operation, indices: Sequence[fx.Node], index: Labels, out: Labels, first: int
+) -> Iterator[Strategy]:
     """Each rank adds its shard of the values, along a dim of the looked-up rows, to zeros."""
-    by = {i: lined_up(shape_of(i), Shard(place.dim - first, place.groups), count) for i in indices}
-    return Strategy(op.at({op["values"]: place, **by}), (SUM,))
+    values, count = op["values"], len(index)
+    rows_of = [(index[count - len(shape_of(i)) :][p.dim], p.groups) for i, p in op.sharded(*indices)]
+    rows_of += [(k, p.groups) for _, p in op.sharded(values) if (k := out[p.dim]) in index]
+    for k, groups in dict.fromkeys(rows_of):
+        c = Shard(out.index(k), groups)
+        by = {i: lined_up(shape_of(i), Shard(c.dim - first, groups), count) for i in indices}
+        yield Strategy(op.at({values: c, **by}), (SUM,))
 
 
 def _are_separate(x: fx.Node, values: fx.Node, *indices: fx.Node) -> bool:

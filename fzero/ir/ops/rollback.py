@@ -51,14 +51,9 @@ class Rollback(Op[LoopAttrs]):
         rules.written -= speculated
         for handle in (h for h, start in rules.started.items() if start.speculative):
             rules.bad(op, f"{handle}, which is speculative, has not been waited for")
-        for scalar, assumed in zip(*_compared(op), strict=False):
-            one, other = rules.known.get(scalar), rules.known.get(assumed)
-            if (
-                one is None
-                or other is None
-                or (one.shape, one.dtype, one.placement, other.placement)
-                != (other.shape, other.dtype, REPLICATED, REPLICATED)
-            ):
+        for pair in zip(*_compared(op), strict=False):
+            one, other = map(rules.known.get, pair)
+            if not _comparable(one, other):
                 rules.bad(op, f"compares {one} with {other}")
         for x in op.body:
             if x.op in STARTS and not x.tiers:
@@ -87,6 +82,12 @@ class Rollback(Op[LoopAttrs]):
 
     def names(self, on: Running) -> Mapping[str, Any]:
         return {self.name: on.attempt.rollback, "speculative": on.attempt.of}
+
+
+def _comparable(one: Value | None, other: Value | None) -> bool:
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return one.placement == other.placement == REPLICATED
 
 
 def _compared(op: Instruction) -> tuple[Sequence[str], Sequence[str]]:

@@ -423,12 +423,17 @@ class Wait(Op[WaitAttrs]):
                 rules.bad(op, f"only the device waits for {op.args[0]}, which is not a copy of values to the host")
         for v, source in zip(op.out, sent, strict=True):
             if start.tiers:
-                rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
-                rules.aliases |= {v.name: root} if (root := rules.root(source.name)) in rules.program.leaves else {}
-                if v.tier != start.tiers[1]:
-                    rules.bad(op, f"{v.name} is {v}")
+                self._check_copy(op, v, source, start.tiers[1], rules)
             if v.placement != (arrived := STARTS[start.op].arrives(start, source.placement)):
                 rules.bad(op, f"{v.name} is {v.placement}, not {arrived}")
+
+    def _check_copy(self, op: Instruction[WaitAttrs], v: Value, source: Value, tier: str, rules: Rules) -> None:
+        if source.name in rules.written | rules.carried:
+            rules.carried.add(v.name)
+        if (root := rules.root(source.name)) in rules.program.leaves:
+            rules.aliases[v.name] = root
+        if v.tier != tier:
+            rules.bad(op, f"{v.name} is {v}")
 
     def text(self, op: Instruction[WaitAttrs], program: Program) -> Text:
         how = ["together=True"] if op.attrs.together else []

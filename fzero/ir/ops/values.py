@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from fzero._compat import compat
 from fzero.ir.attributes import (
@@ -22,7 +23,7 @@ from fzero.ir.attributes import (
     TakeShardAttrs,
 )
 from fzero.ir.ops.op import A, Op, Rules, Running, Text, into, micro_text, over
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, local_bytes
+from fzero.ir.program import REPLICATED, Function, Instruction, Placement, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.placements import Shard
 from fzero.trace.subgraph import ancestors
@@ -48,6 +49,20 @@ class Call(Op[CallAttrs]):
         if len(places) != len(args):
             rules.bad(op, f"{op.fn} takes {len(places)} arguments, gets {len(args)}")
             return
+        self._check_arguments(op, places, args, rules)
+        if op.writes != tuple(op.args[i] for i in function.writes):
+            rules.bad(op, f"{op.fn} writes its arguments {list(function.writes)}, not {', '.join(op.writes) or 'none'}")
+        returned = function.graph.outputs
+        if len(returned) != len(op.out):
+            rules.bad(op, f"{op.fn} returns {len(returned)} values, {len(op.out)} are named")
+            return
+        for node, out in zip(returned, op.out, strict=True):
+            self._matches(op, out, node.meta["val"], "returns", rules)
+        self._check_varying(op, function, args, rules)
+
+    def _check_arguments(
+        self, op: Instruction[CallAttrs], places: Sequence[fx.Node], args: list[Value], rules: Rules
+    ) -> None:
         for place, arg in zip(places, args, strict=True):
             self._matches(op, arg, place.meta["val"], "takes", rules)
             if arg.placement.is_flat_shard and op.block is not None:
@@ -59,27 +74,19 @@ class Call(Op[CallAttrs]):
             reads = summed <= rules.batch_axes or op.of_sums
             if summed and not op.of_codes and (op.block is not None or not reads):
                 rules.bad(op, f"{arg.name} is {arg.placement}, and no function reads a summand")
-        if op.writes != tuple(op.args[i] for i in function.writes):
-            rules.bad(op, f"{op.fn} writes its arguments {list(function.writes)}, not {', '.join(op.writes) or 'none'}")
-        returned = function.graph.outputs
-        if len(returned) != len(op.out):
-            rules.bad(op, f"{op.fn} returns {len(returned)} values, {len(op.out)} are named")
-            return
+
+    def _check_varying(self, op: Instruction[CallAttrs], function: Function, args: list[Value], rules: Rules) -> None:
+        """A result varies over each axis over which a value that it depends on varies."""
+        places = function.graph.inputs
         own = {place: a for place, a in zip(places, args, strict=True) if a.placement.varies_over}
         axes = {axis for a in own.values() for axis in a.placement.varies_over}
-        for node, out in zip(returned, op.out, strict=True):
-            self._matches(op, out, node.meta["val"], "returns", rules)
-            if not axes.issubset(out.placement.varies_over):
-                read = ancestors([node], stop=set(places))
-                for place, a in own.items():
-                    lost = [
-                        axis
-                        for axis in a.placement.varies_over
-                        if axis not in out.placement.varies_over and place in read
-                    ]
-                    if lost:
-                        said = f"{out.name} is {out.placement}, but reads {a.name}"
-                        rules.bad(op, f"{said}, of which each rank along {', '.join(lost)} has its own")
+        for node, out in zip(function.graph.outputs, op.out, strict=True):
+            over = out.placement.varies_over
+            read = set() if axes.issubset(over) else ancestors([node], stop=set(places))
+            for a in (a for place, a in own.items() if place in read):
+                if lost := [axis for axis in a.placement.varies_over if axis not in over]:
+                    said = f"{out.name} is {out.placement}, but reads {a.name}"
+                    rules.bad(op, f"{said}, of which each rank along {', '.join(lost)} has its own")
 
     def _matches(
         self, op: Instruction[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules
