@@ -139,7 +139,7 @@ def run(graph: Recorded, inputs: Sequence[Tensors]) -> list[list[torch.Tensor]]:
 def run_cut(cut: ShardedGraph, inputs: Tensors, places: Sequence[Placement], n: int) -> list[torch.Tensor]:
     """The whole results of a function on parts of these inputs."""
     given = list(zip(*(parts(x, p, n) for x, p in zip(inputs, places, strict=True)), strict=True))
-    ranks = [[*xs, *([torch.tensor([r])] if cut.has_index else [])] for r, xs in enumerate(given)]
+    ranks = [[*xs, *([torch.tensor(r)] if cut.has_index else [])] for r, xs in enumerate(given)]
     out = run(cut.graph, ranks)
     _check_varies(cut, ranks)
     return [whole(xs, place) for xs, place in zip(zip(*out, strict=True), cut.places, strict=True)]
@@ -214,7 +214,7 @@ def run_halves(
         stream=stream,
     )
     given = [parts(inputs[i], place_of[i], n) for i in used]
-    ranks = [[*(x[r] for x in given), *([torch.tensor([r])] if forward.has_index else [])] for r in range(n)]
+    ranks = [[*(x[r] for x in given), *([torch.tensor(r)] if forward.has_index else [])] for r in range(n)]
     out = run(forward.graph, ranks)
     results = [whole(xs, p) for xs, p in zip(zip(*out, strict=True), forward.places, strict=True)][:outputs]
     kept = {name: outputs + i for i, name in enumerate(split.saved)} | split.reused
@@ -234,7 +234,7 @@ def run_halves(
         stream=stream,
     )
     ranks = [
-        [*(x[r] for x in values), *(out[r][i] for i in at), *([torch.tensor([r])] if backward.has_index else [])]
+        [*(x[r] for x in values), *(out[r][i] for i in at), *([torch.tensor(r)] if backward.has_index else [])]
         for r in range(n)
     ]
     grads = [whole(xs, p) for xs, p in zip(zip(*run(backward.graph, ranks), strict=True), backward.places, strict=True)]

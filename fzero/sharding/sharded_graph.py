@@ -65,7 +65,7 @@ class ShardedGraph:
 
     Attributes:
         graph: its inputs are those of the original function, with shards for the sharded ones, followed by the values
-            in `given`, and by int64[1], the rank's index along the axis, if `has_index`. Its outputs are followed by
+            in `given`, and by int64[], the rank's index along the axis, if `has_index`. Its outputs are followed by
             the values that are passed on.
         places: the placements of the outputs.
         varies: the nodes of the graph whose values differ between ranks.

@@ -111,7 +111,7 @@ def check(case: Case) -> tuple[int, list[str]]:
             try:
                 made = Forced(case.graph, N, places, [OutputPlacement.FREE] * len(case.expected)).result()
                 shards = [given(x, p) for x, p in zip(case.inputs, places, strict=True)]
-                index = [[torch.tensor([r])] if made.has_index else [] for r in range(N)]
+                index = [[torch.tensor(r)] if made.has_index else [] for r in range(N)]
                 out = run(made.graph, [[*(x[r] for x in shards), *index[r]] for r in range(N)])
                 got = [whole(xs, p) for xs, p in zip(zip(*out, strict=True), made.places, strict=True)]
                 for found, expected in zip(got, case.expected, strict=True):
