@@ -30,7 +30,7 @@ folder imports nothing from `state/` or `runtime/`.
 | `pass_cache.py` | runs the passes, and shares their results among options that agree |
 | `fuse_last_block.py` | merges the last block's forward and backward into one subgraph |
 | `hoist_updates.py` | moves each optimizer update to right after the backward that makes its gradients |
-| `overlap.py` | decides when each transfer starts and where its wait goes; shares and merges transfers |
+| `overlap.py` | decides when each transfer starts and where its wait goes; shares gathers |
 | `name_collisions.py` | renames subgraphs that have the same name as a value |
 | `buffer_allocation.py` | gives every transfer buffer an offset in the arena, according to live ranges |
 | `arena.py` | collects the allocations of one arena and assigns their offsets |
