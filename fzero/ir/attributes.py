@@ -25,9 +25,8 @@ from fzero.trace.recorder import Recorded
 # --- attributes of several ops ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attrs:
-    """Base class of the attributes of an op. It has no fields."""
+class Record:
+    """Base class of records whose fields are checked against their declared types."""
 
     @functools.cached_property
     def ill_typed(self) -> list[str]:
@@ -40,18 +39,14 @@ class Attrs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeated(Attrs):
-    """`micro`: if the op is repeated for each micro-batch without a loop, the index of its micro-batch and the number
-    of micro-batches.
+class Attrs(Record):
+    """Base class of the attributes of an op, and the attributes of an op that has no others.
+
+    `micro`: if the op is repeated for each micro-batch without a loop, the index of its micro-batch and the number of
+    micro-batches. `speculative`: whether the op is speculative (fzero/transforms/speculate_pass.py).
     """
 
     micro: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculative(Attrs):
-    """`speculative`: whether the op is speculative (fzero/transforms/speculate_pass.py)."""
-
     speculative: bool = False
 
 
@@ -70,31 +65,17 @@ class TakeShardAttrs(Over):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted(Attrs):
-    """`count`: the number of parts or of loop iterations."""
-
-    count: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DealAttrs(Over, Counted):
+class DealAttrs(Over):
     """`count`: the number of shards that are assigned to ranks in round-robin order."""
 
-    count: int = field()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side(Attrs):
-    """`on`: whether the op computes on the device or on the host."""
-
-    on: Literal["device", "host"] = "device"
+    count: int
 
 
 # --- calls ---
 
 
 @dataclass(frozen=True)
-class BlockCall(Attrs):
+class BlockCall(Record):
     """A call of a block: its joint graph, the number of the call, the part that runs ("both" if forward and vjp are
     one subgraph), the block's arguments, and the indices of the gradients that the vjp computes.
 
@@ -119,13 +100,15 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallAttrs(Repeated, Speculative, Side):
-    """`of_sums`: whether the call reads sums over all ranks and micro-batches; other calls read this rank's own
-    summands. `weights`: whether the call computes gradients of parameters, which no other block waits for.
+class CallAttrs(Attrs):
+    """`on`: whether the device or the host computes the call. `of_sums`: whether the call reads sums over all ranks and
+    micro-batches; other calls read this rank's own summands. `weights`: whether the call computes gradients of
+    parameters, which no other block waits for.
     """
 
     block: BlockCall | None = None
     segment: Segment | None = None
+    on: Literal["device", "host"] = "device"
     of_sums: bool = False
     weights: bool = False
 
@@ -134,24 +117,27 @@ class CallAttrs(Repeated, Speculative, Side):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastAttrs(Repeated, Speculative):
+class CastAttrs(Attrs):
     """`dtype`: the dtype of the result."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferAttrs(Side):
-    """`leaves`: the paths of the parameters, or other tensors of the state, that the buffers are for."""
+class BufferAttrs(Attrs):
+    """`leaves`: the paths of the parameters, or other tensors of the state, that the buffers are for. `on`: whether
+    they are in the memory of the device or of the host.
+    """
 
     leaves: tuple[str, ...]
+    on: Literal["device", "host"] = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartAttrs(Repeated, Counted):
-    """Selects a micro-batch: the one that `micro` names or, with `count`, the one of each iteration of the enclosing
-    loop.
-    """
+class PartAttrs(Attrs):
+    """Selects a micro-batch: the one that `micro` names or, in a loop of `count` iterations, that of each iteration."""
+
+    count: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +178,10 @@ class UpdateAttrs(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopAttrs(Counted):
+class LoopAttrs(Attrs):
     """`count`: how often the op's body runs. If that is decided only at run time, the number that plans assume."""
 
-    count: int = field()
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,14 +192,7 @@ class JoinAttrs(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddAttrs(JoinAttrs, Repeated):
-    """A sum over micro-batches whose ops are repeated without a loop."""
-
-    micro: tuple[int, int] = field()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssignAttrs(Speculative):
+class AssignAttrs(Attrs):
     """`restores`: whether the assignment rolls a speculative update back."""
 
     restores: bool = False
@@ -223,13 +202,8 @@ class AssignAttrs(Speculative):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherAttrs(Repeated, Over):
-    """A transfer between the ranks along `axes`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceAttrs(GatherAttrs, JoinAttrs):
-    """A transfer that reduces the values that it moves."""
+class ReduceAttrs(Over, JoinAttrs):
+    """A transfer between the ranks along `axes` that reduces the values that it moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +217,7 @@ class ScatterAttrs(ReduceAttrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyAttrs(Repeated, Speculative):
+class CopyAttrs(Attrs):
     """`source`, `target`: the memory tier that the copy reads from, and the one that it writes to."""
 
     source: str
@@ -274,8 +248,8 @@ class SentValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`peer`: the index of the other rank along the axis. `number`: of the send and its receive, among all messages
-    between two ranks in one direction. `values`: of the message, in their order."""
+    """Attributes of a send and of its receive. `peer`: the index of the other rank along the axis. `number`: of both,
+    among all messages between two ranks in one direction. `values`: of the message, in their order."""
 
     peer: int
     number: int
@@ -283,12 +257,7 @@ class SendAttrs(Over):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecvAttrs(SendAttrs):
-    """Attributes of a receive, which are those of its send."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitAttrs(Repeated):
+class WaitAttrs(Attrs):
     """`together`: whether the wait returns only after every rank has finished reading the previous transfers
     (fzero/compiler/buffer_allocation.py). `host`: whether the host waits too, rather than only the device
     (fzero/compiler/device_waits.py).
@@ -330,7 +299,7 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     if origin is not None and issubclass(origin, Mapping):
         key, value = parts
         return lambda x: isinstance(x, origin) and all(key(k) and value(v) for k, v in x.items())
-    return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Attrs) and x.ill_typed)
+    return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Record) and x.ill_typed)
 
 
 def _fits_tuple(parts: Sequence[Callable[[Any], bool]], alike: bool) -> Callable[[Any], bool]:

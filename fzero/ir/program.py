@@ -68,14 +68,13 @@ from fzero._utils.deprecation import attribute_alias, warn
 from fzero.ir.attributes import (
     Attrs,
     BlockCall,
+    BufferAttrs,
     CallAttrs,
     CopyAttrs,
-    Counted,
+    LoopAttrs,
     Over,
-    Repeated,
+    PartAttrs,
     Segment,
-    Side,
-    Speculative,
     UpdateAttrs,
     WaitAttrs,
 )
@@ -296,12 +295,12 @@ class Instruction(Generic[A]):
         """Whether its attributes say that it computes on the host. An op that computes where its arguments lie has no
         such attribute.
         """
-        return isinstance(self.attrs, Side) and self.attrs.on == "host"
+        return isinstance(self.attrs, (CallAttrs, BufferAttrs)) and self.attrs.on == "host"
 
     @property
     def speculative(self) -> bool:
         """Whether it is speculative. In a step that does not speculate it runs in vain, or not at all."""
-        return isinstance(self.attrs, Speculative) and self.attrs.speculative
+        return self.attrs.speculative
 
     @property
     def callee(self) -> str:
@@ -317,7 +316,7 @@ class Instruction(Generic[A]):
     @property
     def micro(self) -> tuple[int, int] | None:
         """The micro-batch that it is for, and their number, if ops are repeated per micro-batch without a loop."""
-        return self.attrs.micro if isinstance(self.attrs, Repeated) else None
+        return self.attrs.micro
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -332,7 +331,7 @@ class Instruction(Generic[A]):
     @property
     def count(self) -> int:
         """The number of loop iterations or parts."""
-        count = self.attrs.count if isinstance(self.attrs, Counted) else None
+        count = self.attrs.count if isinstance(self.attrs, (LoopAttrs, PartAttrs)) else None
         return 1 if count is None else count
 
     def with_body(self) -> Iterator[Instruction]:

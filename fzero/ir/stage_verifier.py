@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.errors import VerifyError
-from fzero.ir.attributes import RecvAttrs, SendAttrs
+from fzero.ir.attributes import SendAttrs
 from fzero.ir.program import Instruction, Placement, Program, Value
 from fzero.ir.verifier import BUG, shown
 
@@ -59,7 +59,7 @@ class _Meeting:
         found, under_way = [], {}
         for op in program.instructions:
             if isinstance(said := op.attrs, SendAttrs):
-                send = not isinstance(said, RecvAttrs)
+                send = op.op == "send_start"
                 way = (stage, said.peer) if send else (said.peer, stage)
                 moved: Sequence[Value] = [values[a] for a in op.args] if send else brought.get(op.out[0].name, ())
                 queue = (self.sends if send else self.recvs)[way]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fzero._utils.deprecation import attribute_alias
-from fzero.ir.attributes import RecvAttrs, SendAttrs, WaitAttrs
+from fzero.ir.attributes import SendAttrs, WaitAttrs
 from fzero.ir.program import Instruction, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
 
@@ -183,7 +183,7 @@ class _Simulation:
         if op.fn and op.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
         if self.meeting is not None and isinstance(said := op.attrs, SendAttrs):
-            way = (said.peer, self.stage) if isinstance(said, RecvAttrs) else (self.stage, said.peer)
+            way = (said.peer, self.stage) if op.op == "recv_start" else (self.stage, said.peer)
             self._meet(op.out[0].name, queue or "", (*way, said.number), seconds)
         elif queue is not None:
             self._start(op.out[0].name, queue, seconds, number, iteration)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 from fzero._utils.arguments import accepts, accepts_none, count, keywords, predicate, shown
 from fzero._utils.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.ir.attributes import AddAttrs, CastAttrs, JoinAttrs, LoopAttrs, PartAttrs, UpdateAttrs
+from fzero.ir.attributes import CastAttrs, JoinAttrs, LoopAttrs, PartAttrs, UpdateAttrs
 from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf, torn_ties
@@ -400,7 +400,7 @@ def _added(
         if group := [v for v in values if how[v.name] == op]:
             parts = tuple(new[k][v.name] for k in (0, m) for v in group)
             totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
-            yield Instruction("add", parts, totals, attrs=AddAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
+            yield Instruction("add", parts, totals, attrs=JoinAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
             new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
 
 

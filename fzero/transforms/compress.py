@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from fzero._compat import compat
 from fzero._utils.arguments import accepts, keywords, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.ir.attributes import GatherAttrs, ScatterAttrs
+from fzero.ir.attributes import Over, ScatterAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
@@ -780,7 +780,7 @@ class _Rewriter:
 
     def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Instruction]:
         """Returns a transfer and its wait."""
-        handle, attrs, by = moving(self.names.numbered(name)), GatherAttrs(axes=(axis,)), self.transfers.spec.name
+        handle, attrs, by = moving(self.names.numbered(name)), Over(axes=(axis,)), self.transfers.spec.name
         start = Instruction(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=by)
         return [start, Instruction("wait", (handle.name,), tuple(come), by=by)]
 

@@ -22,7 +22,7 @@ import torch.fx as fx
 from fzero._utils.arguments import amount
 from fzero._utils.units import size
 from fzero.errors import FzeroValueError
-from fzero.ir.attributes import AddAttrs, GatherAttrs, RankIndexAttrs, ReduceAttrs, ScatterAttrs, UpdateAttrs
+from fzero.ir.attributes import JoinAttrs, Over, RankIndexAttrs, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving, with_segments
@@ -252,7 +252,7 @@ class _Placements:
         self.places: dict[str, AxisPlacement] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
-        largest = (x for x in program.instructions if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
+        largest = (x for x in program.instructions if x.op == "add" and x.says(JoinAttrs).reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # names of parameters and of casts of them
         self.before = _Before.of(program)
@@ -646,8 +646,8 @@ class _ToParts:
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
         op, axes = _STARTS[step.kind], (self.axis,)
         attrs = {
-            "all_gather_start": lambda: GatherAttrs(axes=axes),
-            "all_to_all_start": lambda: GatherAttrs(axes=axes),
+            "all_gather_start": lambda: Over(axes=axes),
+            "all_to_all_start": lambda: Over(axes=axes),
             "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
             "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
         }[op]()

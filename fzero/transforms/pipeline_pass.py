@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from fzero.errors import FzeroValueError
 from fzero.ir.aliases import Views
-from fzero.ir.attributes import CallAttrs, RecvAttrs, SendAttrs, SentValue
+from fzero.ir.attributes import CallAttrs, SendAttrs, SentValue
 from fzero.ir.dependencies import dependences
 from fzero.ir.ops import OPS, STARTS
 from fzero.ir.program import Instruction, Program, moving
@@ -568,7 +568,7 @@ class _Projection:
         values = [self.whole.values[a] for a in message.values]
         by = self.whole.spec.name
         handle = moving(self.names(f"recv_{self.names.stem(message.values[0])}"))
-        attrs = RecvAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._sent_values(message))
+        attrs = SendAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._sent_values(message))
         self.out.append(Instruction("recv_start", (), (handle,), attrs=attrs, by=by))
         leaves = [a for a in message.values if a in self.whole.program.leaves]
         self.here |= {a: self.names(f"{self.names.stem(a)}_received") for a in leaves}

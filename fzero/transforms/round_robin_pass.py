@@ -29,7 +29,7 @@ import torch
 import torch.fx as fx
 
 from fzero._compat import compat
-from fzero.ir.attributes import DealAttrs, GatherAttrs, TakeShardAttrs
+from fzero.ir.attributes import DealAttrs, Over, TakeShardAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.program import Instruction, Placement, Program, Value, moving
 from fzero.ir.value_names import Names
@@ -175,7 +175,7 @@ class _Dealer:
 
     def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Instruction]:
         handle = moving(self.names("exchange_whole"))
-        start = _op("all_to_all_start", [v.name for v in sent], [handle], GatherAttrs(axes=axis))
+        start = _op("all_to_all_start", [v.name for v in sent], [handle], Over(axes=axis))
         return [start, Instruction("wait", (handle.name,), tuple(got), by="optimizer")]
 
     def _left(self, op: Instruction, gone: set[str]) -> list[Instruction]:

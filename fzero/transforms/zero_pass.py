@@ -23,8 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fzero.ir.attributes import (
-    AddAttrs,
-    GatherAttrs,
     JoinAttrs,
     Over,
     ReduceAttrs,
@@ -117,7 +115,7 @@ def gathered(
         # common.
         axis = max((now[key].placement.axes for key in left), key=len)[-1:]
         here = [key for key in left if now[key].placement.axes[-1:] == axis]
-        ops += _transfer("all_gather_start", GatherAttrs(axes=axis), now, here, part_name, handle(), by)
+        ops += _transfer("all_gather_start", Over(axes=axis), now, here, part_name, handle(), by)
         for key in (key for key in here if now[key].placement.kind == "permuted"):
             parts, placement = now[key], now[key].placement.gathered
             name = names(f"{named(key)}_part" if placement.axes else named(key))
@@ -335,7 +333,7 @@ class _Sums:
         for op in program.instructions:
             if op.op == "add":
                 self.summands.update(op.args)
-            if isinstance(op.attrs, AddAttrs) and op.attrs.reduction == "max":
+            if op.op == "add" and op.says(JoinAttrs).reduction == "max":
                 self.largest.update(op.args)
 
 

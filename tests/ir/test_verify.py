@@ -13,7 +13,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
-from fzero.ir.attributes import CastAttrs, GatherAttrs, ReduceAttrs, TakeShardAttrs
+from fzero.ir.attributes import CastAttrs, Over, ReduceAttrs, TakeShardAttrs
 from fzero.ir.program import MOVING, Instruction, Placement, Program, Value
 from fzero.ir.verifier import verify
 
@@ -344,7 +344,7 @@ def test_gather_of_a_local_value(stage3: Program) -> None:
     local = stage3.instructions[at - 1].out[0]
     handle, out = Value("g", (), torch.uint8, MOVING), replace(local, name="all_of_it", placement=Placement())
     ops = (
-        Instruction("all_gather_start", (local.name,), (handle,), attrs=GatherAttrs(axes=("data",))),
+        Instruction("all_gather_start", (local.name,), (handle,), attrs=Over(axes=("data",))),
         Instruction("wait", ("g",), (out,)),
     )
     rejects(

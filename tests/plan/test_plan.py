@@ -19,7 +19,7 @@ import fzero as fz
 from fzero import errors, optim
 from fzero._compat import compat
 from fzero._utils.units import duration, parse_bytes, size
-from fzero.ir.attributes import GatherAttrs, LoopAttrs, PartAttrs, ReduceAttrs, ScatterAttrs
+from fzero.ir.attributes import LoopAttrs, Over, PartAttrs, ReduceAttrs, ScatterAttrs
 from fzero.ir.ops import transfer_bytes
 from fzero.ir.program import Function, Instruction, Placement, Program, Value
 from fzero.plan.cost import channel
@@ -56,7 +56,7 @@ def gather(handle, arg, out, shape):
         "all_gather_start",
         (arg,),
         (Value(handle, (), torch.uint8, Placement("moving")),),
-        attrs=GatherAttrs(axes=("data",)),
+        attrs=Over(axes=("data",)),
     )
     return start, Instruction("wait", (handle,), (Value(out, shape, F32),))
 

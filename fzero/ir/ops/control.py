@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero._compat import compat
-from fzero.ir.attributes import AddAttrs, AssignAttrs, JoinAttrs, LoopAttrs, UpdateAttrs
+from fzero.ir.attributes import AssignAttrs, JoinAttrs, LoopAttrs, UpdateAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text, into, join_text
 from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
@@ -90,7 +90,7 @@ class Accumulation(Op[JoinAttrs]):
 
     def check(self, op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
         _joins(op, args, rules)
-        if rules.iterations == 1 or op.attrs.reduction not in JOINS:
+        if rules.iterations == 1 or op.micro or op.attrs.reduction not in JOINS:
             rules.bad(op, f"accumulates by {op.attrs.reduction!r} over {rules.iterations} iterations")
         if not args or len(args) != len(op.out):
             rules.bad(op, f"accumulates {len(args)} values to {len(op.out)}")
@@ -127,18 +127,18 @@ class Accumulation(Op[JoinAttrs]):
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
 
-class Add(Op[AddAttrs]):
+class Add(Op[JoinAttrs]):
     """Adds to totals in place: its results are new names of its first arguments."""
 
     name = "add"
-    attrs = AddAttrs
+    attrs = JoinAttrs
     settles = True
     pool = "sum"
 
-    def check(self, op: Instruction[AddAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
         num = len(op.out)
         _joins(op, args, rules)
-        if op.attrs.reduction not in JOINS:
+        if op.micro is None or op.attrs.reduction not in JOINS:
             rules.bad(op, f"adds by {op.attrs.reduction!r}")
         if len(args) != 2 * num:
             rules.bad(op, f"adds {len(args) - num} values to {num} totals")
@@ -147,13 +147,13 @@ class Add(Op[AddAttrs]):
         # The totals are read by their new names from now on.
         rules.overwritten |= {*op.args[:num]}
 
-    def shares(self, op: Instruction[AddAttrs]) -> Iterable[tuple[str, str]]:
+    def shares(self, op: Instruction[JoinAttrs]) -> Iterable[tuple[str, str]]:
         return [(v.name, total) for v, total in zip(op.out, op.args, strict=False)]
 
-    def touched(self, op: Instruction[AddAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+    def touched(self, op: Instruction[JoinAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         return sum(3 * local_bytes(v, mesh) for v in op.out)
 
-    def text(self, op: Instruction[AddAttrs], program: Program) -> Text:
+    def text(self, op: Instruction[JoinAttrs], program: Program) -> Text:
         totals, parts = (f"[{', '.join(names)}]" for names in _halves(op))
         return Text(f"add({', '.join([totals, parts, *join_text(op)])})", "in place", listed=True)
 
@@ -174,7 +174,7 @@ def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
             rules.bad(op, f"{v.name} is {v.placement}, joined by {op.attrs.reduction!r}")
 
 
-def _halves(op: Instruction[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
+def _halves(op: Instruction[JoinAttrs]) -> tuple[Sequence[str], Sequence[str]]:
     return op.args[: len(op.out)], op.args[len(op.out) :]
 
 

@@ -14,8 +14,7 @@ import torch
 from fzero._utils.units import size
 from fzero.ir.attributes import (
     CopyAttrs,
-    GatherAttrs,
-    RecvAttrs,
+    Over,
     ReduceAttrs,
     ReplicateAttrs,
     ScatterAttrs,
@@ -41,15 +40,15 @@ def _starts(op: Instruction, rules: Rules) -> None:
         rules.bad(op, f"{handle.name}, which has been started, is {handle.placement}")
 
 
-class Collective(Start[GatherAttrs]):
+class Collective(Start[Over]):
     """A collective over one mesh axis. Over several axes, several collectives follow each other. Bytes are those of
     ring algorithms.
     """
 
-    attrs = GatherAttrs
+    attrs = Over
     computes = "device"
 
-    def check(self, op: Instruction[GatherAttrs], args: list[Value], rules: Rules) -> None:
+    def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
         _starts(op, rules)
         if not args or len(op.attrs.axes) != 1:
             rules.bad(op, f"moves {len(args)} values over {len(op.attrs.axes)} axes")
@@ -59,7 +58,7 @@ class Collective(Start[GatherAttrs]):
             if not self.takes(op, v.placement):
                 rules.bad(op, f"{v.name} is {v.placement}")
 
-    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
         """Returns whether the collective can move values of this placement. A reduction moves only values that are
         partial over its axes, by its own reduction.
         """
@@ -69,14 +68,14 @@ class Collective(Start[GatherAttrs]):
             return False
         return {*op.attrs.axes} <= {*placement.partial} and placement.by == op.says(ReduceAttrs).reduction
 
-    def channel(self, op: Instruction[GatherAttrs]) -> str:
+    def channel(self, op: Instruction[Over]) -> str:
         return f"reduce:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(op.attrs.axes)
         return self.together(op, values, mesh) * (n - 1) // n
 
-    def together(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def together(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Returns the bytes of the data that the ranks along the axis have together: the full tensor, or a shard of
         it if other axes shard it.
         """
@@ -89,7 +88,7 @@ class Collective(Start[GatherAttrs]):
             found += local_bytes(replace(value, placement=Placement(dim_shards=left)), mesh) // mesh.axis_size(others)
         return found
 
-    def text(self, op: Instruction[GatherAttrs], program: Program) -> Text:
+    def text(self, op: Instruction[Over], program: Program) -> Text:
         how = [f"op={op.attrs.reduction!r}"] if isinstance(op.attrs, ReduceAttrs) else []
         sent = size(self.moved_bytes(op, program.values_by_name, program.mesh))
         arguments = ", ".join([f"[{', '.join(op.args)}]", over(op), *how, *into(op, program)])
@@ -107,19 +106,19 @@ class AllGather(Collective):
     name = "all_gather_start"
     pool = "gather"
 
-    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
         # Only the last axis can be gathered: it splits the shards of the axes before it, so its shards are adjacent.
         shard = placement.kind == "shard" and placement.axes[-1:] == op.attrs.axes
         rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.dim_shards)
         return (shard or rows) and not placement.partial
 
-    def reads_new(self, op: Instruction[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+    def reads_new(self, op: Instruction[Over], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
 
-    def channel(self, op: Instruction[GatherAttrs]) -> str:
+    def channel(self, op: Instruction[Over]) -> str:
         return f"gather:{','.join(op.attrs.axes)}"
 
-    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
         if placement.dim_shards:
             left = tuple(x for x in placement.dim_shards if x[0] not in op.attrs.axes)
             return replace(placement, dim_shards=left)
@@ -137,16 +136,16 @@ class ReduceScatter(Collective):
     pool = "scatter"
     reads_until_wait = False
 
-    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
         finer = (*placement.axes, *op.attrs.axes)  # the axes that determine the padding of the shard
         # A shard can be sharded further only if its padding already makes its length a multiple of the finer shards.
         padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
         return padded and super().takes(op, placement)
 
-    def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
+    def filled(self, op: Instruction[Over]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
 
-    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
         axes, said = tuple(op.attrs.axes), op.says(ScatterAttrs)
         left = tuple(a for a in placement.partial if a not in axes)
         if said.rows:
@@ -165,10 +164,10 @@ class AllReduce(Collective):
     pool = "reduce"
     reads_until_wait = False
 
-    def arrives(self, op: Instruction[GatherAttrs], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
         return placement.left(a for a in placement.partial if a not in op.attrs.axes)
 
-    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(op.attrs.axes)
         # A ring all-reduce is a reduce-scatter followed by an all-gather.
         return self.together(op, values, mesh) * 2 * (n - 1) // n
@@ -183,17 +182,17 @@ class AllToAll(Collective):
     pool = "exchange"
     reads_until_wait = False
 
-    def takes(self, op: Instruction[GatherAttrs], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
         return placement.kind == "varying" and {*op.attrs.axes} <= {*placement.axes} and not placement.partial
 
-    def channel(self, op: Instruction[GatherAttrs]) -> str:
+    def channel(self, op: Instruction[Over]) -> str:
         return f"exchange:{','.join(op.attrs.axes)}"
 
-    def moved_bytes(self, op: Instruction[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+    def moved_bytes(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(op.attrs.axes)
         return sum(local_bytes(values[a], mesh) for a in op.args) * (n - 1) // n
 
-    def filled(self, op: Instruction[GatherAttrs]) -> Sequence[Place | None]:
+    def filled(self, op: Instruction[Over]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
 
 
@@ -279,9 +278,8 @@ class Send(Start[SendAttrs]):
         for v in args:
             if not {*said.axes}.isdisjoint(v.placement.varies_over) or v.tier != "device":
                 rules.bad(op, f"{v.name} is {v}")
-        if not isinstance(said, RecvAttrs) and [
-            SentValue(v.local_shape(mesh), v.dtype, v.placement.varies_over) for v in args
-        ] != [*said.values]:
+        sent = tuple(SentValue(v.local_shape(mesh), v.dtype, v.placement.varies_over) for v in args)
+        if op.op == Send.name and sent != said.values:
             rules.bad(op, "sends different values than its attributes list")
 
     def filled(self, op: Instruction[SendAttrs]) -> Sequence[Place | None]:
@@ -308,7 +306,6 @@ class Recv(Send):
 
     name = "recv_start"
     args = 0
-    attrs = RecvAttrs
 
     def text(self, op: Instruction[SendAttrs], program: Program) -> Text:
         said, comes = op.attrs, size(self.moved_bytes(op, {}, program.mesh))
@@ -407,8 +404,8 @@ class Wait(Op[WaitAttrs]):
         moved = not (start.writes or isinstance(start.attrs, ReplicateAttrs | SendAttrs))
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         # A receive reads no values of this program, so its attributes say what comes.
-        if isinstance(start.attrs, RecvAttrs):
-            said, mesh = start.attrs, rules.program.mesh
+        if start.op == Recv.name:
+            said, mesh = start.says(SendAttrs), rules.program.mesh
             comes = [(*x, "device") for x in said.values]
             if [(v.local_shape(mesh), v.dtype, v.placement.varies_over, v.tier) for v in op.out] != comes:
                 rules.bad(op, "returns different values than it receives")
