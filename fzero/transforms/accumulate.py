@@ -347,41 +347,51 @@ def _repeated(
     names, values = Names(program.values()), program.values()
     update = _update(program)
     ops, summands = _alone(program, names)
-    new: list[dict[str, str]] = [{} for _ in range(num)]  # names that differ between micro-batches
-    out: list[Instruction] = []
-    for whole in batch:
-        for m in range(num):
-            new[m][whole] = names(f"{whole}_micro_{m}")
-            out.append(
-                Instruction(
-                    "take_part",
-                    (whole,),
-                    (replace(values[whole], name=new[m][whole]),),
-                    attrs=PartAttrs(micro=(m, num)),
-                    by="accumulate",
-                )
-            )
+    # by micro-batch: the names of values that differ between them
+    new = [{whole: names(f"{whole}_micro_{m}") for whole in batch} for m in range(num)]
+    out = [_take_part(values[whole], new[m][whole], (m, num)) for whole in batch for m in range(num)]
     for unit in _units(ops, summands):
         if unit[0].of_sums:
             out += [op.rename(new[0]) for op in unit]  # the totals
             continue
-        made = [v for op in unit for v in op.out]
-        adds = [v for v in made if v.name in summands]
-        # Depends on no micro-batch, directly or indirectly, so it runs once for all of them.
-        if not adds and not any(
-            (op.op == "rank_index" and not op.axes) or not new[0].keys().isdisjoint(op.args) for op in unit
-        ):
-            out += unit
-            continue
-        for m in range(num):
-            for v in made:
-                # The result of the first micro-batch is the first total, so nothing has to be initialized to zero.
-                new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
-            for op in unit:
-                renamed = tuple(replace(v, name=new[m][v.name]) for v in op.out)
-                out.append(replace(op.rename(new[m]), out=renamed).saying(micro=(m, num)))
-            out += _added(adds, {v.name: _how(update, summands[v.name]) for v in adds}, new, m, names) if m else ()
+        adds = [v for op in unit for v in op.out if v.name in summands]
+        if adds or any(_depends_on_micro_batch(op, new[0]) for op in unit):
+            out += _for_each(unit, adds, {v.name: _how(update, summands[v.name]) for v in adds}, new, names)
+        else:
+            out += unit  # once for all micro-batches
     return out, {name: new[0][summand] for summand, name in summands.items()}
+
+
+def _for_each(
+    unit: Sequence[Instruction],
+    adds: Sequence[Value],
+    how: Mapping[str, str],
+    new: Sequence[dict[str, str]],
+    names: Names,
+) -> Iterator[Instruction]:
+    """Yields ops for each micro-batch, and the ops that add up `adds`; the arguments are those of `_added`."""
+    for m in range(len(new)):
+        for v in (v for op in unit for v in op.out):
+            # The result of the first micro-batch is the first total, so nothing has to be initialized to zero.
+            new[m][v.name] = names(f"{v.name}_total_0" if m == 0 and v in adds else f"{v.name}_micro_{m}")
+        yield from (_for_micro_batch(op, new[m], (m, len(new))) for op in unit)
+        if m:
+            yield from _added(adds, how, new, m, names)
+
+
+def _for_micro_batch(op: Instruction, new: Mapping[str, str], micro: tuple[int, int]) -> Instruction:
+    renamed = tuple(replace(v, name=new[v.name]) for v in op.out)
+    return replace(op.rename(new), out=renamed).saying(micro=micro)
+
+
+def _take_part(whole: Value, name: str, micro: tuple[int, int]) -> Instruction:
+    part = replace(whole, name=name)
+    return Instruction("take_part", (whole.name,), (part,), attrs=PartAttrs(micro=micro), by="accumulate")
+
+
+def _depends_on_micro_batch(op: Instruction, new: Mapping[str, str]) -> bool:
+    """Whether an op reads the index of the micro-batch, or a value that differs between micro-batches."""
+    return (op.op == "rank_index" and not op.axes) or not new.keys().isdisjoint(op.args)
 
 
 def _added(

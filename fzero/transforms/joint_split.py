@@ -84,30 +84,30 @@ class Choices:
         late = reached(graph, self.places[joint.num_inputs :])
         varying = reached(graph, self.places)
         needed = ancestors(self.grads, stop=set())
-        roots = {n: storage_of(n) for n in graph.nodes}
-        self.early = [
-            n for n in graph.nodes if n.op == "call_function" and n in needed and n not in late and n in varying
-        ]
+        early = (needed & varying) - late
+        self.early = [n for n in graph.nodes if n.op == "call_function" and n in early]
         self.read = {n for n in self.early if n in self.grads or any(u in late and u in needed for u in n.users)}
         # In reverse, so that a value that is several outputs maps to the first of them.
         self.reused = {outputs[i]: i for i in sorted(alive, reverse=True)}
-        others = reached(graph, self.places[joint.num_params :])
-        self._of_params = {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(
-            graph, set(self.places[: joint.num_params])
-        )
-        can = [
-            n
-            for n in self.early
-            if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
-        ]
+        self._of_params = self._computed_from_params()
+        self._roots = {n: storage_of(n) for n in graph.nodes}
         self.held, computed = self._shares(placements)
-        self.nbytes = {
-            n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize // self.held[n]
-            for n in can
-        }
+        self.nbytes = {n: self._bytes_to_keep(n) for n in self.early if self._can_be_kept(n)}
         self.flops = {n: operations(n) // computed[n] for n in self.early}
         self._stop = set(self.places)
-        self._roots = roots
+
+    def _computed_from_params(self) -> set[fx.Node]:
+        """Returns the values that depend on nothing but parameters, and views of parameters."""
+        graph, params = self.joint.graph.graph, self.places[: self.joint.num_params]
+        others = reached(graph, self.places[self.joint.num_params :])
+        return {n for n in self.early if n not in others and not _is_row(n.meta["val"])} | views_of(graph, set(params))
+
+    def _can_be_kept(self, n: fx.Node) -> bool:
+        return self._roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
+
+    def _bytes_to_keep(self, n: fx.Node) -> int:
+        value = n.meta["val"]
+        return 0 if n in self.reused else value.numel() * value.dtype.itemsize // self.held[n]
 
     def _shares(self, placements: tuple[EndPlacements, ...]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
         """Returns, for each value, the number of ranks among which it is sharded, and the number that share the work of

@@ -99,24 +99,34 @@ class _Dealer:
     def _dealt(self, at: int, op: Instruction) -> _Dealt | None:
         """Returns a call if it can be assigned to one rank: nothing else reads its gathered arguments, and its results
         are sharded flat."""
-        shards: dict[str, Value] = {}
-        for a in dict.fromkeys(op.args):
-            wait = self.ops[self.made[a]] if a in self.made else None
-            start = self.ops[self.made[wait.args[0]]] if wait is not None and wait.op == "wait" else None
-            if wait is not None and start is not None and (start.op, start.by) == (_GATHER, "optimizer"):
-                shards[a] = self.values[start.args[[v.name for v in wait.out].index(a)]]
+        found = {a: self._gathered_from(a) for a in op.args}
+        shards = {a: shard for a, shard in found.items() if shard is not None}
         axes = {v.placement.axes for v in shards.values()}
-        takes = [self.readers[v.name] for v in op.out]
         flat = all(len(v.placement.axes) == 1 and not v.placement.dims for v in shards.values())
         if len(axes) != 1 or not flat or any(len(self.readers[a]) > 1 for a in shards):
             return None
-        for readers in takes:
-            take = self.ops[readers[0]] if len(readers) == 1 else None
-            if take is None or take.op != "take_shard" or take.axes[:1] not in axes or take.says(TakeShardAttrs).dims:
-                return None
         if any(v.name in self.program.outputs for v in op.out):
             return None
-        return _Dealt(at, shards, [readers[0] for readers in takes])
+        takes = [self._only_take(v.name, *axes) for v in op.out]
+        return None if None in takes else _Dealt(at, shards, [i for i in takes if i is not None])
+
+    def _gathered_from(self, name: str) -> Value | None:
+        """Returns the shard that the optimizer gathers into a value; None if it is not gathered."""
+        wait = self.ops[self.made[name]] if name in self.made else None
+        if wait is None or wait.op != "wait":
+            return None
+        start = self.ops[self.made[wait.args[0]]]
+        if (start.op, start.by) != (_GATHER, "optimizer"):
+            return None
+        return self.values[start.args[[v.name for v in wait.out].index(name)]]
+
+    def _only_take(self, name: str, axes: tuple[str, ...]) -> int | None:
+        """Returns the index of the op that shards a value over these axes first; None if other ops read it too."""
+        if len(readers := self.readers[name]) != 1:
+            return None
+        take = self.ops[readers[0]]
+        shards = take.op == "take_shard" and take.axes[:1] == axes and not take.says(TakeShardAttrs).dims
+        return readers[0] if shards else None
 
     def _key(self, op: Instruction, call: _Dealt) -> Hashable:
         """Returns a key that is equal for calls of one subgraph, on one stage of a pipeline, that differ only in their
