@@ -12,7 +12,7 @@ import torch
 from fzero._compat import compat
 from fzero.errors import FzeroTypeError, TransformError
 from fzero.ir.from_graph import Functions
-from fzero.ir.ops import COLLECTIVES, OPS
+from fzero.ir.ops import COLLECTIVES
 from fzero.ir.program import Instruction, Program
 from fzero.ir.value_names import Names
 from fzero.trace.graph_capture import record
@@ -94,7 +94,7 @@ class _OwnGradients:
 
     def _reduced(self, op: Instruction) -> bool:
         """Whether a line adds up values that were already reduced, over at least one axis."""
-        return any(OPS[self.made[a].op].waits for a in op.args if a in self.made)
+        return any(self.made[a].is_wait for a in op.args if a in self.made)
 
     def _ops(self, source: str, slot: str) -> tuple[str, list[Instruction], list[Instruction]]:
         """The name of the value sent in place of a gradient, the lines that make it, and the lines at the end of the

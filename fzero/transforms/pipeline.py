@@ -469,8 +469,8 @@ def split_backward(program: Program) -> Program:
             return [op]
         if (op.fn, first) not in known:
             known[op.fn, first] = in_two(program.functions[op.fn].graph, first)
-        inputs, weights = _calls(op, [values[a] for a in op.args], known[op.fn, first], functions, names)
-        return [inputs, weights.saying(weights=True)]
+        inputs, *weights = _calls(op, [values[a] for a in op.args], known[op.fn, first], functions, names)
+        return [inputs, *(x.saying(weights=True) for x in weights)]
 
     ops = with_segments((op, split(op)) for op in program.instructions)
     if not known:
@@ -493,7 +493,7 @@ def _onward(program: Program) -> set[str]:
 
 
 def _calls(op: Instruction, args: Sequence[Value], of: Pieces, functions: Functions, names: Names) -> list[Instruction]:
-    """Returns the calls of the two pieces of a subgraph.
+    """Returns the calls of the two pieces of a subgraph; one call if the first piece computes everything.
 
     Args:
         op: the call of the subgraph.
@@ -509,7 +509,7 @@ def _calls(op: Instruction, args: Sequence[Value], of: Pieces, functions: Functi
         if x not in own:
             own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
     stem, ops = call_name(op), list[Instruction]()
-    for name, step, positions in zip((op.fn, f"{op.fn}_weights"), of.steps, of.positions, strict=True):
+    for number, (step, positions) in enumerate(zip(of.steps, of.positions, strict=True)):
         out = list[Value]()
         for x, position in zip(step.outputs, positions, strict=True):
             if position is not None:
@@ -518,6 +518,6 @@ def _calls(op: Instruction, args: Sequence[Value], of: Pieces, functions: Functi
             at, value = Placement("varying", own[x]) if own[x] else REPLICATED, x.meta["val"]
             made[x] = Value(names(f"{stem}_{operation_name(x)}"), tuple(value.shape), value.dtype, at)
             out.append(made[x])
-        args_of = tuple(made[x].name for x in step.inputs)
-        ops.append(replace(op, fn=functions.add(name, step.graph), args=args_of, out=tuple(out)))
+        fn = functions.add(f"{op.fn}_weights" if number else op.fn, step.graph)
+        ops.append(replace(op, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))
     return ops

@@ -169,9 +169,9 @@ def found_wrong(name: str) -> list[str]:
     return missed
 
 
-def _child(*args: str) -> str:
-    """What this file prints as a program."""
-    here = Path(__file__).resolve()
+def _child(*args: str, file: str = __file__) -> str:
+    """What this file, or another one, prints as a program."""
+    here = Path(file).resolve()
     paths = [str(here.parents[2]), str(here.parents[1]), str(here.parent)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, str(here), *args], capture_output=True, text=True, env=env)
