@@ -507,7 +507,7 @@ def on_ranks(
     **options: Any,
 ) -> str:
     mesh = fz.make_mesh(**axes, **options)
-    batch_axes = tuple(axis for axis in axes if axis != "seq")
+    batch_axes = tuple(axis for axis in axes if axis not in ("seq", "model"))
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
     loss_fn = loss_of(ranks=ranks)
     made = step(*transforms, loss=loss_fn)
