@@ -11,6 +11,7 @@ moment it has its index (storage.py). This file deals with names, not with conte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -26,6 +27,8 @@ from fzero.errors import CheckpointError
 logger = logging.getLogger("fzero")
 
 _LONGEST_NAME = 4096  # bytes
+_HEAD = 1024  # bytes of an index that are searched for the run's name
+_RUN = re.compile(rb'^"run": "([\w:-]+)",$', re.M)
 _STEP = re.compile(STEP + r"(\d{8,})")
 
 
@@ -44,11 +47,11 @@ def latest(path: str | os.PathLike[str]) -> Place:
     first.
 
     Without a file `latest`, it is the checkpoint of the highest step, provided that all checkpoints belong to one
-    run. If `latest` names a checkpoint that was deleted while others exist, it is the newest of these, with a warning.
+    run. The same holds if `latest` names a checkpoint that was deleted while others exist; this logs a warning.
 
     Raises:
-        CheckpointError: there is no complete checkpoint; `latest` is damaged; or there is no `latest` and the
-            checkpoints belong to several runs.
+        CheckpointError: there is no complete checkpoint; `latest` is damaged; or `latest` is missing or names a deleted
+            checkpoint, and the others belong to several runs.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -70,13 +73,13 @@ def latest(path: str | os.PathLike[str]) -> Place:
             return found
         name, complete = now = name, complete_steps(root)
         if name is None and complete:  # the first save was killed right after publishing, or someone copied a step here
-            return _highest(root, complete)
+            return _highest(root, complete, f"no file {LATEST}")
         # Not found by its name above, but listed now: a save is replacing this step, and was between its two renames.
         if match and int(match[1]) in complete:
             return complete[int(match[1])]
         if now == seen:  # seen twice, so this is not just the moment between two renames by another process
             if match and complete and _is_gone(root / match[0]):
-                found = complete[max(complete)]
+                found = _highest(root, complete, f"{LATEST} names {match[0]}, which was deleted")
                 text = "fzero.checkpoint: %s names %s, which was deleted, for example by another job that saves there"
                 logger.warning(text + ": %s is used instead", root / LATEST, match[0], found.name)
                 return found
@@ -157,14 +160,23 @@ def pointed(root: Place) -> Place | None:
     return _complete(root, name) if name and _STEP.fullmatch(name) else None
 
 
-def _highest(root: Place, complete: Mapping[int, Place]) -> Place:
+def run_of(place: Place) -> str | None:
+    """Returns the name of the run that a checkpoint belongs to, or None if it is not known."""
+    with contextlib.suppress(OSError):
+        # It is in the first lines of an index, which can be large.
+        if match := _RUN.search(storage_of(place).read(place / INDEX, _HEAD)):
+            return match[1].decode()
+    return _identity(place)[0]
+
+
+def _highest(root: Place, complete: Mapping[int, Place], why: str) -> Place:
     """Returns the checkpoint of the highest step. Raises an error if the checkpoints belong to several runs or
-    models."""
+    models. `why` says why `latest` does not tell."""
     seen = {place: _identity(place) for _, place in sorted(complete.items())}
     runs = {run for run, _ in seen.values()} - {None}
     models = {leaves for _, leaves in seen.values()} - {None}
     if len(runs) > 1 or len(models) > 1:
-        what = f"{root} has checkpoints of several runs, and no file {LATEST} that says which one is meant"
+        what = f"{root} has checkpoints of several runs, and nothing says which one is meant ({why})"
         problems = [
             f"{place.name}: {f'the run {run}' if run else 'an unnamed run'}" for place, (run, _) in seen.items()
         ]

@@ -30,7 +30,7 @@ from fzero._utils.arguments import flag, plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint import async_save, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
-from fzero.checkpoint.directory import complete_steps, pointed, step_name
+from fzero.checkpoint.directory import complete_steps, pointed, run_of, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
@@ -169,8 +169,8 @@ def save(
             in an object store, such as s3://bucket/run, through fsspec (the extra `fsspec`). Only one save at a time.
         state: a State of a plain Step or of a CompiledStep: a pytree of tensors, numbers and strings with a field
             `step`. Tensors without a layout are taken to be replicated, that is, unsharded and equal on all ranks.
-        keep: delete, after success, all but this many checkpoints, counting this one and those of earlier steps.
-            Checkpoints of later steps are never touched.
+        keep: delete, after success, all but this many checkpoints of this run, counting this one. Checkpoints of other
+            runs (`Index.run`) are neither counted nor deleted.
         meta: anything that JSON can hold, e.g. the run's configuration; rank 0's is stored.
         check_replicas: compare tensors that several ranks hold, by digests. Ranks that have diverged then cause an
             error, instead of a checkpoint with the values of one of them. The comparison reads these tensors once, on
@@ -452,8 +452,7 @@ def commit(
     try:
         # After publishing: if the process is killed here, there are too many checkpoints, but never too few.
         if keep is not None:
-            earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < plan.step)
-            retired += [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
+            retired += _superseded(root, plan.step, run, keep)
         for directory in retired:
             storage.retire(root, directory)
     except (OSError, CheckpointError) as error:
@@ -464,25 +463,49 @@ def commit(
 def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
     """Returns the name of the run that a new checkpoint belongs to, and a warning if `latest` belongs to another run.
 
-    A save continues the run of the latest checkpoint if it has the same tensors and a step that is not earlier. This
-    includes a run that was restarted, wherever it got its state from. Any other save starts a new run, which takes over
-    the directory.
+    A save continues the run of the last checkpoint that this process has saved here, or else the run of the latest
+    checkpoint, if that has the same tensors and a step that is not later. This includes a run that was restarted,
+    wherever it got its state from. Any other save starts a new run, which takes over the directory.
     """
-    own = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
-    before = _before(root)
-    if before is None:
-        return own, None
-    differ = sum(before.leaves.get(name) != plan.leaves.get(name) for name in {*before.leaves, *plan.leaves})
+    before, own = _before(root), _saved.get(_absolute(root))
+    name = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
+    # Another job may have saved here since this process has.
+    last = before if own is None else own
+    if last is not None and _continues(plan, last):
+        name = last.run or name
+    if before is None or before.run == name or (before.run is None and _continues(plan, before)):
+        return name, None
+    differ = sum(before.leaves.get(n) != plan.leaves.get(n) for n in {*before.leaves, *plan.leaves})
     # A run that goes back to an earlier step and saves there again is indistinguishable from another run of the same
     # model, so it gets a new name and a warning.
-    if not differ and plan.step >= before.step:
-        return before.run or own, None
-    why = f"has different tensors ({differ} differ)" if differ else "is of a later step"
-    return own, (
-        f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
-        f"{step_name(before.step)} was, which {why}: a run that continues from {root} finds the new one. "
-        "Fix: save another run to another directory"
+    why = (
+        f"has different tensors ({differ} differ)"
+        if differ
+        else "is of a later step"
+        if plan.step < before.step
+        else "is of another run"
     )
+    return name, (
+        f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
+        f"{step_name(before.step)} was, which {why}: a run that continues from {root} finds the new one, and keep= "
+        "neither counts nor deletes the others. Fix: save another run to another directory"
+    )
+
+
+def _continues(plan: SavePlan, last: _Saved | Index) -> bool:
+    """Whether a state may be of the run that has saved this checkpoint: it has the same tensors, at a step that is not
+    earlier."""
+    return last.leaves == plan.leaves and plan.step >= last.step
+
+
+def _superseded(root: Place, step: int, run: str, keep: int) -> list[Place]:
+    """Returns the checkpoints of this run that `keep` does not include, now that the one of `step` is published.
+
+    Those of other runs are neither counted nor returned. A checkpoint without the name of a run, which fzero 0.2 or
+    older wrote, counts as one of this run.
+    """
+    earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < step and run_of(p) in (run, None))
+    return [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
 
 
 def _before(root: Place) -> _Saved | Index | None:

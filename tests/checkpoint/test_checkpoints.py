@@ -733,7 +733,7 @@ def test_without_latest_a_run_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     raises(
         lambda: checkpoint.find(tmp_path),
-        "has checkpoints of several runs, and no file latest",
+        "has checkpoints of several runs, and nothing says which one is meant (no file latest)",
         f"step-00000030: the run {second}",
         "step-00000500: the run ",
         f"Fix: write the name of one of them to {tmp_path / 'latest'}, or give that directory",
@@ -774,13 +774,49 @@ def test_dtypes_are_exact_unless_cast(tmp_path: Path) -> None:
 # Saving and its failures
 
 
-def test_keep_deletes_only_older_ones(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 50, 4):
-        checkpoint.save(tmp_path, State(step, {"a": torch.full((3,), float(step))}), keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004", "step-00000050"]
-    assert checkpoint.latest(tmp_path).name == "step-00000004"
-    checkpoint.save(tmp_path, State(51, {"a": torch.ones(3)}), keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000051"]
+def test_keep_deletes_only_older_ones_of_its_run(tmp_path: Path) -> None:
+    def save(step: int, keep: int) -> list[int]:
+        checkpoint.save(tmp_path, State(step, {"a": torch.full((3,), float(step))}), keep=keep)
+        assert checkpoint.latest(tmp_path).name == f"step-{step:08d}"
+        return sorted(int(p.name[5:]) for p in tmp_path.iterdir() if p.name != "latest")
+
+    assert [save(step, 2) for step in (1, 2, 3, 50)][-1] == [3, 50]
+    # Training goes back to step 3 and continues: what was saved after it then belongs to another run.
+    assert save(4, 2) == [3, 4, 50]
+    assert save(5, 1) == [3, 5, 50]
+    assert save(51, 2) == [3, 5, 50, 51], "the other run's checkpoint of step 50 is not counted"
+    assert save(52, 1) == [3, 50, 52]
+
+
+def test_two_jobs_in_one_directory_keep_their_own_checkpoints(tmp_path: Path) -> None:
+    """Each continues its own run, and neither deletes what the other one has saved."""
+    jobs: dict[str, dict[str, Any]] = {"ours": {}, "theirs": {}}
+    runs: dict[str, set[str | None]] = {"ours": set(), "theirs": set()}
+    for job, step in (("ours", 10), ("theirs", 2), ("ours", 20), ("theirs", 4), ("theirs", 6), ("ours", 30)):
+        saving._saved.clear()
+        saving._saved.update(jobs[job])  # what that process remembers
+        path = checkpoint.save(tmp_path, State(step, {"a": torch.ones(3)}), keep=1)
+        jobs[job], found = dict(saving._saved), checkpoint.describe(path)
+        runs[job].add(found.run)
+        assert checkpoint.latest(tmp_path) == path
+    assert len(runs["ours"]) == len(runs["theirs"]) == 1 and runs["ours"] != runs["theirs"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000006", "step-00000030"]
+
+
+def test_a_stale_step_of_another_run_is_not_taken_where_latest_was_deleted(tmp_path: Path) -> None:
+    saved_run(tmp_path, 100)
+    saved_run(tmp_path, 10)
+    newest = checkpoint.latest(tmp_path)
+    saved_run(tmp_path, 20)
+    shutil.rmtree(tmp_path / "step-00000020")
+    raises(
+        lambda: checkpoint.find(tmp_path),
+        "has checkpoints of several runs, and nothing says which one is meant (latest names step-00000020, which was "
+        "deleted)",
+        f"Fix: write the name of one of them to {tmp_path / 'latest'}, or give that directory",
+    )
+    shutil.rmtree(tmp_path / "step-00000100")
+    assert checkpoint.find(tmp_path) == newest, "those that are left are of one run"
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -1042,7 +1078,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     step = checkpoint.verify(tmp_path).step
     assert read_whole(tmp_path)["params.0"].unique().tolist() == [float(step)]
-    checkpoint.save(tmp_path, State(step + 1, [torch.ones(1)]), keep=1)
+    checkpoint.save(tmp_path, State(step + 1, [torch.ones(300_000)]), keep=1)
     left = sorted(
         p.name for p in tmp_path.iterdir() if not p.name.startswith(".tmp-")
     )  # a young staging directory is left alone

@@ -79,15 +79,13 @@ def test_it_is_what_a_directory_is(root: str, tmp_path: Path) -> None:
     state = State(torch.tensor(6), {"a": torch.ones(3)})
     assert checkpoint.save(root, state, keep=2, meta={"lr": 1}).name == "step-00000006"
     assert checkpoint.describe(root).meta == {"lr": 1}
-    assert sorted(storage.storage_of(as_path(root)).names(as_path(root))) == [
-        "latest",
-        "step-00000005",
-        "step-00000006",
-    ]
+    names = ["latest", *(f"step-{step:08d}" for step in (3, 4, 5, 6))]  # `keep` leaves those of the other model
+    assert sorted(storage.storage_of(as_path(root)).names(as_path(root))) == names
     behind = checkpoint.save(root, State(torch.tensor(7), {"a": torch.full((3,), 7.0)}), keep=1, wait=False)
     assert behind.wait() == checkpoint.latest(root) == as_path(root) / "step-00000007"
     assert read_whole(root)["params.a"].tolist() == [7.0] * 3
-    raises(lambda: read_whole(f"{root}/step-00000005"), "step-00000005", "does not exist")
+    raises(lambda: read_whole(f"{root}/step-00000006"), "step-00000006", "does not exist")
+    assert holds(f"{root}/step-00000005", 5)
 
 
 class Stop:
@@ -244,13 +242,13 @@ def test_errors_are_said_by_name(
     Objects.refuse = None
     saved(RUN, 1)
     saved(RUN, 2)
-    Objects.refuse = lambda act, path: PermissionError("no") if act == "delete" and "00000001" in path else None
-    for number in (3, 4):  # nothing is wrong with what was saved
+    Objects.refuse = lambda act, path: PermissionError("no") if act == "delete" and "00000003" in path else None
+    for number in (3, 4, 5):  # nothing is wrong with what was saved
         assert checkpoint.save(RUN, state._replace(step=torch.tensor(number)), keep=1).name == f"step-0000000{number}"
     assert sum("could not be deleted" in r.message and "cannot delete" in r.message for r in caplog.records) == 1
     Objects.refuse = lambda act, path: TypeError("an option of the store") if act == "put" else None
     with pytest.raises(CheckpointError, match="TypeError: an option") as caught:
-        checkpoint.save(RUN, state._replace(step=torch.tensor(5)))
+        checkpoint.save(RUN, state._replace(step=torch.tensor(6)))
     assert not isinstance(caught.value, StorageError)
     Objects.refuse = lambda act, path: PermissionError("no") if act == "get" else None
     raises(lambda: read_whole(RUN), "cannot read", "give credentials")
