@@ -189,11 +189,11 @@ def run(args: argparse.Namespace) -> None:
     ).split(0.02)
     # the global batch of a step is the same on any mesh
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
-    # none yet: the same command starts a run and goes on with it
-    saved = fz.checkpoint.find(args.out) if args.resume else None
-    state = train.restore(saved, params=init) if saved else train.init(init, fz.random.key(args.seed))
-    # batches seen; with fp16 some of them were no step
-    start = text.resume(fz.checkpoint.describe(saved, mesh).meta.get("data")) if saved else 0
+    saves = fz.checkpoint.CheckpointManager(args.out, every=args.save_every, keep=2, data=text, meta=vars(args))
+    key = fz.random.key(args.seed)
+    # the same command starts a run and continues it
+    state = saves.restore(train, init, key) if args.resume else train.init(init, key)
+    start = saves.seen  # batches; with fp16, some of them were no step
     say(
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: "
         f"{f'resuming at step {start}' if start else 'training'}"
@@ -218,11 +218,11 @@ def run(args: argparse.Namespace) -> None:
                     f"step {done}: loss {metrics['loss']}, grad_norm {metrics['grad_norm']}: stopped. Checkpoints are "
                     f"of earlier steps.\nFix: a smaller --lr"
                 )
-            stop = stops(mesh)
-            if stop or done == args.steps or done % args.save_every == 0:
-                fz.checkpoint.save(args.out, state, keep=2, meta=vars(args) | {"data": text.cursor(done)})
-            if stop and done < args.steps:
+            saves.step(state)
+            if stops(mesh) and done < args.steps:
+                saves.close()
                 raise KeyboardInterrupt(f"stopped at step {done}; continue with --resume")
+    saves.close()  # the last state
     losses = [validate(state.params, *held_out.batch_at(i, **here)) for i in range(EVAL_BATCHES)]
     say(
         f"validation loss {sum(map(float, losses)) / len(losses):.4f}; checkpoint of step {int(state.step)} in "

@@ -1,9 +1,10 @@
 """Saves and restores sharded checkpoints: each rank writes its shards, and any mesh can read them.
 
-`save` and `read` move a `State` to and from storage. `find`, `latest`, `describe`, `structure`,
-`check` and `verify` inspect what is stored. `export` writes Hugging Face's layout of safetensors
-files, which `train.load` reads. An `AsyncSave` is a save that continues in the background, and a
-`Url` names a location in an object store.
+`save` and `read` move a `State` to and from storage, and a `CheckpointManager` calls `save` at
+regular intervals. `find`, `latest`, `describe`, `structure`, `check` and `verify` inspect what is
+stored. `export` writes Hugging Face's layout of safetensors files, which `train.load` reads. An
+`AsyncSave` is a save that continues in the background, and a `Url` names a location in an object
+store.
 
 A checkpoint is one safetensors file per rank and an index with checksums, so damaged data raises an
 error instead of being loaded. This folder knows nothing about programs: it imports nothing from
@@ -13,6 +14,7 @@ error instead of being loaded. This folder knows nothing about programs: it impo
 |---|---|
 | `saving.py` | plans and writes a checkpoint: every rank writes its file, then rank 0 commits all of them |
 | `async_save.py` | saves from a copy in host memory, in a background thread, while training continues |
+| `checkpoint_manager.py` | saves the state of a loop at regular intervals, and finds the newest state |
 | `tensor_digests.py` | checks that replicated tensors are equal on all ranks, by comparing digests |
 | `reading.py` | reads the byte ranges that this rank needs and verifies their checksums |
 | `peer_reads.py` | reads data that other ranks hold: each rank requests bytes and answers the others |
@@ -33,6 +35,7 @@ from typing import Any
 
 from fzero._utils.deprecation import warn
 from fzero.checkpoint.async_save import AsyncSave
+from fzero.checkpoint.checkpoint_manager import CheckpointManager
 from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.index import Index, check, describe, structure
 from fzero.checkpoint.reading import read, verify
@@ -43,6 +46,7 @@ from fzero.errors import no_attribute
 
 __all__ = [
     "AsyncSave",
+    "CheckpointManager",
     "Index",
     "Url",
     "check",

@@ -12,7 +12,6 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 | `restarts.py` | `fz.run`: calls the training function, and again on a new mesh after each lost rank |
 | `recovery_manager.py` | joins the ranks on a mesh, restores the newest state, and commits states to host memory |
 | `run_context.py` | `fz.Run`: gives the training function its mesh, state and step numbers, and stores states |
-| `run_checkpoints.py` | saves the checkpoints of a run, each with the number of batches its state has seen |
 | `stop_request.py` | records stop signals, and makes all ranks stop before the same step |
 | `health.py` | `fz.Health`: the checks that a run makes while it trains, and their findings |
 | `memory_checkpoint.py` | stores the newest states in memory files that outlive the process |

@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
+from fzero import checkpoint
 from fzero._utils.arguments import count, flag, plain_numbers, shown
 from fzero._utils.deprecation import attribute_alias, warn
 from fzero.checkpoint.async_save import AsyncSave
+from fzero.checkpoint.checkpoint_manager import CheckpointManager, warn_about
 from fzero.checkpoint.saving import not_private
 from fzero.checkpoint.storage_paths import Url
-from fzero.comm import collective_sequence
+from fzero.comm import collective_sequence, launcher
 from fzero.compiler.combined_transforms import zero_of
 from fzero.data.sample_order import Steps
 from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.recovery_manager import RecoveryManager
-from fzero.elastic.run_checkpoints import RunCheckpoints
 from fzero.elastic.stop_request import StopSignals
-from fzero.errors import FzeroValueError, StorageError
+from fzero.errors import CheckpointError, FzeroValueError, StorageError, parted
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
@@ -114,7 +115,7 @@ class Run:
         self._replicas = health.check_replicas_every
         self._newest: State | None = None
         self._train: CompiledStep | None = None
-        self._checkpoints = RunCheckpoints(mesh)
+        self._checkpoints: CheckpointManager | None = None
         self._counter = BatchCounter()
 
     @property
@@ -175,7 +176,7 @@ class Run:
         params: Any,
         key: torch.Tensor | None = None,
         *,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | CheckpointManager | None = None,
         data: Steps | None = None,
         private: bool = False,
     ) -> State:
@@ -186,10 +187,11 @@ class Run:
             train: the compiled step.
             params, key: of `train.init`.
             path: the directory or URL of the run's checkpoints. `save` writes there, and so does a run that is asked
-                to stop.
-            data: the data set whose batches the run sees. Checkpoints record which it was, and cannot be continued
-                with another one.
-            private: True for checkpoints that only this user can read, as `fz.checkpoint.save` writes them.
+                to stop. With a `fz.checkpoint.CheckpointManager` in its place, `commit` saves checkpoints at the
+                manager's intervals.
+            data, private: those of the `CheckpointManager`, if `path` is none: the data set whose batches the run sees
+                (checkpoints record which it was, and cannot be continued with another one), and True for checkpoints
+                that only this user can read.
 
         Communication: a few bytes, and that of `restore` or `init`.
 
@@ -202,10 +204,21 @@ class Run:
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
-        self._train, self._checkpoints = train, RunCheckpoints(self.mesh, path, data, private)
-        newest = self._checkpoints.newest
-        self._newest, self.source, seen = self._recovery.restore(train, params, key, newest, path, self._note)
+        saved: int | None = None
+        if path is not None and not isinstance(path, CheckpointManager):
+            path = CheckpointManager(path, data=data, private=private)
+        self._train, self._checkpoints = train, path
+
+        def newest() -> tuple[checkpoint.Index | None, int | None]:
+            nonlocal saved
+            found, saved = (None, None) if path is None else path.newest(self.mesh)
+            return found, saved
+
+        where = None if path is None else path.path
+        self._newest, self.source, seen = self._recovery.restore(train, params, key, newest, where, self._note)
         self._counter = BatchCounter(train, seen)
+        if path is not None:
+            path.begin(seen, saved)
         return self._newest
 
     @plain_numbers
@@ -255,6 +268,7 @@ class Run:
 
     def commit(self, state: State) -> None:
         """Copies this rank's shard of a state to its host's memory. If a process is lost, the run continues from there.
+        With a `CheckpointManager` (`state(path=)`), also saves a checkpoint if one is due.
 
         Memory: on each host, twice what its ranks hold; with `redundant`, three times that (four times if states are
             sent less often than they are stored), plus twice what is sent to them.
@@ -279,6 +293,8 @@ class Run:
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
             self._train.check_replicas(state)
         self._recovery.commit(state, seen)
+        if self._checkpoints is not None:
+            self._checkpoints.offer(state, seen)
 
     @plain_numbers
     def save(
@@ -290,7 +306,7 @@ class Run:
         is unchanged, and the state is in memory.
 
         Args:
-            state, keep, meta: as in `fz.checkpoint.save`.
+            state, keep, meta: as in `fz.checkpoint.save`; by default those of the `CheckpointManager`, if there is one.
             wait: False to continue with steps while a copy of the state is written: an `AsyncSave` is returned. The
                 next `save` and the end of the run wait for it, and check whether it has written a checkpoint.
 
@@ -299,12 +315,16 @@ class Run:
         Raises:
             CheckpointError: an error of this save or of the asynchronous one before it, except for storage errors.
         """
+        if (saves := self._checkpoints) is None:
+            fix = "run.state(train, params, key, path='runs/gpt')"
+            raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
         try:
-            self._checkpoints.settle()
-            self._checkpoints.check(state, meta)
-            return self._checkpoints.save(state, self._counter.count("save"), keep, meta, wait)
+            saves.settle()
+            saves.check(state, meta, "run.save")
+            saves.seen = self._counter.count("save")
+            return saves.save(state, keep=keep, meta=meta, wait=wait)
         except StorageError as error:
-            self._checkpoints.without(error)
+            warn_about(error)
             return None
 
     def _end(self, came: bool) -> None:
@@ -312,19 +332,49 @@ class Run:
 
         `came`: whether a signal has arrived at any rank.
         """
-        self._checkpoints.settle()
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
         if not came or self.stopping:
             return
         self.stopping = True
         self._save_last()
 
     def _save_last(self) -> None:
-        """Saves the newest state of a run that was asked to stop, unless it is saved already."""
-        if self._newest is None or self._checkpoints.path is None:
+        """Saves the newest state of a run that was asked to stop, with the arguments of the last save, unless it is
+        saved already.
+
+        Raises:
+            CheckpointError: the state cannot be saved. The message names the state from which the next start
+                continues.
+        """
+        if self._newest is None or (saves := self._checkpoints) is None:
             return
-        self._checkpoints.settle()
-        if (seen := self._counter.count("save")) != self._checkpoints.safe:
-            self._checkpoints.save_last(self._newest, seen, in_memory=self._recovery.keeps)
+        saves.settle()
+        if (seen := self._counter.count("save")) == saves.saved:
+            return
+        try:
+            saves.seen = seen
+            saved = saves.save_last(self._newest)
+        except CheckpointError as error:
+            text, fix = parted(error)
+            what = f"a stop of the run is requested, and its state after {seen} batches is not saved"
+            problems = [line.strip() for line in text.splitlines()] + [self._next_start(saves)]
+            raise type(error)("run", what, problems, fix or None) from error
+        if self.mesh.rank == 0:
+            logger.warning("fzero.run: the state after %d batches is saved: %s", seen, saved)
+
+    def _next_start(self, saves: CheckpointManager) -> str:
+        """Returns a message that says from which state the next start continues if the last state is not on disk. To be
+        called on all ranks."""
+        if self._recovery.keeps and launcher.starts_again():
+            return "the hosts' memory has it: torchrun restarts the ranks, and they continue from it"
+        try:
+            found = checkpoint.find(saves.path)
+        except CheckpointError as error:
+            return f"the next start ends with {str(error).splitlines()[0]}"
+        if found is None:
+            return f"the next start begins from scratch: there is no checkpoint under {saves.path}"
+        return f"the next start continues from {found}"
 
     def _note(self, finding: Finding) -> None:
         """Records a finding on every rank, and logs it once."""
@@ -333,12 +383,18 @@ class Run:
             logger.warning("fzero.run: %s", finding.text)
 
 
-def _check_arguments(train: Any, path: str | os.PathLike[str] | None, data: Any, private: Any) -> None:
+def _check_arguments(
+    train: Any, path: str | os.PathLike[str] | CheckpointManager | None, data: Any, private: Any
+) -> None:
     """Raises an error about invalid arguments of `Run.state`."""
     problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
     if data is not None and not isinstance(data, Steps):
         problems.append(f"data={shown(data)}: must be a data set of fz.data")
-    problems += flag("private", private) if path is None else not_private(path, private)
+    if isinstance(path, CheckpointManager):
+        if data is not None or private is not False:
+            problems.append("data, private: are arguments of the CheckpointManager")
+    else:
+        problems += flag("private", private) if path is None else not_private(path, private)
     if problems:
         fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
         raise FzeroValueError("run.state", "invalid arguments", problems, fix)

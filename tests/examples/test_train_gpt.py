@@ -338,7 +338,7 @@ def test_batches_that_were_no_step_count_as_seen(run_ranks, tmp_path):
     script = Script("train_gpt.py", (*EXAMPLE.tiny[:-1], "fp16", "--lr", "1e6", "--out", str(tmp_path / "out")))
     script.on(run_ranks, "--steps", 3)
     saved = fz.checkpoint.describe(tmp_path / "out")
-    assert saved.meta["data"]["next"] == 3 > saved.step, "not every batch was a step"
+    assert saved.meta["fzero.run"]["data"]["next"] == 3 > saved.step, "not every batch was a step"
     done = script.on(run_ranks, "--steps", 4, "--json", tmp_path / "log", "--resume")
     assert "resuming at step 3" in done.stdout and [r["step"] for r in records(tmp_path / "log")] == [4]
 
