@@ -45,6 +45,9 @@ from fzero.train_state import check_whole, lasting
 
 logger = logging.getLogger("fzero")
 
+# The names of torch.distributed.checkpoint for where the parts of a file begin (its `hf_storage.py`).
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
 _warned: set[str] = set()  # roots under which older checkpoints could not be deleted
 
 
@@ -422,11 +425,27 @@ def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> None:
             left -= data.numel()
             yield data
 
+    offsets = {name: {_OFFSETS: found} for name, boxes in mine.items() if (found := _saved_offsets(boxes)) is not None}
     written = safetensors_format.write(
-        staging.directory / staging.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks
+        staging.directory / staging.name(file_name(rank, plan.size)),
+        [entry(name) for name in mine],
+        blocks,
+        {_SHARDING: json.dumps(offsets, separators=(",", ":"))},
     )
     note = {"bytes": written.bytes, "sha256": written.sha256, "crc32": written.crc32, "offsets": dict(written.offsets)}
     storage_of(staging.directory).write(staging.directory / staging.name(_note(rank)), json.dumps(note).encode())
+
+
+def _saved_offsets(boxes: Boxes) -> list[int] | None:
+    """Returns where a part begins in its full tensor, in the form of torch.distributed.checkpoint, whose
+    `HuggingFaceStorageReader` then lists the tensor.
+
+    A range of the elements counts as part of a flattened tensor. None for parts that are no rectangle of the tensor:
+    shards of several groups of a dim, and ranges of shards along dims.
+    """
+    if boxes.numel != math.prod(part_shape(boxes.shape, boxes.along)):
+        return None if boxes.along else [boxes.start]
+    return None if any(len(ranges) > 1 for ranges in boxes.ranges) else [ranges[0][0] for ranges in boxes.ranges]
 
 
 def commit(
