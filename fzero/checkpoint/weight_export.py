@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fzero._utils.arguments import plain_numbers
-from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.filesystem import sync
 from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
-from fzero.checkpoint.safetensors_format import ElementRun
+from fzero.checkpoint.safetensors_format import CODES, ElementRun, Entry, FormatError, as_bytes, write
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import local
 from fzero.errors import CheckpointError
@@ -71,47 +72,63 @@ def export(
     """
     out = local(out, "checkpoint.export", "models are exported to a directory")
     index = describe(path)
-    _check_arguments(index, out, prefix, max_shard_bytes, dtype)
     names = [n for n in index.leaves if not prefix or n == prefix or n.startswith(prefix + ".")]
+    problems, fixes = [], []
+    if not names:
+        prefixes = ", ".join(dict.fromkeys(n.split(".")[0] for n in index.leaves)) or "none"
+        problems.append(f"prefix={prefix!r}: no tensor is under it; the prefixes are {prefixes}")
+        fixes.append("give one of these as prefix")
     first: dict[str, str] = {}
     kept = {n: first.setdefault(index.aliases.get(n, n), n) for n in names}
     tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
-    entries = [_entry(index, n, prefix, dtype) for n in names if kept[n] == n]
-    source = {e.name: n for e, n in zip(entries, (n for n in names if kept[n] == n), strict=True)}
-    if problems := missing(
-        index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})
-    ):
+    shapes = {n: index.leaves[n][0] for n in names if kept[n] == n}
+    tensors = {_short(n, prefix): (x, [ElementRun(0, math.prod(x), n, 0)]) for n, x in shapes.items()}
+    _check_arguments(index, out, max_shard_bytes, dtype, problems, fixes)
+    return export_tensors(index, out, tensors, "", max_shard_bytes, dtype, tied, "checkpoint.export")
+
+
+def export_tensors(
+    path: str | os.PathLike[str] | Index,
+    out: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[ElementRun]]],
+    prefix: str,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+    tied: Mapping[str, str] | None = None,
+    owner: str = "hf.save_pretrained",
+) -> list[Path]:
+    """Exports, like `export`, tensors that are assembled from runs of stored tensors.
+
+    Args:
+        tensors: their shapes and runs by name. Tensors whose runs follow each other in one stored tensor should be
+            adjacent: a stored tensor is read on from the last position, or otherwise again from its beginning.
+        prefix: what precedes the keys of the runs in the names of the checkpoint.
+        tied: further names of tensors, for the metadata.
+        owner: the public function, for errors.
+    """
+    index = describe(path)
+    _check_arguments(index, out, max_shard_bytes, dtype, [], [])
+    keys = {prefix + run.key for _, runs in tensors.values() for run in runs}
+    if problems := missing(index, sorted({p.file for k in keys for p in index.parts[index.aliases.get(k, k)]})):
         raise damaged(index, problems)
 
-    def blocks(entry: safetensors_format.Entry) -> Iterator[torch.Tensor]:
-        stored = index.leaves[source[entry.name]][1]
-        for block in leaf_bytes(index, source[entry.name]):
-            yield (
-                block
-                if stored == entry.dtype
-                else safetensors_format.as_bytes(block.clone().view(stored).to(entry.dtype))
-            )
+    def entry(name: str) -> Entry:
+        shape, runs = tensors[name]
+        stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
+        return Entry(name, dtype if dtype is not None and stored.is_floating_point else stored, shape)
 
-    return _write(index, out, entries, blocks, max_shard_bytes, tied, "checkpoint.export")
+    reading = _InOrder(index)
 
+    def blocks(one: Entry) -> Iterator[torch.Tensor]:
+        for run in tensors[one.name][1]:
+            stored = index.leaves[prefix + run.key][1]
+            for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
+                yield block if stored == one.dtype else as_bytes(block.clone().view(stored).to(one.dtype))
 
-def _write(
-    index: Index,
-    out: Path,
-    entries: list[safetensors_format.Entry],
-    blocks: Callable[[safetensors_format.Entry], Iterable[torch.Tensor]],
-    max_shard_bytes: int,
-    tied: Mapping[str, str],
-    owner: str,
-) -> list[Path]:
-    """Writes tensors as one file, or as several and their index. `blocks` returns their bytes."""
-    shards = _shards(entries, max_shard_bytes)
-    files = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
-
+    shards = _shards([entry(name) for name in tensors], max_shard_bytes)
+    files = [WEIGHTS]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     out.mkdir(parents=True, exist_ok=True)
     # An export that was killed leaves its directory behind.
     for stale in out.glob(_TEMPORARY + "*"):
@@ -120,60 +137,23 @@ def _write(
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=out))
     try:
         for file, shard in zip(files, shards, strict=True):
-            safetensors_format.write(temporary / file, shard, blocks, tied)
+            write(temporary / file, shard, blocks, tied)
         if len(shards) > 1:
             weight_map = {e.name: file for file, shard in zip(files, shards, strict=True) for e in shard}
-            content = {"metadata": {"total_size": sum(e.nbytes for e in entries), **tied}, "weight_map": weight_map}
+            total = sum(e.nbytes for shard in shards for e in shard)
+            content = {"metadata": {"total_size": total, **(tied or {})}, "weight_map": weight_map}
             files.append(WEIGHTS_INDEX)
             text = json.dumps(content, indent=2) + "\n"
             storage_of(temporary).write(temporary / WEIGHTS_INDEX, text.encode())
         for file in files:  # the index last: until it exists, no reader takes the files for a model
             os.replace(temporary / file, out / file)
         sync(out)
-    except (OSError, safetensors_format.FormatError) as error:
+    except (OSError, FormatError) as error:
         what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
         raise CheckpointError(owner, what, [f"{type(error).__name__}: {error}"], fix) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / file for file in files]
-
-
-def export_tensors(
-    path: str | os.PathLike[str],
-    out: Path,
-    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[ElementRun]]],
-    prefix: str,
-    max_shard_bytes: int,
-    dtype: torch.dtype | None,
-) -> list[Path]:
-    """Exports, like `export`, tensors that are assembled from runs of stored tensors.
-
-    `tensors` has their shapes and runs by name. Tensors whose runs follow each other in one stored tensor should be
-    adjacent: a stored tensor is read on from the last position, or otherwise again from its beginning.
-    """
-    index = describe(path)
-    _check_arguments(index, out, "", max_shard_bytes, dtype)
-
-    def entry(name: str) -> safetensors_format.Entry:
-        shape, runs = tensors[name]
-        stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
-        return safetensors_format.Entry(
-            name, dtype if dtype is not None and stored.is_floating_point else stored, shape
-        )
-
-    reading = _InOrder(index)
-
-    def blocks(one: safetensors_format.Entry) -> Iterator[torch.Tensor]:
-        for run in tensors[one.name][1]:
-            stored = index.leaves[prefix + run.key][1]
-            for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
-                yield (
-                    block
-                    if stored == one.dtype
-                    else safetensors_format.as_bytes(block.clone().view(stored).to(one.dtype))
-                )
-
-    return _write(index, out, [entry(name) for name in tensors], blocks, max_shard_bytes, {}, "hf.save_pretrained")
 
 
 class _InOrder:
@@ -203,19 +183,14 @@ class _InOrder:
             start = min(stop, end)
 
 
-def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
-    """Raises one error for all arguments of `export` that are invalid."""
-    problems, fixes = [], []
-    if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
-        problems.append(
-            f"prefix={prefix!r}: no tensor is under it; the prefixes are "
-            f"{', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}"
-        )
-        fixes.append("give one of these as prefix")
+def _check_arguments(
+    index: Index, out: Path, max_shard_bytes: Any, dtype: Any, problems: list[str], fixes: list[str]
+) -> None:
+    """Raises one error for all arguments of `export` that are invalid, and for these problems."""
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1")
         fixes.append("give a number of bytes, e.g. 5_000_000_000")
-    if dtype is not None and (dtype not in safetensors_format.CODES or not dtype.is_floating_point):
+    if dtype is not None and (dtype not in CODES or not dtype.is_floating_point):
         problems.append(f"dtype={dtype}: not a floating-point dtype that can be stored")
         fixes.append("give e.g. torch.bfloat16")
     if found := [f for f in (WEIGHTS, WEIGHTS_INDEX) if (out / f).exists()]:
@@ -235,16 +210,9 @@ def _short(name: str, prefix: str) -> str:
     return name[len(prefix) + 1 :] if prefix else name
 
 
-def _entry(index: Index, name: str, prefix: str, dtype: torch.dtype | None) -> safetensors_format.Entry:
-    shape, stored = index.leaves[name]
-    return safetensors_format.Entry(
-        _short(name, prefix), dtype if dtype is not None and stored.is_floating_point else stored, shape
-    )
-
-
-def _shards(entries: list[safetensors_format.Entry], limit: int) -> list[list[safetensors_format.Entry]]:
+def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
     """Splits entries, in order, into shards of at most `limit` bytes (or one larger entry)."""
-    shards: list[list[safetensors_format.Entry]] = [[]]
+    shards: list[list[Entry]] = [[]]
     total = 0
     for entry in entries:
         if shards[-1] and total + entry.nbytes > limit:
