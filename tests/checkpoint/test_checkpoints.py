@@ -569,6 +569,55 @@ def test_a_flipped_byte_anywhere_is_found(tmp_path: Path, small_chunks: int) -> 
     checkpoint.verify(path)
 
 
+def damage(path: Path, draw: random.Random) -> str:
+    """Changes one file of a checkpoint in one of nine ways. Returns what it did."""
+    file = draw.choice(sorted(path.iterdir()))
+    raw, kind = bytearray(file.read_bytes()), draw.randrange(9)
+    at, to = sorted(draw.sample(range(len(raw) + 1), 2))
+    other = draw.choice([p for p in sorted(path.iterdir()) if p != file])
+    if kind == 0:
+        raw[min(at, len(raw) - 1)] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del raw[to:]
+    elif kind == 2:
+        del raw[at:to]
+    elif kind == 3:
+        raw[at:to] = bytes(to - at)
+    elif kind == 4:
+        raw += draw.randbytes(draw.randrange(1, 64))
+    elif kind == 5:
+        raw[at:to] = draw.randbytes(to - at)
+    elif kind == 6:
+        raw[at:to] = raw[at:to][::-1]
+    elif kind == 7:
+        raw[:] = other.read_bytes()
+    file.write_bytes(raw)
+    if kind == 8:
+        file.unlink()
+    return f"kind {kind} of {file.name} between {at} and {to}, {other.name}"
+
+
+@pytest.mark.full(keep=["40"])
+@pytest.mark.parametrize("count", [40, 300], ids=str)
+def test_random_damage_is_rejected_or_loads_the_same_numbers(tmp_path: Path, small_chunks: int, count: int) -> None:
+    whole, draw, rejected = whole_state(), random.Random(count), 0
+    path = save_on(tmp_path / "good", whole, data=3)
+    want = read_whole(path)
+    for number in range(count):
+        shutil.copytree(path, bad := tmp_path / str(number) / path.name)
+        done = damage(bad, draw)
+        with contextlib.suppress(CheckpointError):
+            got = read_whole(bad)
+            assert got.keys() == want.keys() and all(same(got[n], x) for n, x in want.items()), done
+            if all((bad / p.name).read_bytes() == p.read_bytes() for p in path.glob("rank-*")):
+                continue
+        # Readers skip headers and ranges that they do not need. Checking everything finds any change.
+        assert str(bad) in raises(lambda bad=bad: checkpoint.verify(bad)), done
+        rejected += 1
+        shutil.rmtree(bad)
+    assert rejected > 0.9 * count
+
+
 def test_an_unusable_index_says_why(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, State(1, {"a": torch.ones(3)}))
     good = (path / "index.json").read_bytes()
