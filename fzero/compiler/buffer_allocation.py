@@ -257,9 +257,8 @@ class _Placer:
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Returns the number of elements of a value on one rank, including the padding of its shards over these
         axes."""
-        if (
-            value.placement.is_flat_shard or value.placement.dim_shards or not axes
-        ):  # already a shard, or no padding needed
+        at = value.placement
+        if at.flat_axes or at.dim_shards or not axes:  # already a shard, or no padding needed
             return math.prod(value.local_shape(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 

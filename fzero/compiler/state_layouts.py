@@ -15,7 +15,8 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.ir.from_graph import Inputs
 from fzero.mesh import AbstractMesh
 from fzero.ops.block_quantization import blocks_shape, has_blocks
-from fzero.sharding.layout import COMPUTE, GRADIENTS, Layout, Leaf, over_axes
+from fzero.sharding.layout import COMPUTE, GRADIENTS, Layout, Leaf
+from fzero.sharding.placements import over_axes
 from fzero.step import EvalStep, Step
 from fzero.trace.meta_cache import Remembering
 from fzero.transforms.accumulate import Accumulate

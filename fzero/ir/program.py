@@ -79,8 +79,8 @@ from fzero.ir.attributes import (
     WaitAttrs,
 )
 from fzero.mesh import AbstractMesh
-from fzero.sharding.layout import Layout, Leaf, grid_of, over_axes, sharding_over
-from fzero.sharding.placements import Shard
+from fzero.sharding.layout import Layout, Leaf, sharding_over
+from fzero.sharding.placements import IN_FLIGHT, REPLICATED, MeshPlacement, flat_shard
 from fzero.sharding.shard_regions import DimShard, part_shape
 from fzero.trace.recorder import Recorded
 
@@ -90,80 +90,9 @@ _ALL = Segment(-1, 0, 1)
 _UNSAID: Any = None  # stands for the default attributes of the op
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The placement of a value on the mesh. See [Note: placements].
-
-    `partial`: the axes over which the value is still to be reduced, and `by` which reduction: "sum", "max" or "min".
-    `grid`: of a shard, the axes that it is padded for, if those are more than its own. `dims`: the dimensions along
-    which the first of its axes shard it. `dim_shards`: of a value that is not a shard, the axes that shard it along
-    dimensions.
-    """
-
-    kind: str = "replicated"
-    axes: tuple[str, ...] = ()
-    partial: tuple[str, ...] = ()
-    by: str = "sum"
-    grid: tuple[str, ...] = ()
-    dims: tuple[Shard, ...] = ()
-    dim_shards: tuple[tuple[str, Shard], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.grid:
-            object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_flat_shard else ())
-        if self.dims:
-            object.__setattr__(self, "dims", self.dims[: len(self.axes)])
-
-    @functools.cached_property
-    def varies_over(self) -> tuple[str, ...]:
-        """The axes along which the value differs between ranks, because each rank has a shard or a summand."""
-        return (*self.axes, *(axis for axis, _ in self.dim_shards), *self.partial)
-
-    def with_shard(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Shard, ...] = ()) -> Placement:
-        """Returns the placement sharded over these axes; a shard is sharded further. `grid`: the axes that a full
-        tensor is padded for. `dims`: the dimensions along which the first of the axes shard a full tensor.
-        """
-        return replace(self, kind="shard", axes=(*self.axes, *axes), grid=self.grid or grid, dims=self.dims or dims)
-
-    @property
-    def is_flat_shard(self) -> bool:
-        """Whether a rank holds it as a 1-D tensor: a shard, or permuted shards."""
-        return self.kind in ("shard", "permuted")
-
-    @property
-    def gathered(self) -> Placement:
-        """The placement after a gather over the last axis."""
-        left = self.axes[:-1]
-        # A shard that was gathered from finer shards keeps their padding.
-        return replace(self, kind="shard" if left else "replicated", axes=left, grid=self.grid or self.axes)
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether its axes are the first axes of its grid, so that it consists of finer shards."""
-        return not self.grid or self.grid[: len(self.axes)] == self.axes
-
-    def left(self, partial: Iterable[str]) -> Placement:
-        """Returns the placement with these axes left to be reduced over."""
-        partial = tuple(partial)
-        return replace(self, partial=partial, by=self.by if partial else "sum")
-
-    def __str__(self) -> str:
-        finer = f" of {', '.join(self.grid)}" if self.grid else ""
-        text = f"{self.kind}({over_axes(self.axes, self.dims)}{finer})" if self.axes else self.kind
-        if self.dim_shards:
-            parts = f"sharded({over_axes(*zip(*self.dim_shards, strict=True))})"
-            text = parts if self.kind == "replicated" else f"{text} {parts}"
-        partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
-        return text if not self.partial else partial if text == "replicated" else f"{text} {partial}"
-
-
-def stored_placement(layout: Layout) -> Placement:
+def stored_placement(layout: Layout) -> MeshPlacement:
     """Returns the placement of a stored tensor of this layout."""
-    return Placement("shard", layout.axes, grid=layout.grid, dims=layout.dims) if layout.axes else REPLICATED
-
-
-REPLICATED = Placement()
-MOVING = Placement("moving")
+    return flat_shard(layout.axes, layout.grid, layout.dims)
 
 
 @dataclass(frozen=True)
@@ -173,7 +102,7 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    placement: Placement = REPLICATED
+    placement: MeshPlacement = REPLICATED
     tier: str = "device"
 
     @property
@@ -189,11 +118,11 @@ class Value:
     def local_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         """Returns the shape of the tensor that a rank holds."""
         at = self.placement
-        if not at.is_flat_shard:
+        if not at.flat_axes:
             along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
             return part_shape(self.shape, along) if along else self.shape
-        parts = mesh.axis_size(at.axes[-1:]) if at.kind == "permuted" else 1
-        return (parts * sharding_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
+        parts = mesh.axis_size(at.flat_axes[-1:]) if at.is_permuted else 1
+        return (parts * sharding_over(mesh, at.flat_axes, at.grid, at.dims).numel(self.shape),)
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -203,7 +132,7 @@ class Value:
 
 def moving(name: str) -> Value:
     """Returns the result of a start. Only its wait reads it."""
-    return Value(name, (), torch.uint8, MOVING)
+    return Value(name, (), torch.uint8, IN_FLIGHT)
 
 
 @dataclass(frozen=True)

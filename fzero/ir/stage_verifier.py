@@ -16,8 +16,9 @@ import torch
 
 from fzero.errors import VerifyError
 from fzero.ir.attributes import SendAttrs
-from fzero.ir.program import Instruction, Placement, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.verifier import BUG, shown
+from fzero.sharding.placements import MeshPlacement
 
 
 class _Moved(NamedTuple):
@@ -25,7 +26,7 @@ class _Moved(NamedTuple):
 
     op: Instruction
     number: int
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype, Placement], ...]
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype, MeshPlacement], ...]
 
 
 def meeting(programs: tuple[Program, ...]) -> tuple[Program, ...]:

@@ -23,8 +23,9 @@ from typing import Any
 from fzero.errors import VerifyError
 from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Op, misformed
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.layout import sharding_over
+from fzero.sharding.placements import REPLICATED, MeshPlacement
 from fzero.sharding.shard_regions import DimShard, uneven
 
 BUG = "this is a bug in fzero: please report it with the program"
@@ -75,7 +76,7 @@ class _Checker:
         self.batch_axes = frozenset(axis for v in batch for axis in v.placement.varies_over)
         # by a shard that may be a view of a state tensor, or a copy of one on another tier: that tensor
         self.aliases: dict[str, str] = {}
-        self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that are possible on the mesh
+        self.possible: set[tuple[Any, MeshPlacement]] = set()  # shapes and placements that are possible on the mesh
 
     def check_ops(self, ops: Sequence[Instruction], known: dict[str, Value]) -> None:
         """Checks ops in order: what each reads, its own rule, then the values that it makes and the tensors that it
@@ -164,7 +165,7 @@ class _Checker:
             at_rest = value.placement if value else REPLICATED
             if value is None:
                 self.problems.append(f"output {name} is never made")
-            elif at_rest.partial or at_rest.is_flat_shard or at_rest.dim_shards or at_rest.kind == "moving":
+            elif at_rest.partial or at_rest.flat_axes or at_rest.dim_shards or at_rest.in_flight:
                 self.problems.append(f"output {name} is {value.placement}")
             elif name in self.device_only:
                 self.problems.append(f"output {name} is returned, and only the device has waited for it")
@@ -253,11 +254,10 @@ class _Checker:
             return None
         if unknown := sorted({*at.varies_over} - {*mesh.axes}):
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
-        axes = [axis for axis, _ in at.dim_shards]
-        if axes and (at.is_flat_shard or len({*axes}) < len(axes) or {*axes} & {*at.axes, *at.partial}):
+        if len({*at.varies_over}) < len(at.varies_over) or (at.flat_axes and at.dim_shards):
             return f"{value.name} is {at}: an axis shards a value only once"
         along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
-        if why := uneven(value.shape, along or sharding_over(mesh, at.axes, dims=at.dims).along):
+        if why := uneven(value.shape, along or sharding_over(mesh, at.flat_axes, dims=at.dims).along):
             return f"{value.name} is {at}: {why}"
         self.possible.add((value.shape, at))
         return None

@@ -17,6 +17,7 @@ from fzero.mesh import Mesh
 from fzero.runtime.build.artifact_cache import logger
 from fzero.runtime.compiled_base import Compiled, alone
 from fzero.runtime.error_translation import raise_out_of_memory
+from fzero.sharding.placements import Varying
 from fzero.state.state_comparison import Last, check_model, check_values, differences, model_of, placed_inputs, unplaced
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
@@ -89,7 +90,7 @@ class CompiledEval(Compiled):
         own = [
             x
             for name in lowered.program.outputs
-            if (x := made[name]).placement.kind == "varying" and not x.shape and x.dtype.is_floating_point
+            if (x := made[name]).placement.over(Varying) and not x.shape and x.dtype.is_floating_point
         ]
         if own and self.mesh.size > 1 and self.mesh.rank == 0:
             text = (

@@ -30,7 +30,6 @@ and an evaluation run, from the state alone.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ import torch
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.ops.block_quantization import granule
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import Shard, over_axes
 from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
 from fzero.tree import form
 
@@ -77,7 +76,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.grid:
-            object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
+            object.__setattr__(self, "grid", self.grid if self.axes and self.grid != self.axes else ())
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
@@ -222,12 +221,6 @@ def sharding_over(
     return Sharding(axes, mesh.axis_size(axes), mesh.axis_size(grid), along)
 
 
-def over_axes(axes: Sequence[str], dims: Sequence[Shard]) -> str:
-    """Axes as text. An axis that shards along a dim is followed by the dim."""
-    said = [f" along {d.dim}" + (f" in {d.groups} groups" if d.groups > 1 else "") for d in dims]
-    return ", ".join(axis + how for axis, how in itertools.zip_longest(axes, said, fillvalue=""))
-
-
 def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
     """Raises if the layout of a tensor shards it along a dim that does not divide evenly; the error names every such
     tensor."""
@@ -244,11 +237,6 @@ def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
             "divisible, or another size of the axis"
         )
         raise FzeroValueError("compile", "cannot shard tensors along a dim", problems, fix)
-
-
-def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that a shard over `axes` is padded for, if they are more than `axes`; else none."""
-    return grid if axes and grid != axes else ()
 
 
 def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:

@@ -19,7 +19,8 @@ from fzero.compiler.state_slots import KEY, STEP, Slots, slots_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.sharding.layout import COMPUTE, GRADIENTS, Layout, Leaf, extent_of, home_of, leaf_of, over_axes, place, ties
+from fzero.sharding.layout import COMPUTE, GRADIENTS, Layout, Leaf, extent_of, home_of, leaf_of, place, ties
+from fzero.sharding.placements import over_axes
 from fzero.state import tensor_init, tensor_storage
 from fzero.step import State, Step
 

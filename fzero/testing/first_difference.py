@@ -286,11 +286,10 @@ class _Meanings:
     def _here(self, name: str, value: torch.Tensor, casts: tuple[torch.dtype, ...]) -> torch.Tensor:
         for dtype in casts:
             value = value.to(dtype)
-        placement = self._values[name].placement
-        shape = self._values[name].shape
+        at, shape = self._values[name].placement, self._values[name].shape
         # An expected value that is already a shard, such as one of the state before the step, is not sharded again.
-        if placement.kind == "shard" and value.numel() == max(torch.Size(shape).numel(), 1):
-            layout = Layout(value.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
+        if at.is_flat_shard and value.numel() == max(torch.Size(shape).numel(), 1):
+            layout = Layout(value.dtype, at.flat_axes, grid=at.grid, dims=at.dims)
             value = shard(value, Leaf("", "", tuple(value.shape), layout), self._mesh)
         return value
 

@@ -43,11 +43,11 @@ from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.ir.attributes import Over, ScatterAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
+from fzero.ir.program import Instruction, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.ops.block_quantization import BLOCK, has_blocks
 from fzero.sharding.layout import Leaf
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import MeshPlacement, Shard, flat_shard, varying
 from fzero.step import EvalStep
 from fzero.trace.graph_capture import record
 from fzero.trace.recorder import Recorded
@@ -672,7 +672,7 @@ class _Transfers:
         """Returns the parameters that a gather takes encoded, provided that they are large enough. A gather that
         returns permuted shards of a dim takes none."""
         arrives = STARTS[_GATHER].arrives
-        return [a for a in op.args if a in self.leaf_of and arrives(op, self.values[a].placement).kind != "permuted"]
+        return [a for a in op.args if a in self.leaf_of and not arrives(op, self.values[a].placement).is_permuted]
 
     def wire(self, name: str, format: Format, numel: int | None = None) -> Wire:
         """Returns the form in which a value is sent in parts of `numel` elements, by default all that a rank has."""
@@ -825,8 +825,8 @@ class _Rewriter:
 
     def _codes(self, value: Value, wire: Wire) -> Value:
         """Returns the codes of a shard, which are sharded as the shard is."""
-        placement = replace(value.placement, dims=())
-        shape = (wire.sent * self.mesh.axis_size(placement.axes), 1)
+        at = value.placement
+        placement, shape = flat_shard(at.flat_axes, at.grid), (wire.sent * self.mesh.axis_size(at.flat_axes), 1)
         return Value(self.names(f"{self.names.stem(value.name)}_codes"), shape, torch.uint8, placement)
 
     def _gathered(self, wait: Instruction, start: Instruction) -> list[Instruction]:
@@ -862,8 +862,8 @@ class _Rewriter:
         (axis,), wait = op.axes, self.transfers.waits[op.out[0].name]
         bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()  # by the axes over which gradients vary
         for grad in grads:
-            varying = tuple(a for a in self.mesh.axes if a in grad[0].placement.varies_over)
-            bundles.setdefault(varying, []).append(grad)
+            over = tuple(a for a in self.mesh.axes if a in grad[0].placement.varies_over)
+            bundles.setdefault(over, []).append(grad)
         ops = self._exchange(axis, bundles, op.op == _SCATTER)
         leaf_of = self.transfers.leaf_of
         if rest := [(a, v) for a, v in zip(op.args, wait.out, strict=True) if a not in leaf_of]:
@@ -880,10 +880,10 @@ class _Rewriter:
         size, number = self.mesh.axes[axis], len(self.reduced)
         encoded, summed, decoded = list[Instruction](), list[Instruction](), list[Instruction]()
         sent, come, parts, sums = list[Value](), list[Value](), list[Value](), list[Value]()
-        for varying, grads in bundles.items():
+        for over, grads in bundles.items():
             values, outs, wires = zip(*grads, strict=True)
             made, forms = tuple(map(self.transfers.held, outs)), buffers(wires, size)
-            own, left = Placement("varying", varying), tuple(a for a in varying if a != axis)
+            own, rest = varying(over), varying(a for a in over if a != axis)
             here, there = self._buffers(f"_{number}", forms, own), self._buffers(f"_dealt_{number}", forms, own)
             encoded.append(self._call(encode_grads, values, here, wires, size))
             sent += here
@@ -892,8 +892,7 @@ class _Rewriter:
                 summed.append(self._call(decode_sum, there, outs, wires, size, made))
                 continue
             # Each rank encodes its part of the sums, and gathers those of the others.
-            rest = Placement("varying", left) if left else REPLICATED
-            part = self._buffers(f"_part_{number}", forms, replace(rest, dim_shards=((axis, Shard(0)),)))
+            part = self._buffers(f"_part_{number}", forms, rest.along(axis, Shard(0)))
             whole = self._buffers(f"_sum_{number}", forms, rest)
             summed.append(self._call(recode, there, part, wires, size))
             decoded.append(self._call(decode_sums, whole, outs, wires, size, made))
@@ -902,7 +901,7 @@ class _Rewriter:
         ops = [*encoded, *self._moved("all_to_all_start", "deal", axis, sent, come), *summed]
         return ops if scatters else [*ops, *self._moved(_GATHER, "gather_sum", axis, parts, sums), *decoded]
 
-    def _buffers(self, ending: str, forms: Sequence[Form], placement: Placement) -> list[Value]:
+    def _buffers(self, ending: str, forms: Sequence[Form], placement: MeshPlacement) -> list[Value]:
         kinds = ["codes" if form.dtype == torch.uint8 else "raw" for form in forms]
         names = [self.names(f"{kind}{ending}") for kind in kinds]
         return [Value(n, form.shape, form.dtype, placement) for n, form in zip(names, forms, strict=True)]

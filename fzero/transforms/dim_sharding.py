@@ -25,7 +25,7 @@ from fzero.errors import FzeroValueError
 from fzero.ir.attributes import JoinAttrs, Over, RankIndexAttrs, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import COLLECTIVES
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving, with_segments
+from fzero.ir.program import Instruction, Program, Value, moving, with_segments
 from fzero.ir.value_names import Names, call_name, operation_name
 from fzero.mesh import AbstractMesh
 from fzero.sharding import expert_propagation, propagation
@@ -39,12 +39,13 @@ from fzero.sharding.placements import (
     VARYING,
     ExpertShard,
     Partial,
+    Placement,
     Replicate,
     Shard,
     Varying,
     local_shape,
+    varying,
 )
-from fzero.sharding.placements import Placement as AxisPlacement
 from fzero.sharding.propagation import EndPlacements
 from fzero.sharding.sharded_graph import Exchanged, MadeWhole, OutputPlacement, ShardedGraph, Wanted
 from fzero.trace.guards.user_frames import Place, line
@@ -230,7 +231,7 @@ class _Request:
     fields are arguments of `propagation.propagate`."""
 
     fn: str
-    places: tuple[AxisPlacement, ...]
+    places: tuple[Placement, ...]
     wanted: tuple[Wanted, ...]
     leaves: frozenset[int]
     given: tuple[tuple[Exchanged, ...], ...]
@@ -249,7 +250,7 @@ class _Placements:
     def __init__(self, program: Program, spec: DimSharding, zero: Zero, known: dict[Any, ShardedGraph] | None = None):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
-        self.places: dict[str, AxisPlacement] = {}
+        self.places: dict[str, Placement] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
         largest = (x for x in program.instructions if x.op == "add" and x.says(JoinAttrs).reduction == "max")
@@ -273,7 +274,7 @@ class _Placements:
             self.places.update((v.name, made.places[i] if made else REPLICATE) for i, v in enumerate(op.out))
             yield op, made
 
-    def expected(self) -> dict[str, AxisPlacement]:
+    def expected(self) -> dict[str, Placement]:
         """Returns the placement of each value that is a parameter or is wanted sharded; all others are replicated."""
         for op in self.program.instructions:
             if op.op == "cast":
@@ -363,21 +364,14 @@ class _Placements:
         readers = [(a, x) for x in self.program.instructions if not moves(x) for a in x.args if a in number]
         return {a: number[a] for a, x in readers if number[a] != block_of(x)}
 
-    def put(self, value: Value, place: AxisPlacement) -> Value:
+    def put(self, value: Value, place: Placement) -> Value:
         """Records the placement of a value along the axis, and returns the value with it."""
         if isinstance(place, Partial) and value.name in self.maxima:
             place = Partial("max")
         self.places[value.name] = place
-        at = value.placement
-        if isinstance(place, Shard):
-            at = replace(at, dim_shards=(*at.dim_shards, (self.axis, place)))
-        elif isinstance(place, Partial):
-            at = replace(at, partial=(*at.partial, self.axis), by=at.by if place == SUM else place.op)
-        elif not isinstance(place, Replicate):
-            at = replace(at, kind="varying", axes=(*at.axes, self.axis))
         if isinstance(place, ExpertShard):
-            value = replace(value, shape=tuple(local_shape(value.shape, place, self.n)))
-        return replace(value, placement=at)
+            value, place = replace(value, shape=tuple(local_shape(value.shape, place, self.n))), VARYING
+        return replace(value, placement=value.placement.along(self.axis, place))
 
     def whole(self, op: Instruction, value: Value) -> Value:
         """Returns a result of an op that does not compute on shards. If ranks have different samples, the result may
@@ -415,9 +409,11 @@ class _Placements:
         if not isinstance(self.places[source], Shard):
             return brought
         *others, own = brought.placement.dim_shards
-        return replace(brought, placement=replace(brought.placement, dim_shards=(*others[:num], own, *others[num:])))
+        unsharded = brought.placement.without(brought.placement.varies_over, Shard)
+        axes = (*unsharded.axes, *others[:num], own, *others[num:])
+        return replace(brought, placement=replace(unsharded, axes=axes))
 
-    def _cast_place(self, source: str, value: Value) -> AxisPlacement:
+    def _cast_place(self, source: str, value: Value) -> Placement:
         """The placement of a cast: that of its source. But a copy of a varying value, made for a sum, is partial."""
         place = self.places[source]
         return SUM if isinstance(place, Varying) and self.wanted.get(value.name) is OutputPlacement.SUMMAND else place
@@ -587,8 +583,7 @@ class _ToParts:
         if not made.has_index:
             return op.args
         if self.index is None:
-            at = Placement("varying", (self.axis,))
-            self.index = Value(self.names(f"{self.axis}_index"), (), torch.int64, at)
+            self.index = Value(self.names(f"{self.axis}_index"), (), torch.int64, varying((self.axis,)))
         return *op.args, self.index.name
 
     def _segment(self, call: _SegmentedCall, step: CallStep) -> Instruction:
@@ -616,31 +611,31 @@ class _ToParts:
         if value.name in self.placements.before.own:
             return value
         self.placements.before.own[value.name] = axes
-        return replace(value, placement=Placement("varying", axes)) if axes else value
+        return replace(value, placement=varying(axes)) if axes else value
 
     def _between(self, call: _SegmentedCall, node: fx.Node) -> Value:
         """Returns a value that a segment computes for another segment, or for a collective."""
         value, axis, axes = node.meta["val"], self.axis, call.others[node]
-        own = Placement("varying", axes) if axes else REPLICATED
+        own = varying(axes)
         name, shape = self.names(f"{call_name(call.op)}_{operation_name(node)}"), tuple(value.shape)
         sent = call.sent.get(node)
         if sent is None or sent.kind is all_to_all:
             varies = node in call.segments.own
-            return Value(name, shape, value.dtype, Placement("varying", (*axes, axis)) if varies else own)
+            return Value(name, shape, value.dtype, own.along(axis, VARYING if varies else REPLICATE))
         if sent.kind is all_gather:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((axis, Shard(0)),)))
+            return Value(name, (self.n, *shape[1:]), value.dtype, own.along(axis, Shard(0)))
         result = next((call.final[m] for m in sent.markers if m.args[0] is node and m in call.final), None)
         if result is not None:
             shape, own = result.shape, result.placement
-        return Value(name, shape, value.dtype, replace(own, partial=(*own.partial, axis), by=sent.reduction))
+        return Value(name, shape, value.dtype, own.along(axis, Partial(sent.reduction)))
 
     def _arrived(self, sent: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
         """Returns a value that a segment receives from a collective. `sent`: the name of the value that was sent."""
-        value, own = marker.meta["val"], Placement("varying", axes) if axes else REPLICATED
+        value, own = marker.meta["val"], varying(axes)
         name, shape = self.names(f"{sent}_{_ARRIVED[marker.target]}"), tuple(value.shape)
         if marker.target is reduce_scatter:
-            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, dim_shards=((self.axis, Shard(0)),)))
-        own = Placement("varying", (*axes, self.axis)) if marker.target is all_to_all else own
+            return Value(name, (self.n, *shape[1:]), value.dtype, own.along(self.axis, Shard(0)))
+        own = own.along(self.axis, VARYING if marker.target is all_to_all else REPLICATE)
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
@@ -672,5 +667,5 @@ def _at(place: Place | None, shown: Callable[[str], str] = str) -> str:
     return f", at {shown(place[0])}{line(place).removeprefix(place[0])}" if place else ""
 
 
-def _is_sharded_in_rows(place: AxisPlacement) -> bool:
+def _is_sharded_in_rows(place: Placement) -> bool:
     return isinstance(place, Shard) and place.dim == 0

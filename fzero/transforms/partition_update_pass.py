@@ -22,11 +22,12 @@ import torch.fx as fx
 
 from fzero.ir.attributes import Attrs, CastAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs, TakeShardAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, moving
+from fzero.ir.program import Instruction, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding.flat_propagation import Sharded, draw_start, gather, num_valid, propagate, take_shard
 from fzero.sharding.graph_writer import all_reduce
 from fzero.sharding.layout import TIERS, Sharding, sharding_over
+from fzero.sharding.placements import REPLICATED, MeshPlacement, flat_shard, partial, varying
 from fzero.sharding.update_scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Subgraph, ancestors, views_of
@@ -64,7 +65,7 @@ class _UpdatePartition:
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
         # the shards that are gathered: unsharded shape and placement
-        self.placed: dict[fx.Node, tuple[tuple[int, ...], Placement]] = {}
+        self.placed: dict[fx.Node, tuple[tuple[int, ...], MeshPlacement]] = {}
         self.gathered: dict[fx.Node, str] = {}
         update = program.update
         assert update is not None
@@ -75,7 +76,7 @@ class _UpdatePartition:
 
         def sharding_of(name: str) -> Sharding | None:
             at = self.values[name].placement
-            return sharding_over(program.mesh, at.axes, at.grid, at.dims) if at.kind == "shard" else None
+            return sharding_over(program.mesh, at.flat_axes, at.grid, at.dims) if at.is_flat_shard else None
 
         sharded = {
             p: Sharded(named.get(a, a), c)
@@ -252,11 +253,10 @@ class _UpdatePartition:
             args: Any = node.args
             if node.target is num_valid:
                 shape, axes = args
-                self._append("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("varying", axes))
+                self._append("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), varying(axes))
             elif node.target is draw_start:
                 base, shape, axes = args
-                placement = Placement("varying", axes) if axes else REPLICATED
-                self._append("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
+                self._append("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), varying(axes))
         self._scalars([n for n in here if self._is_scalar(n)], at, stop)
         self._take_shards([n for n in here if n.target is take_shard], stop)
         reductions = [n for n in here if reduces(n)]
@@ -329,7 +329,7 @@ class _UpdatePartition:
             out = []
             for node in outputs:
                 across = _across(node)
-                placement = REPLICATED if across is None else Placement(partial=across.axes, by=across.op)
+                placement = REPLICATED if across is None else partial(across.axes, across.op)
                 shape, placement = self.placed.get(node, (tuple(node.meta["val"].shape), placement))
                 self.name[node] = self._scalar_name(node)
                 out.append(Value(self.name[node], shape, node.meta["val"].dtype, placement))
@@ -342,7 +342,7 @@ class _UpdatePartition:
         shards: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             shards[node], axes, dims, shape = node.args  # type: ignore[assignment]
-            self.placed[shards[node]] = shape, Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+            self.placed[shards[node]] = shape, flat_shard(axes, dims=dims)  # type: ignore[arg-type]
         made = [n for n in dict.fromkeys(shards.values()) if n not in self.name]
         if made:
             self._function("shards", made, (), stop - {*made})
@@ -372,7 +372,7 @@ class _UpdatePartition:
             self._function("whole", group, (), stop - {*group})
         for node, source in zip(nodes, sources, strict=True):
             axes, dims = node.args[1:]
-            placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+            placement = flat_shard(axes, dims=dims)  # type: ignore[arg-type]
             attrs = TakeShardAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
             shape = tuple(source.meta["val"].shape)
             self._append("take_shard", (self.name[source],), node, attrs, placement, shape)
@@ -383,7 +383,7 @@ class _UpdatePartition:
         args: tuple[str, ...],
         node: fx.Node,
         attrs: Attrs,
-        placement: Placement = REPLICATED,
+        placement: MeshPlacement = REPLICATED,
         shape: tuple[int, ...] | None = None,
     ) -> None:
         """Adds an op that computes a node. `shape` is the unsharded shape if each rank has only a shard."""
@@ -424,8 +424,8 @@ class _UpdatePartition:
                 for node in here:
                     group[node] = tuple(a for a in group[node] if a != left[0])
                     self.name[node] = self._scalar_name(node)
-                    placement = Placement(by=op).left(group[node])
-                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
+                    value, placement = node.meta["val"], partial(group[node], op)
+                    out.append(Value(self.name[node], tuple(value.shape), value.dtype, placement))
                 self.ops.append(Instruction("wait", (handle.name,), tuple(out), by="optimizer"))
 
 

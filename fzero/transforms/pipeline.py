@@ -22,10 +22,11 @@ import torch.fx as fx
 from fzero._utils.arguments import keywords
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import REPLICATED, Instruction, Placement, Program, Value, with_segments
+from fzero.ir.program import Instruction, Program, Value, with_segments
 from fzero.ir.value_names import Names, call_name, operation_name
 from fzero.sharding.collective_partitions import Pieces, in_two
 from fzero.sharding.layout import Leaf, Only
+from fzero.sharding.placements import varying
 from fzero.step import EvalStep
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.hierarchical import Hierarchical
@@ -515,8 +516,8 @@ def _calls(op: Instruction, args: Sequence[Value], of: Pieces, functions: Functi
             if position is not None:
                 out.append(op.out[position])
                 continue
-            at, value = Placement("varying", own[x]) if own[x] else REPLICATED, x.meta["val"]
-            made[x] = Value(names(f"{stem}_{operation_name(x)}"), tuple(value.shape), value.dtype, at)
+            value = x.meta["val"]
+            made[x] = Value(names(f"{stem}_{operation_name(x)}"), tuple(value.shape), value.dtype, varying(own[x]))
             out.append(made[x])
         fn = functions.add(f"{op.fn}_weights" if number else op.fn, step.graph)
         ops.append(replace(op, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))

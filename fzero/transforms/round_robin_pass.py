@@ -31,8 +31,9 @@ import torch.fx as fx
 from fzero._compat import compat
 from fzero.ir.attributes import DealAttrs, Over, TakeShardAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import Instruction, Placement, Program, Value, moving
+from fzero.ir.program import Instruction, Program, Value, moving
 from fzero.ir.value_names import Names
+from fzero.sharding.placements import flat_shard, varying
 from fzero.trace.recorder import Recorded
 
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ class _Dealer:
         new: dict[int, list[Instruction]] = {}  # the ops that replace an op
         gone: set[str] = set()  # values that are not gathered any more
         for calls in alike.values():
-            axis = next(iter(calls[0].shards.values())).placement.axes
+            axis = next(iter(calls[0].shards.values())).placement.flat_axes
             num = self.program.mesh.axis_size(axis)
             for group in (calls[i : i + num] for i in range(0, len(calls), num)):
                 # The new ops replace the last call of the group, so no shard of any result may be
@@ -101,8 +102,8 @@ class _Dealer:
         are sharded flat."""
         found = {a: self._gathered_from(a) for a in op.args}
         shards = {a: shard for a, shard in found.items() if shard is not None}
-        axes = {v.placement.axes for v in shards.values()}
-        flat = all(len(v.placement.axes) == 1 and not v.placement.dims for v in shards.values())
+        axes = {v.placement.flat_axes for v in shards.values()}
+        flat = all(len(v.placement.flat_axes) == 1 and not v.placement.dims for v in shards.values())
         if len(axes) != 1 or not flat or any(len(self.readers[a]) > 1 for a in shards):
             return None
         if any(v.name in self.program.outputs for v in op.out):
@@ -175,13 +176,13 @@ class _Dealer:
         value = take.out[0]
         if len(take.axes) == 1:
             return value
-        placement = Placement("shard", take.axes[:1], grid=take.axes)
+        placement = flat_shard(take.axes[:1], take.axes)
         return replace(value, name=self.names(f"{value.name}_part"), placement=placement)
 
     def _stack(self, shard: Value, axis: tuple[str, ...]) -> Value:
         mesh = self.program.mesh
         shape = (mesh.axis_size(axis), math.prod(shard.local_shape(mesh)))
-        return Value(self.names("deal"), shape, shard.dtype, Placement("varying", axis))
+        return Value(self.names("deal"), shape, shard.dtype, varying(axis))
 
     def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Instruction]:
         handle = moving(self.names("exchange_whole"))

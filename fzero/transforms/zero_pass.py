@@ -33,10 +33,7 @@ from fzero.ir.attributes import (
 from fzero.ir.from_graph import Functions
 from fzero.ir.ops import STARTS
 from fzero.ir.program import (
-    MOVING,
-    REPLICATED,
     Instruction,
-    Placement,
     Program,
     Value,
     moving,
@@ -45,6 +42,7 @@ from fzero.ir.program import (
 )
 from fzero.ir.value_names import Names
 from fzero.sharding.layout import Leaf
+from fzero.sharding.placements import IN_FLIGHT, REPLICATED, MeshPlacement, Partial, Shard, partial, varying
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.transform import find
 from fzero.transforms.zero import Zero
@@ -106,19 +104,19 @@ def gathered(
     """
     now, ops = dict(values), list[Instruction]()
 
-    def part_name(key: K, placement: Placement) -> str:
-        part = f"{named(key)}_{'parts' if placement.kind == 'permuted' else 'part'}"
-        return names(part if placement.axes else named(key))
+    def part_name(key: K, placement: MeshPlacement) -> str:
+        part = f"{named(key)}_{'parts' if placement.is_permuted else 'part'}"
+        return names(part if placement.flat_axes else named(key))
 
-    while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
+    while left := [key for key, v in now.items() if v.placement.flat_axes != to.get(key, ())]:
         # Values that are sharded over the most axes come first: the others join them at the axes that they have in
         # common.
-        axis = max((now[key].placement.axes for key in left), key=len)[-1:]
-        here = [key for key in left if now[key].placement.axes[-1:] == axis]
+        axis = max((now[key].placement.flat_axes for key in left), key=len)[-1:]
+        here = [key for key in left if now[key].placement.flat_axes[-1:] == axis]
         ops += _transfer("all_gather_start", Over(axes=axis), now, here, part_name, handle(), by)
-        for key in (key for key in here if now[key].placement.kind == "permuted"):
+        for key in (key for key in here if now[key].placement.is_permuted):
             parts, placement = now[key], now[key].placement.gathered
-            name = names(f"{named(key)}_part" if placement.axes else named(key))
+            name = names(f"{named(key)}_part" if placement.flat_axes else named(key))
             now[key] = replace(parts, name=name, placement=placement)
             ops.append(Instruction("join_parts", (parts.name,), (now[key],), attrs=Over(axes=axis), by=by))
     return now, ops
@@ -129,7 +127,7 @@ def _transfer(
     attrs: Any,
     now: dict[K, Value],
     keys: Sequence[K],
-    named: Callable[[K, Placement], str],
+    named: Callable[[K, MeshPlacement], str],
     handle: Value,
     by: str,
 ) -> list[Instruction]:
@@ -159,7 +157,7 @@ class _Values:
     def __getitem__(self, name: str) -> Value:
         return self.values[name]
 
-    def at(self, name: str) -> Placement:
+    def at(self, name: str) -> MeshPlacement:
         return self.values[name].placement
 
     def put(self, value: Value) -> Value:
@@ -219,7 +217,7 @@ class _Reads:
             return op.rename({**names, **{a: self.shared[a] for a in fresh}}), ops
         gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
         for a, name in gathered.items():
-            if self.values.at(name).is_flat_shard:
+            if self.values.at(name).flat_axes:
                 gathered[a], tensor = self._unflatten(a, name)
                 more.append(tensor)
         if part in self.reads_of:
@@ -236,7 +234,7 @@ class _Reads:
         for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
             path, by = self.leaf_of[a]
             casts = path in cast and by is not None
-            if casts or self.values.at(path).axes != self._stays(a):
+            if casts or self.values.at(path).flat_axes != self._stays(a):
                 groups[self.values.owner(path)].append(a)
         ops: list[Instruction] = []
         for group in groups.values():
@@ -267,9 +265,8 @@ class _Reads:
 
     def _unflatten(self, name: str, shard: str) -> tuple[str, Instruction]:
         """Reshapes the flat shard of a parameter to the tensor that subgraphs read. Returns its name and the op."""
-        at = self.values.at(shard)
-        placement = Placement(dim_shards=tuple(zip(at.axes, at.dims, strict=True)))
         tensor_name = self.values.names(self.values.names.stem(self.leaf_of[name][0]))
+        placement = self.values.at(shard).unflattened
         value = self.values.put(replace(self.values[name], name=tensor_name, placement=placement))
         return value.name, Instruction("reshape", (shard,), (value,), by=self.values.by)
 
@@ -440,8 +437,8 @@ class _Reductions:
         for n, axes in to.items():
             if axes and now[n].placement.dim_shards:
                 ops.append(self._flatten(now, n))
-        while left := [n for n, axes in to.items() if now[n].placement.axes != axes]:
-            sharded = {n: now[n].placement.axes for n in left}
+        while left := [n for n, axes in to.items() if now[n].placement.flat_axes != axes]:
+            sharded = {n: now[n].placement.flat_axes for n in left}
             axes = {n: to[n][len(sharded[n]) :][:1] for n in left}
             # the axes that an unsharded value is padded for; for a shard, its placement determines it
             padding = {n: () if sharded[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
@@ -467,16 +464,15 @@ class _Reductions:
         """Flattens the gradient of a shard along dims to the flat shard in which it is stored."""
         value, at = now[grad], now[grad].placement
         axes, dims = zip(*at.dim_shards, strict=True)
-        flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
+        flat = at.without(axes, Shard).sharded(axes, self._finest(grad), dims)
         now[grad] = replace(value, name=self.values.names(f"{grad}_flat"), placement=flat)
         return Instruction("reshape", (value.name,), (now[grad],), by=self.values.by)
 
     def _split(self, now: dict[str, Value], grad: str, axis: tuple[str, ...]) -> Instruction:
         """Arranges a gradient as permuted shards: the parts into which an axis divides it along a dim."""
         value, at = now[grad], now[grad].placement
-        dims = self._param_of(grad).layout.dims[: len(at.axes) + 1]
-        grid = at.grid or self._finest(grad)
-        permuted = replace(at, kind="permuted", axes=(*at.axes, *axis), grid=grid, dims=dims)
+        dims = self._param_of(grad).layout.dims[len(at.flat_axes) :][:1]
+        permuted = at.sharded(axis, self._finest(grad), dims).permuted(True)
         now[grad] = replace(value, name=self.values.names(f"{grad}_parts"), placement=permuted)
         return Instruction("split_parts", (value.name,), (now[grad],), attrs=Over(axes=axis), by=self.values.by)
 
@@ -505,7 +501,7 @@ class _Rewrite:
         self.program, self.zero, self.values = program, zero, _Values(program, zero)
         self.reads = _Reads(self.values, options)
         self.reductions = _Reductions(self.values, options.full_grads)
-        self.batch_placement = Placement("varying", zero.batch_axes) if zero.batch_axes else REPLICATED
+        self.batch_placement = varying(zero.batch_axes)
         self.varying: set[str] = set()  # values that differ between ranks along a batch axis
         # by handle of a collective: the axes over which its results are the same on all ranks
         self.brought: dict[str, Sequence[str]] = {}
@@ -567,7 +563,7 @@ class _Rewrite:
         op = op.saying(axes=self.zero.batch_axes) if of_batch else op
         return replace(op, out=out)
 
-    def _placement(self, value: Value, local: bool, brought: Sequence[str]) -> Placement:
+    def _placement(self, value: Value, local: bool, brought: Sequence[str]) -> MeshPlacement:
         """Returns the placement of an op's result.
 
         Args:
@@ -577,14 +573,14 @@ class _Rewrite:
         """
         of = self.reductions.of
         # along axes that shard or sum a value, it belongs to the samples of all ranks
-        known = {*value.placement.partial, *(axis for axis, _ in value.placement.dim_shards), *brought}
+        known = {*value.placement.over(Partial), *value.placement.over(Shard), *brought}
         axes = tuple(a for a in self.zero.batch_axes if a not in known)
-        if value.placement == MOVING:
-            return MOVING
+        if value.placement == IN_FLIGHT:
+            return IN_FLIGHT
         if value.name in of.summands and self.zero.batch_axes:
             by = "max" if value.name in of.largest else "sum"
-            return _both(Placement(partial=axes, by=by) if axes else REPLICATED, value.placement)
-        return _both(Placement("varying", axes) if local and axes else REPLICATED, value.placement)
+            return _both(partial(axes, by), value.placement)
+        return _both(varying(axes if local else ()), value.placement)
 
     def _update(self, op: Instruction) -> list[Instruction]:
         """Returns the update on shards and, if parameters are stored unsharded, the gathers of their new values."""
@@ -596,7 +592,7 @@ class _Rewrite:
             more = self.zero.opt_state(leaf)[len(leaf.layout.axes) :] if leaf.role == "params" else ()
             if not more:
                 continue
-            path, placement = leaf.path, self.values.at(leaf.path).with_shard(more)
+            path, placement = leaf.path, self.values.at(leaf.path).sharded(more)
             value = Value(names(f"{names.stem(path)}_shard"), leaf.shape, leaf.dtype, placement)
             before.append(Instruction("take_shard", (path,), (value,), attrs=TakeShardAttrs(axes=more), by=by))
             rename[path], aliases[value.name] = value.name, path
@@ -614,18 +610,7 @@ class _Rewrite:
         return out
 
 
-def _both(over_batch: Placement, computed: Placement) -> Placement:
+def _both(over_batch: MeshPlacement, computed: MeshPlacement) -> MeshPlacement:
     """Combines the placement of a value over the batch axes with that over axes along which subgraphs compute on
     shards."""
-    if computed == REPLICATED:
-        return over_batch
-    assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)
-    local = tuple(dict.fromkeys((*over_batch.axes, *(computed.axes if computed.kind == "varying" else ()))))
-    return replace(
-        over_batch,
-        kind="varying" if local else over_batch.kind,
-        axes=local,
-        partial=tuple(dict.fromkeys((*over_batch.partial, *computed.partial))),
-        by=computed.by if computed.partial else over_batch.by,
-        dim_shards=computed.dim_shards,
-    )
+    return replace(over_batch, axes=tuple(dict.fromkeys((*over_batch.axes, *computed.axes))))

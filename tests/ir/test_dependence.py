@@ -19,8 +19,9 @@ from fzero.ir import dependencies
 from fzero.ir.aliases import Views
 from fzero.ir.attributes import CopyAttrs
 from fzero.ir.dependencies import dependences, scheduled
-from fzero.ir.program import MOVING, Instruction, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.layout import Layout, Leaf
+from fzero.sharding.placements import IN_FLIGHT
 
 # --- each kind of edge ---
 
@@ -30,7 +31,7 @@ def value(name: str) -> Value:
 
 
 def copy(source: str, target: str, handle: str, *args: str, writes: Sequence[str] = ()) -> Instruction:
-    out = (Value(handle, (), torch.uint8, MOVING),)
+    out = (Value(handle, (), torch.uint8, IN_FLIGHT),)
     return Instruction("copy_start", args, out, attrs=CopyAttrs(source=source, target=target), writes=tuple(writes))
 
 

@@ -21,9 +21,9 @@ from fzero import optim
 from fzero.errors import VerifyError
 from fzero.ir.attributes import Attrs, BlockCall, JoinAttrs, required
 from fzero.ir.ops import OPS
-from fzero.ir.program import Instruction, Placement, Program
+from fzero.ir.program import Instruction, Program
 from fzero.ir.verifier import verify
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import REPLICATED, Shard, flat_shard
 
 
 @fz.block
@@ -172,16 +172,16 @@ def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[In
     yield "one argument more", (replace(op, args=(*op.args, "step")),)
     for i, v in enumerate(op.out):
         other = torch.float64 if v.dtype != torch.float64 else torch.float32
-        changes = {"shape": (*v.shape, 7), "placement": Placement("shard", ("nowhere",)), "tier": "disk"} | (
+        changes = {"shape": (*v.shape, 7), "placement": flat_shard(["nowhere"]), "tier": "disk"} | (
             {"dtype": other} if not row.args else {}
         )
-        changes |= {} if v.placement.kind == "moving" else {"dtype": other}
-        if v.placement.kind == "moving":
-            changes = {"placement": Placement()}
-        if v.placement.kind != "replicated" or v.placement.partial:
+        changes |= {} if v.placement.in_flight else {"dtype": other}
+        if v.placement.in_flight:
+            changes = {"placement": REPLICATED}
+        if v.placement != REPLICATED:
             yield (
                 f"result {i} taken for replicated",
-                (replace(op, out=(*op.out[:i], replace(v, placement=Placement()), *op.out[i + 1 :])),),
+                (replace(op, out=(*op.out[:i], replace(v, placement=REPLICATED), *op.out[i + 1 :])),),
             )
         if v.placement.grid:
             for how, grid in {
@@ -195,7 +195,8 @@ def mutations(program: Program, op: Instruction) -> Iterator[tuple[str, tuple[In
         if v.placement.dims:
             *before, (dim, groups) = v.placement.dims
             for how, dims in {"no dim": before, "another dim": [*before, Shard(1 - dim, groups)]}.items():
-                placement = replace(v.placement, dims=tuple(dims))
+                at = v.placement
+                placement = replace(at, axes=()).sharded(at.flat_axes, at.grid, dims)
                 out = (*op.out[:i], replace(v, placement=placement), *op.out[i + 1 :])
                 yield f"result {i} cut along {how}", (replace(op, out=out),)
         for what, x in changes.items():

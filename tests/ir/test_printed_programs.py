@@ -145,7 +145,7 @@ def test_every_result_carries_dtype_shape_and_placement(name):
     program = gpt_program(name)
     flat = fz.show(program, fold=False)
     for value in program.values().values():
-        if value.name in program.leaves or value.name.startswith("batch") or value.placement.kind == "moving":
+        if value.name in program.leaves or value.name.startswith("batch") or value.placement.in_flight:
             continue
         assert any(value.name in line and str(value) in line for line in flat.splitlines()), value.name
     (function,) = ast.parse(fz.show(program, full=True)).body

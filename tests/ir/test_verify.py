@@ -14,8 +14,9 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
 from fzero.ir.attributes import CastAttrs, Over, ReduceAttrs, TakeShardAttrs
-from fzero.ir.program import MOVING, Instruction, Placement, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.ir.verifier import verify
+from fzero.sharding.placements import IN_FLIGHT, REPLICATED, flat_shard, varying
 
 
 @fz.block
@@ -142,7 +143,7 @@ def test_read_while_moving(stage3: Program) -> None:
     read = Instruction(
         "cast",
         (handle.name,),
-        (replace(handle, name="early", placement=Placement()),),
+        (replace(handle, name="early", placement=REPLICATED),),
         attrs=CastAttrs(dtype=handle.dtype),
     )
     rejects(changed(stage3, at, stage3.instructions[at], read), "cast  -> early", f"{handle.name} is still moving")
@@ -178,11 +179,11 @@ def test_wait_that_hands_back_something_else(stage3: Program) -> None:
 def test_wait_that_hands_back_another_placement(stage3: Program) -> None:
     gather = first(stage3, lambda op: op.op == "wait" and op.args[0].startswith("gather"))
     wait = stage3.instructions[gather]
-    as_shard = tuple(replace(v, placement=Placement("shard", ("data",))) for v in wait.out)
+    as_shard = tuple(replace(v, placement=flat_shard(["data"])) for v in wait.out)
     rejects(changed(stage3, gather, replace(wait, out=as_shard)), f"wait  -> {wait.out[0].name}", "shard(data)")
     scatter = first(stage3, lambda op: op.op == "wait" and op.args[0].startswith("scatter"))
     wait = stage3.instructions[scatter]
-    as_replicated = tuple(replace(v, placement=Placement()) for v in wait.out)
+    as_replicated = tuple(replace(v, placement=REPLICATED) for v in wait.out)
     rejects(changed(stage3, scatter, replace(wait, out=as_replicated)), f"wait  -> {wait.out[0].name}", "replicated")
 
 
@@ -218,7 +219,7 @@ def test_what_a_loop_makes_stays_in_it(looped: Program) -> None:
     copy = Instruction(
         "cast",
         (inner.name,),
-        (replace(inner, name="leaked", placement=Placement()),),
+        (replace(inner, name="leaked", placement=REPLICATED),),
         attrs=CastAttrs(dtype=inner.dtype),
     )
     rejects(
@@ -297,7 +298,7 @@ def test_a_block_gets_no_summands(stage3: Program) -> None:
 def test_what_is_computed_from_a_varying_value_is_not_replicated(stage3: Program) -> None:
     at = first(stage3, is_block)
     op = stage3.instructions[at]
-    whole = tuple(replace(v, placement=Placement()) for v in op.out)
+    whole = tuple(replace(v, placement=REPLICATED) for v in op.out)
     rejects(changed(stage3, at, replace(op, out=whole)), f"{whole[0].name} is replicated, but reads batch")
 
 
@@ -342,7 +343,7 @@ def test_gather_of_a_replicated_value(stage1: Program) -> None:
 def test_gather_of_a_local_value(stage3: Program) -> None:
     at = first(stage3, is_block) + 1
     local = stage3.instructions[at - 1].out[0]
-    handle, out = Value("g", (), torch.uint8, MOVING), replace(local, name="all_of_it", placement=Placement())
+    handle, out = Value("g", (), torch.uint8, IN_FLIGHT), replace(local, name="all_of_it", placement=REPLICATED)
     ops = (
         Instruction("all_gather_start", (local.name,), (handle,), attrs=Over(axes=("data",))),
         Instruction("wait", ("g",), (out,)),
@@ -375,7 +376,7 @@ def test_a_sum_is_reduced_once(stage3: Program) -> None:
     """The result of a reduction is no summand any more."""
     at = first(stage3, lambda op: op.op == "wait" and op.args[0].startswith("reduce_0"))
     out = stage3.instructions[at].out[0]
-    handle = Value("twice", (), torch.uint8, MOVING)
+    handle = Value("twice", (), torch.uint8, IN_FLIGHT)
     ops = (
         Instruction(
             "all_reduce_start",
@@ -406,7 +407,7 @@ def test_accumulate_keeps_shape_and_placement(looped: Program) -> None:
     loop = looped.instructions[at]
     inner = next(i for i, op in enumerate(loop.body) if op.op == "accumulate")
     op = loop.body[inner]
-    for out in (replace(op.out[0], shape=(9,)), replace(op.out[0], placement=Placement("varying", ("data",)))):
+    for out in (replace(op.out[0], shape=(9,)), replace(op.out[0], placement=varying(["data"]))):
         body = (*loop.body[:inner], replace(op, out=(out,)), *loop.body[inner + 1 :])
         rejects(changed(looped, at, replace(loop, body=body)), f"accumulate  -> {out.name}", "accumulates to")
 
@@ -417,12 +418,12 @@ def test_accumulate_keeps_shape_and_placement(looped: Program) -> None:
 def test_outputs_are_made_and_replicated(stage3: Program) -> None:
     values = stage3.values()
     partial = next(n for n, v in values.items() if v.placement.partial and not v.shape)
-    shard = next(n for n, v in values.items() if v.placement.kind == "shard" and n not in stage3.leaves)
+    shard = next(n for n, v in values.items() if v.placement.is_flat_shard and n not in stage3.leaves)
     rejects(replace(stage3, outputs=("nowhere",)), "output nowhere is never made")
     rejects(replace(stage3, outputs=(partial,)), f"output {partial} is partial(data)")
     rejects(replace(stage3, outputs=(shard,)), f"output {shard} is shard(data)")
     rejects(replace(stage3, outputs=("params['scale']",)), "output params['scale'] is shard(data)")
-    moving = next(n for n, v in values.items() if v.placement == MOVING)
+    moving = next(n for n, v in values.items() if v.placement == IN_FLIGHT)
     rejects(replace(stage3, outputs=(moving,)), f"output {moving} is moving")
 
 

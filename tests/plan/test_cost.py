@@ -18,13 +18,14 @@ from fzero import optim
 from fzero._compat import compat
 from fzero.errors import FzeroValueError
 from fzero.ir.attributes import ReduceAttrs
-from fzero.ir.program import Function, Instruction, Placement, Program, Value
+from fzero.ir.program import Function, Instruction, Program, Value
 from fzero.mesh import AbstractMesh
 from fzero.plan import cost
 from fzero.plan.device_lookup import KNOWN, Device, Link, get_device
 from fzero.plan.inductor.fusion import kernels
 from fzero.plan.inductor.temporaries import temporaries
 from fzero.runtime.build.build import build
+from fzero.sharding.placements import REPLICATED, flat_shard
 from fzero.trace.graph_capture import record
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 128, 256, 1024
@@ -379,7 +380,7 @@ def test_products_in_8_bits_take_no_float32_on_a_gpu():
 
 
 def transfer(kind, nbytes, axis, placement=None):
-    placement = placement or (Placement("shard", (axis,)) if kind == "all_gather_start" else Placement())
+    placement = placement or (flat_shard([axis]) if kind == "all_gather_start" else REPLICATED)
     return Instruction(
         kind, ("x",), (Value("h", (), torch.uint8),), attrs=ReduceAttrs(axes=(axis,), reduction="sum")
     ), Value("x", (nbytes // 4,), torch.float32, placement)

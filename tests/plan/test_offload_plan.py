@@ -23,12 +23,13 @@ from fzero.compiler.budget_report import Budget
 from fzero.compiler.options import Options
 from fzero.ir.attributes import CallAttrs, CopyAttrs, LoopAttrs
 from fzero.ir.printer import source
-from fzero.ir.program import Instruction, Placement, Program, Value
+from fzero.ir.program import Instruction, Program, Value
 from fzero.plan import cost
 from fzero.plan.device_lookup import KNOWN, Device, Link
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.sharding.layout import Layout, Leaf
+from fzero.sharding.placements import IN_FLIGHT
 from fzero.transforms.offload import ROLES, Offload, blocks_updated_on_host, tiers_of
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
@@ -60,7 +61,7 @@ def lowered(*transforms: Any, **kwargs: Any) -> fz.Lowered:
 
 
 def handle(name: str) -> tuple[Value, ...]:
-    return (Value(name, (), torch.uint8, Placement("moving")),)
+    return (Value(name, (), torch.uint8, IN_FLIGHT),)
 
 
 def call(fn: str, arg: str, out: str, on: str = "device") -> Instruction:

@@ -21,7 +21,7 @@ from fzero._compat import compat
 from fzero._utils.units import duration, parse_bytes, size
 from fzero.ir.attributes import LoopAttrs, Over, PartAttrs, ReduceAttrs, ScatterAttrs
 from fzero.ir.ops import transfer_bytes
-from fzero.ir.program import Function, Instruction, Placement, Program, Value
+from fzero.ir.program import Function, Instruction, Program, Value
 from fzero.plan.cost import channel
 from fzero.plan.device_lookup import KNOWN, get_device
 from fzero.plan.memory import ROLE_NAMES, ROLES, memory_of, resting_bytes
@@ -31,6 +31,7 @@ from fzero.plan.process_memory import CONTEXT, INTERPRETER, NCCL
 from fzero.plan.render import tables
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.runtime.op_timers import allocated
+from fzero.sharding.placements import IN_FLIGHT, flat_shard
 from fzero.trace.graph_capture import record
 from fzero.trace.storages import output_storages
 
@@ -55,7 +56,7 @@ def gather(handle, arg, out, shape):
     start = Instruction(
         "all_gather_start",
         (arg,),
-        (Value(handle, (), torch.uint8, Placement("moving")),),
+        (Value(handle, (), torch.uint8, IN_FLIGHT),),
         attrs=Over(axes=("data",)),
     )
     return start, Instruction("wait", (handle,), (Value(out, shape, F32),))
@@ -144,10 +145,10 @@ def test_a_reduction_holds_what_it_reads_until_its_wait():
     start = Instruction(
         "reduce_scatter_start",
         ("g",),
-        (Value("h", (), torch.uint8, Placement("moving")),),
+        (Value("h", (), torch.uint8, IN_FLIGHT),),
         attrs=ScatterAttrs(axes=("data",), reduction="sum"),
     )
-    wait = Instruction("wait", ("h",), (Value("s", (100,), F32, Placement("shard", ("data",))),))
+    wait = Instruction("wait", ("h",), (Value("s", (100,), F32, flat_shard(["data"])),))
     ops = [
         call("double", ("batch",), ("g", (100,))),
         start,
@@ -224,7 +225,7 @@ def test_gathers_and_reductions_of_one_axis_share_its_link():
         reduce = Instruction(
             "all_reduce_start",
             ("x",),
-            (Value("r", (), torch.uint8, Placement("moving")),),
+            (Value("r", (), torch.uint8, IN_FLIGHT),),
             attrs=ReduceAttrs(axes=(axis,), reduction="sum"),
         )
         ops = [start, reduce, wait, Instruction("wait", ("r",), (Value("y", (100,), F32),))]

@@ -328,7 +328,7 @@ def test_bytes_are_dtype_times_elements(compute, reduce, where):
     values = program.values()
     casts = [op for op, _ in program.walk() if op.op == "cast" and op.args[0] in leaves]
     assert all(
-        values[op.out[0].name].placement.kind == "shard" and values[op.out[0].name].dtype == DTYPES[compute]
+        values[op.out[0].name].placement.is_flat_shard and values[op.out[0].name].dtype == DTYPES[compute]
         for op in casts
     )
     if compute != "fp32":

@@ -170,7 +170,7 @@ def _joins(op: Instruction[JoinAttrs], args: list[Value], rules: Rules) -> None:
     """Checks that micro-batches combine a partial value by the same reduction as ranks do."""
     for v in args:
         # The maximum of sums is not the sum of maxima, so the two reductions must be the same one.
-        if v.placement.partial and v.placement.by != op.attrs.reduction:
+        if not v.placement.reduces(v.placement.partial, op.attrs.reduction):
             rules.bad(op, f"{v.name} is {v.placement}, joined by {op.attrs.reduction!r}")
 
 

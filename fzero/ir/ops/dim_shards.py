@@ -16,10 +16,10 @@ import torch
 
 from fzero.ir.attributes import DealAttrs, Over
 from fzero.ir.ops.op import Op, Rules, Running, Text, into, over
-from fzero.ir.program import Instruction, Placement, Program, Value, local_bytes
+from fzero.ir.program import Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
 from fzero.sharding.layout import sharding_over
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import Flat, Shard, varying
 from fzero.sharding.shard_regions import DimShard, part_shape, parts_of
 
 
@@ -46,7 +46,7 @@ class Rearranged(Op[Over]):
     def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
         parts, joined = self.parts(op, args[0])
         at = parts.placement
-        right = at.kind == "permuted" and at.axes[-1:] == op.attrs.axes and len(at.axes) == len(at.dims)
+        right = at.is_permuted and at.flat_axes[-1:] == op.attrs.axes and len(at.flat_axes) == len(at.dims)
         if not right or replace(parts, name=joined.name, placement=at.gathered) != joined:
             rules.bad(op, f"{args[0]} becomes {op.out[0]}")
 
@@ -57,7 +57,7 @@ class Rearranged(Op[Over]):
         """Returns the sharding along a dim by the last axis, and the shape of the value that it shards."""
         parts, _ = self.parts(op, arg)
         at = parts.placement
-        return part_shape(parts.shape, sharding_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
+        return part_shape(parts.shape, sharding_over(mesh, at.flat_axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
 
     def text(self, op: Instruction[Over], program: Program) -> Text:
         shape, (dim, groups) = self.last_sharding(op, program.values_by_name[op.args[0]], program.mesh)
@@ -127,11 +127,10 @@ class Reshape(Op):
     computes = "there"
 
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
-        shard, tensor = sorted((args[0], op.out[0]), key=lambda v: v.placement.kind != "shard")
+        shard, tensor = sorted((args[0], op.out[0]), key=lambda v: not v.placement.is_flat_shard)
         at = shard.placement
-        sharded = Placement(partial=at.partial, by=at.by, dim_shards=tuple(zip(at.axes, at.dims, strict=False)))
-        right = at.kind == "shard" and len(at.axes) == len(at.dims)
-        if not right or replace(shard, name=tensor.name, placement=sharded) != tensor:
+        right = at.is_flat_shard and len(at.flat_axes) == len(at.dims)
+        if not right or replace(shard, name=tensor.name, placement=at.unflattened) != tensor:
             rules.bad(op, f"{args[0]} becomes {op.out[0]}")
         rules.aliases |= {op.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
 
@@ -183,12 +182,12 @@ class Deal(Op[DealAttrs]):
             stack,
             shape=(size, math.prod(first.local_shape(rules.program.mesh))),
             dtype=first.dtype,
-            placement=Placement("varying", op.attrs.axes),
+            placement=varying(op.attrs.axes),
         )
         at = first.placement
         # Rows of the stack are exchanged by an all-to-all, after which rank r has all shards of value r. That works
         # only for flat shards over exactly this axis.
-        flat = at.kind == "shard" and at.axes == op.attrs.axes and not at.dims and not at.partial
+        flat = at.axes == tuple((axis, Flat()) for axis in op.attrs.axes)
         if not (alike and flat and stack == wanted and len(shards) == op.attrs.count <= size):
             rules.bad(op, f"{', '.join(map(str, args))} become {', '.join(map(str, op.out))}")
 

@@ -15,9 +15,9 @@ from typing_extensions import TypeVar
 
 from fzero.errors import FzeroTypeError
 from fzero.ir.attributes import Attrs, JoinAttrs, PartAttrs
-from fzero.ir.program import Instruction, Place, Placement, Program, Value
+from fzero.ir.program import Instruction, Place, Program, Value
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import MeshPlacement, Shard
 from fzero.sharding.shard_regions import Boxes
 
 ANY = -1
@@ -281,7 +281,7 @@ class Start(Op[A]):
         """Returns the buffers in the arena that its wait returns."""
         return op.into
 
-    def arrives(self, op: Instruction[A], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[A], placement: MeshPlacement) -> MeshPlacement:
         """Returns the placement of a value after it has arrived."""
         return placement
 

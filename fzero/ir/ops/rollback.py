@@ -15,7 +15,8 @@ import torch
 from fzero.ir.attributes import AssignAttrs, LoopAttrs
 from fzero.ir.ops.op import Op, Rules, Running, Text
 from fzero.ir.ops.transfers import DISK, STARTS, Wait
-from fzero.ir.program import REPLICATED, Instruction, Program, Value
+from fzero.ir.program import Instruction, Program, Value
+from fzero.sharding.placements import REPLICATED
 
 
 class Rollback(Op[LoopAttrs]):

@@ -23,9 +23,9 @@ from fzero.ir.attributes import (
     WaitAttrs,
 )
 from fzero.ir.ops.op import Op, Rules, Running, Start, Text, into, over
-from fzero.ir.program import MOVING, Instruction, Place, Placement, Program, Value, local_bytes
+from fzero.ir.program import Instruction, Place, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import IN_FLIGHT, MeshPlacement, Partial, Shard, Varying
 
 DISK = "disk"
 _ROWS = Shard(0)
@@ -36,7 +36,7 @@ REDUCTIONS = {"sum", "max", "min"}
 def _starts(op: Instruction, rules: Rules) -> None:
     handle = op.out[0]
     rules.started[handle.name] = op
-    if handle.placement != MOVING:
+    if handle.placement != IN_FLIGHT:
         rules.bad(op, f"{handle.name}, which has been started, is {handle.placement}")
 
 
@@ -58,15 +58,15 @@ class Collective(Start[Over]):
             if not self.takes(op, v.placement):
                 rules.bad(op, f"{v.name} is {v.placement}")
 
-    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: MeshPlacement) -> bool:
         """Returns whether the collective can move values of this placement. A reduction moves only values that are
         partial over its axes, by its own reduction.
         """
         # The shards are ordered for a reduction over the last axis; over another one, ranks would add up different
         # elements.
-        if placement.kind == "permuted" and placement.axes[-1:] != op.attrs.axes:
+        if placement.is_permuted and placement.flat_axes[-1:] != op.attrs.axes:
             return False
-        return {*op.attrs.axes} <= {*placement.partial} and placement.by == op.says(ReduceAttrs).reduction
+        return placement.reduces(op.attrs.axes, op.says(ReduceAttrs).reduction)
 
     def channel(self, op: Instruction[Over]) -> str:
         return f"reduce:{','.join(op.attrs.axes)}"
@@ -83,9 +83,9 @@ class Collective(Start[Over]):
         for value in (values[a] for a in op.args):
             at = value.placement
             # Other axes divide the data that the ranks along this axis have together.
-            others = tuple(a for a in at.axes if at.is_flat_shard and a not in axis)
-            left = tuple(x for x in at.dim_shards if x[0] not in axis)
-            found += local_bytes(replace(value, placement=Placement(dim_shards=left)), mesh) // mesh.axis_size(others)
+            others = tuple(a for a in at.flat_axes if a not in axis)
+            left = MeshPlacement(tuple(x for x in at.dim_shards if x[0] not in axis))
+            found += local_bytes(replace(value, placement=left), mesh) // mesh.axis_size(others)
         return found
 
     def text(self, op: Instruction[Over], program: Program) -> Text:
@@ -106,10 +106,10 @@ class AllGather(Collective):
     name = "all_gather_start"
     pool = "gather"
 
-    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
+    def takes(self, op: Instruction[Over], placement: MeshPlacement) -> bool:
         # Only the last axis can be gathered: it splits the shards of the axes before it, so its shards are adjacent.
-        shard = placement.kind == "shard" and placement.axes[-1:] == op.attrs.axes
-        rows = any((axis,) == op.attrs.axes and dim == _ROWS for axis, dim in placement.dim_shards)
+        shard = placement.is_flat_shard and placement.flat_axes[-1:] == op.attrs.axes
+        rows = any(((axis, _ROWS) in placement.axes) for axis in op.attrs.axes)
         return (shard or rows) and not placement.partial
 
     def reads_new(self, op: Instruction[Over], name: str, aliases: Mapping[str, str]) -> bool:
@@ -118,12 +118,11 @@ class AllGather(Collective):
     def channel(self, op: Instruction[Over]) -> str:
         return f"gather:{','.join(op.attrs.axes)}"
 
-    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[Over], placement: MeshPlacement) -> MeshPlacement:
         if placement.dim_shards:
-            left = tuple(x for x in placement.dim_shards if x[0] not in op.attrs.axes)
-            return replace(placement, dim_shards=left)
-        along_dim = len(placement.axes) == len(placement.dims)
-        return replace(placement, kind="permuted") if along_dim else placement.gathered
+            return placement.without(op.attrs.axes, Shard)
+        along_dim = len(placement.flat_axes) == len(placement.dims)
+        return placement.permuted(True) if along_dim else placement.gathered
 
 
 class ReduceScatter(Collective):
@@ -136,24 +135,21 @@ class ReduceScatter(Collective):
     pool = "scatter"
     reads_until_wait = False
 
-    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
-        finer = (*placement.axes, *op.attrs.axes)  # the axes that determine the padding of the shard
+    def takes(self, op: Instruction[Over], placement: MeshPlacement) -> bool:
+        finer = (*placement.flat_axes, *op.attrs.axes)  # the axes that determine the padding of the shard
         # A shard can be sharded further only if its padding already makes its length a multiple of the finer shards.
-        padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
+        padded = not placement.is_flat_shard or placement.grid[: len(finer)] == finer
         return padded and super().takes(op, placement)
 
     def filled(self, op: Instruction[Over]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
 
-    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
+    def arrives(self, op: Instruction[Over], placement: MeshPlacement) -> MeshPlacement:
         axes, said = tuple(op.attrs.axes), op.says(ScatterAttrs)
-        left = tuple(a for a in placement.partial if a not in axes)
+        reduced = placement.without(axes, Partial)
         if said.rows:
-            return replace(placement, dim_shards=(*placement.dim_shards, *((axis, _ROWS) for axis in axes))).left(left)
-        shard = (
-            replace(placement, kind="shard") if placement.kind == "permuted" else placement.with_shard(axes, said.grid)
-        )
-        return shard.left(left)
+            return replace(reduced, axes=(*reduced.axes, *((axis, _ROWS) for axis in axes)))
+        return reduced.permuted(False) if reduced.is_permuted else reduced.sharded(axes, said.grid)
 
 
 class AllReduce(Collective):
@@ -164,8 +160,8 @@ class AllReduce(Collective):
     pool = "reduce"
     reads_until_wait = False
 
-    def arrives(self, op: Instruction[Over], placement: Placement) -> Placement:
-        return placement.left(a for a in placement.partial if a not in op.attrs.axes)
+    def arrives(self, op: Instruction[Over], placement: MeshPlacement) -> MeshPlacement:
+        return placement.without(op.attrs.axes, Partial)
 
     def moved_bytes(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(op.attrs.axes)
@@ -182,8 +178,8 @@ class AllToAll(Collective):
     pool = "exchange"
     reads_until_wait = False
 
-    def takes(self, op: Instruction[Over], placement: Placement) -> bool:
-        return placement.kind == "varying" and {*op.attrs.axes} <= {*placement.axes} and not placement.partial
+    def takes(self, op: Instruction[Over], placement: MeshPlacement) -> bool:
+        return {*op.attrs.axes} <= {*placement.over(Varying)} and not placement.partial
 
     def channel(self, op: Instruction[Over]) -> str:
         return f"exchange:{','.join(op.attrs.axes)}"
@@ -224,7 +220,8 @@ class ReplicateStart(Start[ReplicateAttrs]):
             leaf = rules.program.leaves.get(path)
             if leaf is None or (leaf.shape, leaf.dtype) != (v.shape, v.dtype) or rules.root(v.name) != path:
                 rules.bad(op, f"{v.name} is sent as {path}")
-            if v.placement.kind != "shard" or said.axes[0] not in v.placement.axes or v.placement.partial:
+            at = v.placement
+            if not at.is_flat_shard or said.axes[0] not in at.flat_axes or at.partial:
                 rules.bad(op, f"{v.name} is {v.placement}")
             # The receiving rank keeps the values in host memory, so they are sent from there.
             if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):

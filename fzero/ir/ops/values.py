@@ -23,9 +23,9 @@ from fzero.ir.attributes import (
     TakeShardAttrs,
 )
 from fzero.ir.ops.op import A, Op, Rules, Running, Text, into, micro_text, over
-from fzero.ir.program import REPLICATED, Function, Instruction, Placement, Program, Value, local_bytes
+from fzero.ir.program import Function, Instruction, Program, Value, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.sharding.placements import Shard
+from fzero.sharding.placements import REPLICATED, Partial, Shard, Varying, varying
 from fzero.trace.subgraph import ancestors
 from fzero.tree import dtype_name
 
@@ -65,7 +65,7 @@ class Call(Op[CallAttrs]):
     ) -> None:
         for place, arg in zip(places, args, strict=True):
             self._matches(op, arg, place.meta["val"], "takes", rules)
-            if arg.placement.is_flat_shard and op.block is not None:
+            if arg.placement.flat_axes and op.block is not None:
                 rules.bad(op, f"{arg.name} is {arg.placement}, a block takes replicated or varying values")
             summed = {*arg.placement.partial}
             # A subgraph outside blocks may read this rank's own summands of totals over the batch, and the codes of a
@@ -120,8 +120,8 @@ class Cast(Op[CastAttrs]):
         for source, out in zip(args, op.out, strict=True):
             here, there = source.placement, out.placement
             # A varying value may become a summand, or a summand may become one along more axes than before.
-            more = {*here.partial} < {*there.partial} and (here.by == there.by or not here.partial)
-            summand = more and here.kind != "shard"
+            summed, now = ({x for x in at.axes if isinstance(x[1], Partial)} for at in (here, there))
+            summand = summed < now and not here.is_flat_shard
             if out.dtype != op.attrs.dtype or out.shape != source.shape or not (here == there or summand):
                 rules.bad(op, f"{source} becomes {out}")
             if source.dtype != args[0].dtype:
@@ -186,7 +186,8 @@ class Zeros(Op):
     settles = True
 
     def check(self, op: Instruction, args: list[Value], rules: Rules) -> None:
-        if op.out[0].placement.kind not in ("replicated", "varying") or op.out[0].placement.dim_shards:
+        at = op.out[0].placement
+        if at.flat_axes or at.dim_shards or at.in_flight:
             rules.bad(op, f"makes {op.out[0]}")
 
     def text(self, op: Instruction, program: Program) -> Text:
@@ -216,8 +217,9 @@ class TakeShard(Op[TakeShardAttrs]):
     def check(self, op: Instruction[TakeShardAttrs], args: list[Value], rules: Rules) -> None:
         rules.aliases[op.out[0].name] = rules.root(op.args[0])
         here = args[0].placement
-        shard = replace(args[0], name=op.out[0].name, placement=here.with_shard(op.attrs.axes, dims=op.attrs.dims))
-        if here.kind not in ("replicated", "shard") or here.partial or op.out[0] != shard:
+        shard = replace(args[0], name=op.out[0].name, placement=here.sharded(op.attrs.axes, dims=op.attrs.dims))
+        full = here == REPLICATED or (here.is_flat_shard and not here.over(Varying))
+        if not full or here.partial or op.out[0] != shard:
             rules.bad(op, f"takes a shard of {args[0]}, which is {op.out[0]}")
 
     def shares(self, op: Instruction[TakeShardAttrs]) -> Iterable[tuple[str, str]]:
@@ -231,7 +233,7 @@ class TakeShard(Op[TakeShardAttrs]):
         return 0.0 if self.is_view(op, values, mesh) else 2 * local_bytes(op.out[0], mesh)
 
     def text(self, op: Instruction[TakeShardAttrs], program: Program) -> Text:
-        shard = ["of_shard=True"] if program.values_by_name[op.args[0]].placement.kind == "shard" else []
+        shard = ["of_shard=True"] if program.values_by_name[op.args[0]].placement.is_flat_shard else []
         dims = [f"dims={[[*d] for d in op.attrs.dims]}"] if op.attrs.dims else []
         return Text(f"take_shard({', '.join([op.args[0], over(op), *shard, *dims])})")
 
@@ -287,7 +289,7 @@ class Number(Op[A]):
 
     def check(self, op: Instruction[A], args: list[Value], rules: Rules) -> None:
         axes = op.axes
-        wanted = Value(op.out[0].name, (), torch.int64, Placement("varying", axes) if axes else REPLICATED)
+        wanted = Value(op.out[0].name, (), torch.int64, varying(axes))
         if op.out[0] != wanted:
             rules.bad(op, f"makes {op.out[0]}, not {wanted}")
 

@@ -20,6 +20,7 @@ from fzero.plan.page.program_listing import Row, listing
 from fzero.plan.page.suggestions import Suggestions
 from fzero.plan.render import assumed, brief, tables
 from fzero.plan.timeline import Event
+from fzero.sharding.placements import Varying
 from fzero.trace.guards.user_frames import Place
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def throughput(plan: Plan) -> tuple[float, str] | None:
     first = next((v for v in batch if not v.dtype.is_floating_point and len(v.shape) == 2), batch[0])
     tokens = not first.dtype.is_floating_point and len(first.shape) == 2
     number = first.numel if tokens else first.shape[0]
-    ranks = program.mesh.axis_size(first.placement.axes) if first.placement.kind == "varying" else 1
+    ranks = program.mesh.axis_size(first.placement.over(Varying))
     return number * ranks / plan.step_seconds, "tokens" if tokens else "samples"
 
 
