@@ -25,7 +25,7 @@ from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, OWNERS, STARTS, Op, misformed
 from fzero.ir.program import Instruction, Program, Value
 from fzero.sharding.layout import sharding_over
-from fzero.sharding.placements import REPLICATED, MeshPlacement
+from fzero.sharding.placements import REPLICATED, Flat, MeshPlacement
 from fzero.sharding.shard_regions import DimShard, uneven
 
 BUG = "this is a bug in fzero: please report it with the program"
@@ -254,7 +254,9 @@ class _Checker:
             return None
         if unknown := sorted({*at.varies_over} - {*mesh.axes}):
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
-        if len({*at.varies_over}) < len(at.varies_over) or (at.flat_axes and at.dim_shards):
+        # Along a permuted axis every rank holds all shards, which may still be summands over that axis.
+        over = [axis for axis, place in at.axes if not (isinstance(place, Flat) and place.permuted)]
+        if len({*over}) < len(over) or (at.flat_axes and at.dim_shards):
             return f"{value.name} is {at}: an axis shards a value only once"
         along = [DimShard(*dim, mesh.axes[axis]) for axis, dim in at.dim_shards]
         if why := uneven(value.shape, along or sharding_over(mesh, at.flat_axes, dims=at.dims).along):

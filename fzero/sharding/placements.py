@@ -173,8 +173,11 @@ class MeshPlacement:
 
     def permuted(self, permuted: bool) -> MeshPlacement:
         """Returns the placement with the last of its flat axes permuted, or not."""
-        last = self.flat_axes[-1]
-        changed = ((a, replace(p, permuted=permuted) if isinstance(p, Flat) and a == last else p) for a, p in self.axes)
+        last = self.flat_axes[-1:]
+        changed = (
+            (axis, replace(place, permuted=permuted) if isinstance(place, Flat) and (axis,) == last else place)
+            for axis, place in self.axes
+        )
         return replace(self, axes=tuple(changed))
 
     @property
