@@ -1,6 +1,7 @@
 """Defines the program: a complete training step as a list of ops.
 
-[Note: placements] The placement of a value says how it relates to the mesh:
+[Note: placements] The placement of a value (`MeshPlacement` in fzero/sharding/placements.py) says what the ranks along
+each axis of the mesh hold. It is printed as:
   replicated     the same on every rank
   shard(axes)    each rank holds its flat shard (fzero/sharding/layout.py); an axis `along` a dim shards that dim
   permuted(axes) permuted shards: a shard over all these axes but the last, in the order of the shards that the last
