@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -129,26 +129,43 @@ def missing(index: Index, files: Iterable[str]) -> list[str]:
     return problems
 
 
-def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
-    """Yields the bytes of a full tensor in order, as uint8 tensors. Each is overwritten by the next.
+class RunReader:
+    """Reads runs of elements of full tensors, a block of 16 MiB at a time. Runs in the same block share one read."""
 
-    Raises:
-        CheckpointError: a chunk is damaged.
-    """
-    name = index.aliases.get(name, name)
-    shape, dtype = index.leaves[name]
-    leaf, size = shard_regions.whole(shape), safetensors_format.BLOCK // dtype.itemsize
-    out = torch.empty(min(size, leaf.numel) * dtype.itemsize, dtype=torch.uint8, device="cpu")
-    with ThreadPoolExecutor(1, thread_name_prefix="fzero-checkpoint") as pool:
-        reading = _Reading(index, pool)
-        for at in range(0, leaf.numel, size):
-            wanted = leaf.within(at, at + size)
-            block, jobs = out[: wanted.numel * dtype.itemsize], defaultdict[str, list[Piece]](list)
-            _cut(index, name, wanted, block, jobs)
+    def __init__(self, index: Index):
+        self._index = index
+        # The tensor of the block, and its first and last element.
+        self._name, self._start, self._stop = "", 0, 0
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Yields the bytes of the elements `start` to `stop` of a tensor, uint8[n]. Each is overwritten by the next.
+
+        Raises:
+            CheckpointError: a chunk is damaged.
+        """
+        itemsize = self._index.leaves[name][1].itemsize
+        while start < stop:
+            if name != self._name or not self._start <= start < self._stop:
+                self._load(name, start)
+            end = min(stop, self._stop)
+            yield self._block[(start - self._start) * itemsize : (end - self._start) * itemsize]
+            start = end
+
+    def _load(self, name: str, start: int) -> None:
+        """Makes the elements from `start` on the current block."""
+        stored, (shape, dtype) = self._index.aliases.get(name, name), self._index.leaves[name]
+        wanted = shard_regions.whole(shape).within(start, start + safetensors_format.BLOCK // dtype.itemsize)
+        if self._block.numel() < (nbytes := wanted.numel * dtype.itemsize):
+            self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        jobs = defaultdict[str, list[Piece]](list)
+        _cut(self._index, stored, wanted, self._block[:nbytes], jobs)
+        with ThreadPoolExecutor(1, thread_name_prefix="fzero-checkpoint") as pool:
+            reading = _Reading(self._index, pool)
             reading.run(jobs)
-            if problems := reading.faults(all_leaves=True):
-                raise damaged(index, problems)
-            yield block
+        if problems := reading.faults(all_leaves=True):
+            raise damaged(self._index, problems)
+        self._name, self._start, self._stop = name, start, start + wanted.numel
 
 
 def _read_as(

@@ -16,7 +16,7 @@ import torch
 from fzero._utils.arguments import plain_numbers
 from fzero.checkpoint.filesystem import sync
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.reading import damaged, leaf_bytes, missing
+from fzero.checkpoint.reading import RunReader, damaged, missing
 from fzero.checkpoint.safetensors_format import CODES, ElementRun, Entry, FormatError, as_bytes, write
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import local
@@ -101,7 +101,7 @@ def export_tensors(
 
     Args:
         tensors: their shapes and runs by name. Tensors whose runs follow each other in one stored tensor should be
-            adjacent: a stored tensor is read on from the last position, or otherwise again from its beginning.
+            adjacent, so that each block is read once.
         prefix: what precedes the keys of the runs in the names of the checkpoint.
         tied: further names of tensors, for the metadata.
         owner: the public function, for errors.
@@ -117,7 +117,7 @@ def export_tensors(
         stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
         return Entry(name, dtype if dtype is not None and stored.is_floating_point else stored, shape)
 
-    reading = _InOrder(index)
+    reading = RunReader(index)
 
     def blocks(one: Entry) -> Iterator[torch.Tensor]:
         for run in tensors[one.name][1]:
@@ -154,33 +154,6 @@ def export_tensors(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / file for file in files]
-
-
-class _InOrder:
-    """Reads ranges of tensors. Consecutive ranges are read on from where the last one ended."""
-
-    def __init__(self, index: Index):
-        self._index = index
-        self._name, self._at = "", 0  # the tensor of the current block, and the block's offset in it in bytes
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._blocks: Iterator[torch.Tensor] = iter(())
-
-    def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Yields the bytes of the elements `start` to `stop` of a tensor."""
-        size = self._index.leaves[name][1].itemsize
-        start, stop = start * size, stop * size
-        # Blocks are only read forwards. A range before the current block, or in another tensor, starts again from the
-        # beginning of its tensor.
-        if name != self._name or start < self._at:
-            self._name, self._at, self._blocks = name, 0, iter(leaf_bytes(self._index, name))
-            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        while start < stop:
-            end = self._at + self._block.numel()
-            if start >= end:
-                self._at, self._block = end, next(self._blocks)
-                continue
-            yield self._block[start - self._at : min(stop, end) - self._at]
-            start = min(stop, end)
 
 
 def _check_arguments(

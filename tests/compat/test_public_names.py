@@ -19,7 +19,7 @@ def test_names_that_do_not_exist() -> None:
         (fz, "shard_param", "did you mean shard_params"),
         (fz, "fsdp", "shard_params"),
         (fz.optim, "RMSprop", "did you mean rmsprop"),
-        (fz.checkpoint, "nothing_such", "it has AsyncSave, Index, Url, check, describe, export, "),
+        (fz.checkpoint, "nothing_such", "it has AsyncSave, CheckpointManager, Index, Url, check, describe, "),
     ]:
         with pytest.raises(
             AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'\nFix: .*{words}"
