@@ -1324,8 +1324,8 @@ def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Pat
     text, _ = run_ranks(2, _saves_alone, str(tmp_path))
     assert (
         "rank 1 timed out after 2 s" in text
-        and text.startswith("fzero.checkpoint: ")
-        and "make the call on every rank, outside of `if rank == 0`" in text
+        and text.startswith("fzero.checkpoint.save: ")
+        and "call checkpoint.save on every rank, outside of `if rank == 0`" in text
     )
     assert fz.checkpoint.find(tmp_path / "alone") is None and fz.checkpoint.latest(tmp_path / "run") is not None
 
