@@ -97,6 +97,11 @@ CASES = {
         flags={**model(0, 64, 4, 32, 8), "layers": [4, 16, 64], "peers": [int], "processes": 2, "backend": "inductor"},
         small={**EAGER, "layers": [2, 3]},
     ),
+    "first_loss": Case(
+        "the first steps from empty caches, with both kinds of warm-up", 12, steps.first_loss, steps.first_worker,
+        flags={**model(4, 192, 4, 128, 12), "processes": 2, "rounds": 3, "steps": 150, "backend": "inductor"},
+        small={**EAGER, "rounds": 1, "steps": 3},
+    ),
     "plan_time": Case(
         "planned and measured step time", 10, steps.plan_time, steps.plan_worker,
         flags={**dict.fromkeys(TINY, int), "numbers": list(range(len(steps.PLANNED))), "device": str, "seconds": 5.0,

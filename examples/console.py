@@ -205,7 +205,18 @@ def unwritable(args: argparse.Namespace) -> list[str]:
 
 OF_THE_RUN = ("steps", "resume", "zero", "tensor", "json", "print_program")
 """Flags that need not be given again to go on from a checkpoint."""
-OF_THE_PLACE = ("text", "lr", "seed", "deterministic", "out", "save_every", "timeout", "stop_on_nan", "backend")
+OF_THE_PLACE = (
+    "text",
+    "lr",
+    "seed",
+    "deterministic",
+    "out",
+    "save_every",
+    "timeout",
+    "stop_on_nan",
+    "backend",
+    "warmup",
+)
 """Other flags that do not change what a step costs."""
 
 
@@ -275,6 +286,12 @@ def flags(description: str | None) -> argparse.ArgumentParser:
     p.add_argument("--label-smoothing", type=float, default=0.0, help="label smoothing of the cross entropy")
     p.add_argument("--z-loss", type=float, default=0.0, help="weight of the z-loss, e.g. 1e-4")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
+    p.add_argument(
+        "--warmup",
+        choices=("wait", "eager"),
+        default="wait",
+        help="eager: train operation by operation while functions are compiled; results then vary by rounding",
+    )
     p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     p.add_argument("--seed", **WHOLE, default=0, help="seed of parameters and data")
     p.add_argument(

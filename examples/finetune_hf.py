@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
     sizes = ", ".join(f"{n / 1e9:.3g} GB {what}" for what, n in gb.items() if n)
     say(f"planned for each process: {sizes}; {plan.step_seconds:.3g} s per step, bound by {plan.bound_by} (see --plan)")
 
-    train = fz.compile(step, mesh, backend=args.backend)
+    train = fz.compile(step, mesh, backend=args.backend, warmup=args.warmup)
     evaluate = fz.compile(fz.compose(*step.transforms)(model.eval_step(loss_of)), mesh, backend="eager")
     there = fz.checkpoint.find(args.out)
     saved = there if args.resume else None
@@ -218,6 +218,12 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--lr", type=float, help="peak learning rate; by default 2e-3, with --model 2e-5, with --lora 2e-4")
     p.add_argument("--seed", **WHOLE, default=0, help="seed of the data and of the small model")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
+    p.add_argument(
+        "--warmup",
+        choices=("wait", "eager"),
+        default="wait",
+        help="eager: train operation by operation while functions are compiled; results then vary by rounding",
+    )
     p.add_argument("--out", metavar="DIR", default="runs/finetune", help="for checkpoints and the trained model")
     p.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --out, if any")
     p.add_argument("--save-every", **WHOLE, default=100, help="steps between checkpoints")

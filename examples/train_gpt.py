@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> None:
     def logits_at(params, tokens, position):
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
-    train = fz.compile(step, mesh, backend=args.backend)
+    train = fz.compile(step, mesh, backend=args.backend, warmup=args.warmup)
     if args.stop_on_nan:  # and says so itself
         warnings.filterwarnings("ignore", "fzero.step: parameters are not finite")
     # the same transforms, forward only;

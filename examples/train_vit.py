@@ -79,7 +79,10 @@ def run(args: argparse.Namespace) -> None:
     zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero](axis="data")
     spread = fz.compose(zero, fz.mixed_precision(args.dtype))
     train = fz.compile(
-        fz.accumulate(args.accumulate)(spread(model.train_step(optimizer(args)))), mesh, backend=args.backend
+        fz.accumulate(args.accumulate)(spread(model.train_step(optimizer(args)))),
+        mesh,
+        backend=args.backend,
+        warmup=args.warmup,
     )
     evaluate = fz.compile(spread(model.eval_step(correct)), mesh, backend="eager")  # few calls: not worth compiling
 
@@ -137,6 +140,12 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--seed", **WHOLE, default=0, help="seed of parameters and data")
     p.add_argument("--plain", action="store_true", help="train without fzero")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor, if it can run")
+    p.add_argument(
+        "--warmup",
+        choices=("wait", "eager"),
+        default="wait",
+        help="eager: train operation by operation while functions are compiled; results then vary by rounding",
+    )
     p.add_argument("--out", metavar="DIR", help="directory for the checkpoint; by default, none is saved")
     p.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --out, if any")
     p.add_argument("--timeout", type=float, metavar="SECONDS", default=600.0, help="how long a rank waits for others")

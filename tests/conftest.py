@@ -24,7 +24,7 @@ import torch
 from pool import THRESHOLDS, Pool
 
 from fzero.ir.ops import OPS, OWNERS, Op
-from fzero.runtime.build import compile_worker
+from fzero.runtime.build.cpu import compile_worker
 
 # The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit.
 # No deadline: the machine is shared.

@@ -47,7 +47,7 @@ IMPORTED = (
     "fzero.compiler.lower",
     "fzero.elastic.restarts",
     "fzero.modules.functionalize",
-    "fzero.runtime.build.compile_worker",
+    "fzero.runtime.build.cpu.compile_worker",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
@@ -60,7 +60,7 @@ _LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDU
 _ONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
 """Variables with which seeds begin. A fork has one thread as well if they are not set for it."""
 _NUM_HASHES = 2  # seeds of the test process differ in their hash seed: ranks must not agree by luck
-_BUILD = "from fzero.runtime.build.compile_worker import main; main()"
+_BUILD = "from fzero.runtime.build.cpu.compile_worker import main; main()"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ROOM = 2048, 16_384  # bytes for the arguments of a fork, and for its environment, that other processes see
 _HIGH = 400  # descriptors from here on are no script's

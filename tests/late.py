@@ -37,7 +37,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     copies = LateCopies()
     mesh.context.copies = copies
     mesh.context.transport = LateTransport(mesh)
-    executable = program_build.executable
+    executable = program_build.Executable
 
     def touching(program: Any, functions: Any, on: fz.Mesh, **given: Any) -> Any:
         run = executable(program, functions, on, **given)
@@ -48,7 +48,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
             )
         return run
 
-    patch(program_build, "executable", touching)
+    patch(program_build, "Executable", touching)
     return copies
 
 

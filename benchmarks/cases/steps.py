@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 from common import peak_mib, rss_mib
 from training import shard, torch_adamw
 
-from cases import ZERO, Live, Table, model, processes, sizes
+from cases import ZERO, Live, Table, cpu_seconds, model, processes, sizes
 
 # --- building, over depth ---
 
@@ -108,6 +109,97 @@ def build_time(args: argparse.Namespace) -> Table:
     ]
     columns = ("", "layers", "trace s", "build s", "warm start s", "growth MiB", "lines", "functions")
     return Table("Tracing and building, by depth", columns, rows, notes, {"points": points, "build_ratio": ratio})
+
+
+# --- the first steps, from empty caches ---
+
+MODES = {"wait": "waits for compiled functions", "eager": "runs eagerly meanwhile"}
+
+
+def first_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    import fzero as fz
+
+    live, running = Live(args, 16), list[Any]()
+
+    def compiled() -> bool:
+        return all(program.warm_up is None for program in running[0].train._runs.values())
+
+    def run(mode: str) -> dict[str, Any]:
+        running.append(live.start(fz.shard_params(axis="data"), warmup=mode))
+        start, cpu = time.perf_counter(), cpu_seconds()
+        losses, switched = [running[0].one()], 0
+        found = {"first_s": time.perf_counter() - start, "start_s": _seconds_alive()}
+        for i in range(1, args.steps):
+            losses.append(running[0].one(live.batches[i % 16]))
+            switched = switched or (i if compiled() else 0)
+        found |= {"all_s": time.perf_counter() - start, "cpu_s": cpu_seconds() - cpu}
+        while not compiled():
+            running[0].one()
+        return {**found, "switched": switched, "losses": losses}
+
+    def steps() -> list[float]:
+        return running[0].timed(5)
+
+    return {"run": run, "steps": steps}
+
+
+def first_loss(args: argparse.Namespace) -> Table:
+    """The first steps from empty caches, if the first one waits for compiled functions and if steps run eagerly
+    meanwhile.
+
+    Each run is in fresh processes. First loss: from the first call to its loss. All steps: from the first call to the
+    loss of the last of `--steps` steps. A step: after everything is compiled, both kinds in turns.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    timed: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for turn in range(args.rounds):
+        groups = {}
+        with contextlib.ExitStack() as stack:
+            for mode in list(MODES)[:: 1 if turn % 2 else -1]:
+                groups[mode] = stack.enter_context(processes(args, args.processes, timeout=1200))
+                answers = groups[mode].ask("run", mode=mode)
+                runs[mode].append({k: max(a[k] for a in answers) for k in ("first_s", "start_s", "all_s", "switched")})
+                runs[mode][-1] |= {"cpu_s": sum(a["cpu_s"] for a in answers), "losses": answers[0]["losses"]}
+                print(mode, {k: v for k, v in runs[mode][-1].items() if k != "losses"}, flush=True)
+            for i in range(10):
+                for mode in list(MODES)[:: 1 if i % 2 else -1]:
+                    timed[mode].append(statistics.median(max(x) for x in zip(*groups[mode].ask("steps"), strict=True)))
+    middle = {mode: {k: statistics.median(x[k] for x in found) for k in found[0] if k != "losses"}
+              for mode, found in runs.items()}  # fmt: skip
+    ratios = {k: statistics.median(e[k] / w[k] for e, w in zip(runs["eager"], runs["wait"], strict=True))
+              for k in ("first_s", "start_s", "all_s", "cpu_s")}  # fmt: skip
+    ratios["step"] = statistics.median(e / w for e, w in zip(timed["eager"], timed["wait"], strict=True))
+    rows = [
+        (
+            MODES[mode],
+            f"{x['first_s']:.1f}",
+            f"{x['start_s']:.1f}",
+            f"{x['switched']:.0f}" if x["switched"] else "0" if mode == "wait" else f"after {args.steps}",
+            f"{x['all_s']:.1f}",
+            f"{x['cpu_s']:.1f}",
+            f"{statistics.median(timed[mode]):.4f}",
+        )
+        for mode, x in middle.items()
+    ]
+    away = max(abs(a - b) / abs(b) for a, b in zip(runs["eager"][0]["losses"], runs["wait"][0]["losses"], strict=True))
+    notes = [
+        f"{sizes(args)}, ZeRO-3, {args.processes} processes with one thread each, empty compiler caches, the slower "
+        f"rank; medians of {args.rounds} rounds in turns. CPU seconds: of all processes, compilers included.",
+        f"eager / wait: first loss {ratios['first_s']:.2f}, with the start of the process {ratios['start_s']:.2f}, "
+        f"{args.steps} steps {ratios['all_s']:.2f}, their CPU seconds {ratios['cpu_s']:.2f}, a step after the switch "
+        f"{ratios['step']:.3f}",
+        f"largest difference between the losses of the two in a step: {away:.1e} of the loss.",
+    ]
+    columns = (
+        "the first step",
+        "first loss s",
+        "since start s",
+        "eager steps",
+        f"{args.steps} steps s",
+        "CPU s",
+        "step s",
+    )
+    return Table("The first steps from empty caches", columns, rows, notes, {"runs": runs, "ratios": ratios})
 
 
 # --- the plan's forecast ---

@@ -4,23 +4,16 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import dataclasses
 import datetime
 import functools
 import inspect
-import io
 import logging
 import math
 import os
-import pickle
-import re
 import shlex
-import shutil
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -501,178 +494,17 @@ def artifact_bytes(artifact: Any) -> bytes:
         return Path(folder, "artifact").read_bytes()
 
 
-class NotMovedError(Exception):
-    """An Inductor artifact for one GPU could not be converted to another."""
-
-
-def load_artifact(data: bytes, device: torch.device) -> Callable[..., Any]:
-    """Loads the artifact that `artifact_bytes` saved, in this or another process with the same release.
-
-    Args:
-        device: the device that it runs on here. If it was compiled for another GPU, it is converted to this one:
-            Inductor writes the device index into its code and into the launchers of kernels. No kernel is compiled
-            again.
-
-    Raises:
-        NotMovedError: if the conversion failed.
+def load_artifact(data: bytes) -> Callable[..., Any]:
+    """Loads the artifact that `artifact_bytes` saved, in this or another process with the same release, for the device
+    that it was compiled for: Inductor writes the index of a GPU into its code.
     """
     import torch._inductor.config as config
     from torch._inductor import CompiledArtifact
 
-    moved, copies = (data, list[str]()) if device.type == "cpu" else _moved(data, device)
-    try:
-        # nothing is compiled here, and Inductor would start compile processes
-        with tempfile.TemporaryDirectory() as folder, config.patch(compile_threads=1):
-            Path(folder, "artifact").write_bytes(moved)
-            return CompiledArtifact.load(path=f"{folder}/artifact", format="binary")
-    except Exception as error:
-        if moved is data:
-            raise
-        raise NotMovedError(f"{type(error).__name__}: {error}") from error
-    finally:
-        for folder in copies:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _moved(data: bytes, device: torch.device) -> tuple[bytes, list[str]]:
-    """Converts an artifact for one GPU to another. Returns it with the folders in which Inductor's cache keeps it
-    when it is loaded, which have names that no other process uses.
-    """
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-    from torch._inductor.codecache import FxGraphCache, code_hash
-    from torch.compiler._cache import CacheArtifactFactory
-
-    version, found = _artifact_parts(data)
-    (graph,), (entry,) = (
-        [_Moving(part.content, device).load() for part in found[kind]] for kind in ("inductor", "aot_autograd")
-    )
-    if not (before := {*graph.device_idxs} - {device.index}):
-        return data, []
-    try:
-        (index,) = before
-        source = on_device(graph.source_code, index, device.index)
-        kernels = dict(zip(_kernel_keys(graph.source_code), _kernel_keys(source), strict=True))
-        graph.source_code, graph.cache_key = source, code_hash(source)
-        graph.device_idxs = type(graph.device_idxs)([device.index])
-        if graph._triton_bundle is not None:
-            graph._triton_bundle = _moved_kernels(graph._triton_bundle, kernels, device.index)
-        names = {"inductor": f"f{uuid.uuid4().hex}", "aot_autograd": f"a{uuid.uuid4().hex}"}
-        entry.compiled_fw.fx_graph_cache_info = names["inductor"], entry.compiled_fw.fx_graph_cache_info[1]
-        for (kind, name), what in zip(names.items(), (graph, entry), strict=True):
-            found[kind] = [CacheArtifactFactory.create(kind, name, pickle.dumps(what))]
-        caches = (FxGraphCache, names["inductor"]), (AOTAutogradCache, names["aot_autograd"])
-        folders = [owner._get_tmp_dir_for_key(name) for owner, name in caches]
-        return _artifact_joined(version, names["aot_autograd"], found), folders
-    except Exception as error:
-        raise NotMovedError(f"{type(error).__name__}: {error}") from error
-
-
-def _artifact_parts(data: bytes) -> tuple[bytes, dict[str, list[Any]]]:
-    """Returns the parts of an artifact's bytes: the release that made it, and the entries of Inductor's caches, by
-    kind.
-    """
-    from torch._inductor.standalone_compile import CacheCompiledArtifact
-    from torch.compiler._cache import CacheArtifactManager
-    from torch.utils._appending_byte_serializer import BytesReader
-
-    reader = BytesReader(data)
-    header, version, _, body = reader.read_bytes(), reader.read_bytes(), reader.read_str(), reader.read_bytes()
-    found = CacheArtifactManager.deserialize(body)
-    if header != CacheCompiledArtifact.CACHE_HEADER or found is None:
-        raise RuntimeError("this is not an artifact")
-    return version, found
-
-
-def _artifact_joined(version: bytes, name: str, parts: dict[str, list[Any]]) -> bytes:
-    """Returns the bytes that `_artifact_parts` reads. `name`: the entry that is loaded."""
-    from torch._inductor.standalone_compile import CacheCompiledArtifact
-    from torch.compiler._cache import _serialize_single_cache
-    from torch.utils._appending_byte_serializer import AppendingByteSerializer, BytesWriter
-
-    body = AppendingByteSerializer(serialize_fn=_serialize_single_cache)
-    body.extend(parts.items())
-    writer = BytesWriter()
-    writer.write_bytes(CacheCompiledArtifact.CACHE_HEADER)
-    writer.write_bytes(version)
-    writer.write_str(name)
-    writer.write_bytes(body.to_bytes())
-    return writer.to_bytes()
-
-
-class _Moving(pickle.Unpickler):
-    """Unpickles objects of any GPU as objects of `device`, without touching another GPU."""
-
-    def __init__(self, data: bytes, device: torch.device):
-        super().__init__(io.BytesIO(data))
-        self._device = device
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "device"):
-            return lambda kind, *index: self._device if kind == "cuda" else torch.device(kind, *index)
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return self._storage
-        return super().find_class(module, name)
-
-    def _storage(self, data: bytes) -> Any:
-        def restored(storage: Any, place: str) -> Any:
-            to = str(self._device) if place.startswith("cuda") else place
-            return torch.serialization.default_restore_location(storage, to)
-
-        return torch.load(io.BytesIO(data), map_location=restored, weights_only=False)
-
-
-_INDEX = re.compile(
-    r"(torch\.cuda\._DeviceGuard\(|torch\.cuda\.set_device\(|get_raw_stream\(|\bcuda:|"
-    r"\bdevice\(type='cuda', index=|\bDeviceProperties\(type='cuda', index=)(\d+)"
-)
-_UNKNOWN = re.compile(r"torch\.cuda\.(?!_DeviceGuard\(\d|set_device\(\d|synchronize\(\)|current_stream\(\))\w+")
-
-
-def on_device(source: str, before: int, after: int) -> str:
-    """Converts Inductor's code for one GPU to another, by their indices.
-
-    Raises:
-        ValueError: if the code names a third GPU, or calls something unknown that may name one.
-    """
-    strange = {f"cuda:{n}" for _, n in _INDEX.findall(source) if int(n) != before} | {*_UNKNOWN.findall(source)}
-    if strange:
-        raise ValueError(f"code for cuda:{before} has {', '.join(sorted(strange))}")
-    return _INDEX.sub(lambda found: f"{found[1]}{after}", source)
-
-
-def _kernel_keys(source: str) -> list[str]:
-    """Returns the keys under which Inductor keeps the compiled Triton kernels of its code, in the order of the
-    code.
-    """
-    from torch._inductor.async_compile import CompiledTritonKernels
-
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    made = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "triton"]
-    return [CompiledTritonKernels.key(ast.literal_eval(call.args[1])) for call in made]
-
-
-def _moved_kernels(bundle: Any, keys: Mapping[str, str], index: int) -> Any:
-    """Converts the Triton kernels of an artifact, and their launchers, to the GPU with an index.
-
-    A kernel that was tuned has two launchers: one with all configurations that were tried, and one with the fastest.
-    There may be a binary only for the fastest; a configuration without one would be compiled again.
-    """
-    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
-
-    binaries = {found.kernel_hash: dataclasses.replace(found, device=index) for found in bundle.kernel_artifacts}
-    launchers = {}
-    for found in bundle.static_autotuners:
-        own = found.kernel
-        own.compile_results = [r for r in own.compile_results if triton_hash_to_path_key(r.kernel.hash) in binaries]
-        for result in own.compile_results:
-            result.compile_meta = {**result.compile_meta, "device": index}
-        own.triton_meta = {**own.triton_meta, "device": index}
-        own.device_props = own.device_props._replace(index=index)
-        if own.compile_results and found.cache_key in keys:
-            launchers[found.cache_key] = dataclasses.replace(found, cache_key=keys[found.cache_key])
-    return dataclasses.replace(
-        bundle, kernel_artifacts=list(binaries.values()), static_autotuners=list(launchers.values())
-    )
+    # nothing is compiled here, and Inductor would start compile processes
+    with tempfile.TemporaryDirectory() as folder, config.patch(compile_threads=1):
+        Path(folder, "artifact").write_bytes(data)
+        return CompiledArtifact.load(path=f"{folder}/artifact", format="binary")
 
 
 @dataclass(frozen=True)

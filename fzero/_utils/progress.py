@@ -17,7 +17,7 @@ from typing import TextIO
 
 from fzero._utils.units import size
 
-FIRST, OFTEN, SELDOM = (1.0, 2.0), 0.2, 15.0
+FIRST, OFTEN, SELDOM = (1.0, 2.0), 0.5, 15.0
 """Seconds until the first line (on a terminal, and elsewhere), and seconds between lines on a terminal and
 elsewhere.
 """
@@ -112,6 +112,12 @@ def shown(
             progress.close()
     finally:
         _INNERMOST.remove((what, text))
+
+
+def announce(what: str, text: str) -> None:
+    """Prints a line about an operation that goes on in the background, unless progress is turned off."""
+    if os.environ.get("FZERO_PROGRESS") != "off":
+        print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

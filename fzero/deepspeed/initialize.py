@@ -45,7 +45,7 @@ def initialize(
         optimizer: as for `load_config`.
         mesh: its ranks divide the batch. By default, all processes that torchrun started, `make_mesh()`.
         report: whether the first rank prints the table of every key to stderr.
-        settings: of `fz.compile`: `memory_budget`, `backend`, ...
+        settings: of `fz.compile`: `memory_budget`, `backend`, `warmup`, ...
 
     Raises:
         FzeroValueError: as for `load_config` and `fz.compile`.

@@ -70,7 +70,7 @@ class Trainer(Base):
         save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or for
             adapters `adapter_model.safetensors`), so that `from_pretrained("run/checkpoint-500")` reads it. With False
             it has the sharded state only: it is smaller, and saved faster.
-        backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
+        backend, warmup, memory_budget, host_budget, disk_budget: of `fz.compile`.
 
     Attributes:
         compiled: the step, a `CompiledStep`, once training has begun.
@@ -110,6 +110,7 @@ class Trainer(Base):
         lengths: Sequence[int] | None = None,
         save_weights: bool = True,
         backend: str = "inductor",
+        warmup: str = "wait",
         memory_budget: int | str | None = None,
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
@@ -127,7 +128,7 @@ class Trainer(Base):
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
         self._save_weights, self._chunked = save_weights, loss is not None
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
-        self._compiling = {"backend": backend, **budgets}
+        self._compiling = {"backend": backend, "warmup": warmup, **budgets}
         self._pretrained = model if isinstance(model, Pretrained) else None
         self.functional: Functional | None = None
         self.compiled: CompiledStep | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._utils.arguments import flag, keywords
+from fzero._utils.arguments import flag, keywords, shown
 from fzero._utils.units import parse_budgets
 from fzero.compiler.combined_transforms import zero_of
 from fzero.errors import FzeroTypeError, FzeroValueError
@@ -30,6 +30,7 @@ def compile(
     batch: Any = None,
     backend: str = "inductor",
     cuda_graphs: bool | None = None,
+    warmup: str = "wait",
 ) -> Any:
     """Compiles a step for a mesh.
 
@@ -70,6 +71,11 @@ def compile(
             default, a training step on a single CUDA device that uses only this device is captured after three ordinary
             runs. If the capture fails, the step continues without it, with a line in the log `fzero`. By default no
             other step is captured. Results are the same to the bit.
+        warmup: what the first steps of a program do while its blocks are compiled. "wait": the first step begins when
+            all are compiled, and runs are reproducible to the bit. "eager": steps run operation by operation, and each
+            block is replaced by its compiled version as soon as all ranks have it; the losses of these steps depend, by
+            rounding, on when that is. If all blocks are in the cache, both are the same. If eager steps do not fit
+            `memory_budget`, the first step waits. Only for meshes of CPUs.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
@@ -77,7 +83,8 @@ def compile(
         FzeroValueError: an unknown backend; transforms that name an axis that the mesh does not have; no compiler on
             this machine; `offload("auto")` without the memory budget and the batch for which it is resolved;
             `tensor_parallel` without rules and without a batch; `cuda_graphs=True` on a mesh of devices without CUDA
-            graphs.
+            graphs; `warmup="eager"` on a mesh of CUDA devices.
+        FzeroError: from a call with `warmup="eager"`, if a block cannot be compiled. The state is unchanged.
         FzeroValueError: from a step, if a value that is read besides the arguments has changed since tracing, or if the
             caller has entered a `TorchFunctionMode` or `saved_tensors_hooks`; with "inductor" also a
             `TorchDispatchMode`, because it does not see the operations inside kernels.
@@ -105,9 +112,21 @@ def compile(
             record.check_device(mesh.device)
     limits = parse_budgets(memory_budget, host_budget, disk_budget)
     graphs = _captured(step, mesh, cuda_graphs)
+    _check_warmup(warmup, mesh)
     if isinstance(step, EvalStep):
-        return CompiledEval(step, mesh, backend, limits, graphs is True)
-    return CompiledStep(step, mesh, backend, limits, batch, graphs)
+        return CompiledEval(step, mesh, backend, limits, graphs is True, warmup)
+    return CompiledStep(step, mesh, backend, limits, batch, graphs, warmup)
+
+
+def _check_warmup(warmup: str, mesh: Mesh) -> None:
+    """Raises for an unknown warm-up, and for eager steps on GPUs. There Inductor compiles in the process that trains,
+    and would hold the interpreter's lock while steps run."""
+    if warmup not in ("wait", "eager"):
+        problems, fix = [f"warmup={shown(warmup)}: must be 'wait' or 'eager'"], "leave it out to wait"
+        raise FzeroValueError("compile", "invalid arguments", problems, fix)
+    if warmup == "eager" and mesh.device.type != "cpu":
+        problems = [f"warmup='eager': the mesh is of {mesh.device_type} devices, whose functions this process compiles"]
+        raise FzeroValueError("compile", "invalid arguments", problems, "leave it out: the first step waits")
 
 
 def _captured(step: Step | EvalStep, mesh: Mesh, asked: bool | None) -> bool | None:

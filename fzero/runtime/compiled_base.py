@@ -2,6 +2,20 @@
 
 It knows nothing of transforms beyond lowering. A run executes the program and nothing else, and the program can be
 printed in full.
+
+[Note: a call] What a call of a compiled step does, from the arguments to the first op of the program:
+
+1. `CompiledStep.__call__` flattens the batch and compares the trees of the state with those of the last call. If they
+   are others, it reads their leaf tables and checks them; before their first step it compares replicas between ranks.
+2. `Compiled._program_for` looks up the program for this kind of call. If there is one, step 5 follows.
+3. `Compiled._make_program` traces and lowers the step (program_build.py), and all ranks compare the program
+   (program_agreement.py).
+4. It builds the subgraphs (build/) and connects the program with the other ranks (execute.py).
+5. `Compiled._program_for` checks at some calls that nothing the step reads has changed (read_values.py). During a
+   warm-up it takes over compiled subgraphs (build/warm_up.py).
+6. `CompiledStep.__call__` copies the batch to the device (batch_transfer.py).
+7. `Executable.__call__` runs the program: the text that `fz.show(program, full=True)` prints.
+8. `CompiledStep.__call__` watches the metrics (metrics_watch.py), and returns them with the state.
 """
 
 from __future__ import annotations
@@ -14,13 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fzero import tree
 from fzero._compat.inductor_folder import guard_inductor
 from fzero._utils.progress import moving
+from fzero.comm.control_group import unbroken
 from fzero.comm.local_device import check_default
 from fzero.compiler.lowered import Lowered
 from fzero.errors import FzeroValueError, attribute_of
-from fzero.ir.from_graph import Inputs
 from fzero.ir.program import Program
 from fzero.mesh import Mesh
 from fzero.plan.plan import Plan
@@ -28,9 +41,16 @@ from fzero.runtime.batch_transfer import BatchTransfer, check_contiguous
 from fzero.runtime.build.build import check_backend
 from fzero.runtime.compress_formats import ChosenFormats
 from fzero.runtime.cuda_graphs import check
-from fzero.runtime.program_agreement import made_together
-from fzero.runtime.program_build import build_executable, lower_for_batch, plan_as_built
-from fzero.runtime.program_cache import CachedProgram, ProgramCache, batch_entries, check_modes, kind_of_call
+from fzero.runtime.program_agreement import check_same_batch, check_same_program, on_all_ranks
+from fzero.runtime.program_build import build_functions, connect, lower_for_batch, plan_as_built, title_of
+from fzero.runtime.program_cache import (
+    CachedProgram,
+    ProgramCache,
+    StepCall,
+    batch_entries,
+    check_modes,
+    key_of_call,
+)
 from fzero.runtime.read_values import ReadValues
 from fzero.runtime.step_resolution import Limits, StepResolution
 from fzero.step.checks import check_bare
@@ -76,11 +96,19 @@ class Compiled:
         __getattr__ = attribute_of
 
     def __init__(
-        self, step: Any, mesh: Mesh, backend: str, limits: Limits, graphs: bool | None = False, batch: Any = None
+        self,
+        step: Any,
+        mesh: Mesh,
+        backend: str,
+        limits: Limits,
+        graphs: bool | None = False,
+        batch: Any = None,
+        warm_up: str = "wait",
     ):
         check_backend(backend, mesh.device)
         guard_inductor()
         self.graphs = graphs  # whether runs are captured
+        self.warm_up = warm_up  # whether the first steps wait for compiled functions, or run eagerly
         self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._resolution = StepResolution(step, mesh, backend, limits, batch)
         self._formats = ChosenFormats()
@@ -131,70 +159,63 @@ class Compiled:
             self._planned = self.program, plan_as_built(self._lowered, self.backend, self.mesh)
         return self._planned[1]
 
-    def _run_for(
-        self,
-        params: Inputs,
-        batch: Any,
-        flat_batch: list[Any],
-        structure: tree.TreeSpec,
-        before: Callable[[], None] = lambda: None,
-    ) -> tuple[Lowered, Callable[..., Any]]:
-        """Returns the program for a batch with such leaves, and the function that runs it.
+    def _program_for(self, call: StepCall, before: Callable[[], None] = lambda: None) -> CachedProgram:
+        """Returns the program for a call. If there is none yet, all ranks make it together.
 
         Args:
             before: called first if there is no such program yet.
         """
         self.mesh.check_open()
         check_modes(self.step.name, self.owner, self.backend, self.graphs)
-        kind = kind_of_call(params, flat_batch, structure)
-        key = (*kind, self._formats.formats)
-        if key in self._runs:
-            check_bare(batch, flat_batch)
+        key = key_of_call(call, self._formats.formats)
         # Taken out and kept again below, which makes it the most recently used one.
-        kept = self._runs.pop(key, None)
-        if kept is None:
+        program = self._runs.pop(key, None)
+        if program is None:
             before()
+            program = self._make_program(call, key)
+            key = key_of_call(call, self._formats.formats)  # lowering may have chosen formats
+        else:
+            check_bare(call.batch, call.flat)
+            program.advance()
+        self._runs.keep(key, program)
+        check_contiguous(self.step.name, self.owner, call.batch, call.flat, program.strides)
+        program.calls += 1
+        self._reads.look(program.settings, program.calls, program.lowered.program, self.mesh)
+        self._lowered = program.lowered
+        return program
 
-            def make() -> Any:
-                check_bare(batch, flat_batch)
-                return self._build(params, batch)
+    def _make_program(self, call: StepCall, key: tuple[Any, ...]) -> CachedProgram:
+        """Makes the program for a kind of call: traces and lowers the step, compares the program between all ranks,
+        builds its subgraphs, and connects it with the other ranks. An error on one rank is raised on all of them."""
+        mesh, read = self.mesh, self._reads.now()
+        why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + self._runs.difference(key)
+        with strides_noted() as strides:
+            check_same_batch(mesh, batch_entries(call), why, self.owner)
+            lowered = on_all_ranks(mesh, lambda: self._lower(call))
+            check_same_program(mesh, lowered.programs, why)
+            title = title_of(self.step)
+            functions, warm_up = on_all_ranks(
+                mesh, lambda: build_functions(lowered, self.backend, mesh, title, self.warm_up == "eager")
+            )
+            # No rank may start to connect before all are built: connecting is a collective, in which a rank that failed
+            # to build would be missing.
+            with unbroken(mesh):
+                run = on_all_ranks(mesh, lambda: connect(lowered, functions, mesh, self.graphs))
+        made = CachedProgram(lowered, run, self._reads.now(), strides, warm_up)
+        # The trace itself may have changed a value that is read, such as a list that grew. For the other programs this
+        # is not a change.
+        for other in self._runs.values():
+            other.settings = made.settings if other.settings == read else other.settings
+        return made
 
-            why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + self._runs.difference(key)
-            read = self._reads.now()
-            with strides_noted() as asked:
-                entries = batch_entries(flat_batch, structure)
-                lowered, run = made_together(self.mesh, make, why, self.owner, entries)
-            key = (*kind, self._formats.formats)  # lowering may have chosen formats
-            kept = CachedProgram(lowered, run, self._reads.now(), asked)
-            # The trace itself may have changed a value that is read, such as a list that grew. For the other programs
-            # this is not a change.
-            for other in self._runs.values():
-                other.settings = kept.settings if other.settings == read else other.settings
-        self._runs.keep(key, kept)
-        check_contiguous(self.step.name, self.owner, batch, flat_batch, kept.strides)
-        kept.calls += 1
-        self._reads.look(kept.settings, kept.calls, kept.lowered.program, self.mesh)
-        self._lowered = kept.lowered
-        return kept.lowered, kept.run
-
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        """Lowers the step to a program.
-
-        Returns a function that builds the program's subgraphs after all ranks have agreed on the program. That function
-        returns another one, which makes the program executable after all ranks have built their subgraphs.
-        """
+    def _lower(self, call: StepCall) -> Lowered:
+        """Traces the step and lowers it to a program."""
+        check_bare(call.batch, call.flat)
+        budget, formats = self._resolution.budget, self._formats.formats
         lowered = lower_for_batch(
-            self.resolved,
-            self.mesh,
-            params,
-            batch,
-            self._resolution.budget,
-            self._formats.formats,
-            self._reads,
-            self.owner,
+            self.resolved, self.mesh, call.params, call.batch, budget, formats, self._reads, self.owner
         )
-        # a run needs only its own rank's program, not those of the other stages
-        lowered = replace(lowered, chosen=self._resolution.decisions, stages=dict)
         if self.graphs is True:
             check(lowered.program, self.owner)
-        return lowered, functools.partial(build_executable, lowered, self.backend, self.mesh, self.graphs)
+        # a run needs only its own rank's program, not those of the other stages
+        return replace(lowered, chosen=self._resolution.decisions, stages=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fzero.mesh import Mesh
 from fzero.runtime.build.artifact_cache import logger
 from fzero.runtime.compiled_base import Compiled, alone
 from fzero.runtime.error_translation import raise_out_of_memory
+from fzero.runtime.program_cache import StepCall
 from fzero.sharding.placements import Varying
 from fzero.state.state_comparison import Last, check_model, check_values, differences, model_of, placed_inputs, unplaced
 from fzero.step import EvalStep
@@ -43,8 +43,9 @@ class CompiledEval(Compiled):
         backend: str,
         limits: tuple[int | None, int | None, int | None],
         graphs: bool = False,
+        warm_up: str = "wait",
     ):
-        super().__init__(step, mesh, backend, limits, graphs)
+        super().__init__(step, mesh, backend, limits, graphs, warm_up=warm_up)
         self._last = Last()
 
     @alone("eval_step")
@@ -72,20 +73,19 @@ class CompiledEval(Compiled):
         check_whole(params, "eval_step")
         if not self._last.holds(params):
             self._last.keep(self._expect(params), params)
-        inputs = self._last.checked()
-        flat, structure = tree.flatten(batch)
-        lowered, run = self._run_for(inputs, batch, flat, structure)
-        batch = tree.unflatten(structure, self._transfer(batch, flat))
+        call = StepCall(self._last.checked(), batch, *tree.flatten(batch))
+        program = self._program_for(call)
+        batch = tree.unflatten(call.structure, self._transfer(batch, call.flat))
         with torch.no_grad():
             try:
-                outputs = run(params, batch)
+                outputs = program.run(params, batch)
             except (RuntimeError, MemoryError) as error:
                 raise_out_of_memory(error, self.owner, list)
                 raise
-        return tree.unflatten(lowered.structure, outputs)
+        return tree.unflatten(program.lowered.structure, outputs)
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch)
+    def _lower(self, call: StepCall) -> Lowered:
+        lowered = super()._lower(call)
         made = lowered.program.values()
         own = [
             x
@@ -98,7 +98,7 @@ class CompiledEval(Compiled):
                 "is the mean over all ranks"
             )
             logger.warning(text, self.step.name, len(own))
-        return lowered, built
+        return lowered
 
     def _expect(self, params: Any) -> Inputs:
         check_params(params, "eval_step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ from fzero.mesh import Mesh
 from fzero.plan.timeline import Event
 from fzero.runtime.compiled_base import Compiled, alone
 from fzero.runtime.cuda_graphs import NotCaptured
+from fzero.runtime.execute import Executable
 from fzero.runtime.metrics_watch import MetricsWatch
 from fzero.runtime.out_of_memory import raise_with_advice
+from fzero.runtime.program_cache import CachedProgram, StepCall
 from fzero.runtime.state_validation import check_first_step, compare_replicas, leaf_tables
 from fzero.runtime.step_profile import check_num_steps, profile_steps
 from fzero.state import gather, initial_state, restored_state, tensor_storage
@@ -63,8 +65,9 @@ class CompiledStep(Compiled):
         limits: tuple[int | None, int | None, int | None],
         batch: Any = None,
         graphs: bool | None = False,
+        warm_up: str = "wait",
     ):
-        super().__init__(step, mesh, backend, limits, graphs, batch)
+        super().__init__(step, mesh, backend, limits, graphs, batch, warm_up)
         self.calls = 0
         self._watch, self._last = MetricsWatch(step, mesh), Last()
         # the last trees and program, and the result of `_has_spare` for them
@@ -284,13 +287,50 @@ class CompiledStep(Compiled):
         flat, structure = tree.flatten(batch)
         if self.awaits_batch:
             state = self._in_stages(state, batch)
-        lowered, run = self._built(state, batch, flat, structure)
+        # The leaf table of the parameters, from the state's own leaves if these are not the trees of the last step.
+        call = StepCall(self._inputs(state), batch, flat, structure)
+        program = self._program_of(state, call)
         batch = tree.unflatten(structure, self._transfer(batch, flat, self._last.storages))
+        outputs = self._run(program, state, batch)
+        self.calls += 1
+        metrics = tree.unflatten(program.lowered.structure, outputs)
+        no_backward(metrics["loss"])
+        self._watch(metrics, state, self.resolved, program.lowered)
+        return state, metrics
+
+    def built(self, state: State, batch: Any) -> tuple[Lowered, Executable]:
+        """Returns the program and the executable for a step of this state on such a batch. It is lowered and built if
+        necessary, and not run."""
+        program = self._program_of(state, StepCall(self._inputs(state), batch, *tree.flatten(batch)))
+        program.advance(to_the_end=True)
+        return program.lowered, program.run
+
+    def _program_of(self, state: State, call: StepCall) -> CachedProgram:
+        """Returns the program for a step of a state, after the checks of a state's first step."""
+        # Only before the first step with these trees: the checks read all of the state, which is too slow for every
+        # step.
+        if not self._last.begun:
+            check_first_step(state, call.params, call.batch, self.resolved, self.mesh, self._checked)
+            self._formats.read(self.resolved, state)
+        self._last.begun, before = True, self._formats.formats
+        # Called only if a program has to be made, because promotion reads counters on the host.
+        program = self._program_for(call, before=lambda: self._resolution.promote(call.params, state.extras))
+        self._formats.record(state, before)
+        return program
+
+    def _lower(self, call: StepCall) -> Lowered:
+        lowered = super()._lower(call)
+        self._formats.add(lowered.options.wire)
+        promoted = self._resolution.promoted(call.params, lowered)
+        return replace(lowered, chosen=(*lowered.chosen, *promoted))
+
+    def _run(self, program: CachedProgram, state: State, batch: Any) -> tuple[Any, ...]:
+        """Runs a program, which writes the new state over the old one, and returns its outputs."""
         aside = self._has_spare(state)
         trees = state.step, state.params, state.opt_state, state.key, state.extras
         try:
             with torch.no_grad():
-                outputs = run(*trees, batch, aside=aside)
+                return program.run(*trees, batch, aside=aside)
         # Nothing has been executed, so the state is not marked: the caller can continue with it.
         except NotCaptured:
             raise
@@ -299,34 +339,8 @@ class CompiledStep(Compiled):
             self._last.let_go()  # the next call checks its state again
             if isinstance(error, (RuntimeError, MemoryError)):
                 plan = lambda: self.plan  # noqa: E731
-                raise_with_advice(error, self.owner, self.resolved, self.mesh, self.backend, lowered, plan)
+                raise_with_advice(error, self.owner, self.resolved, self.mesh, self.backend, program.lowered, plan)
             raise
-        self.calls += 1
-        metrics = tree.unflatten(lowered.structure, outputs)
-        no_backward(metrics["loss"])
-        self._watch(metrics, state, self.resolved, lowered)
-        return state, metrics
-
-    def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
-        """Returns the program and the executable for a step of this state on such a batch. It is lowered and built if
-        necessary, and not run."""
-        return self._built(state, batch, *tree.flatten(batch))
-
-    def _built(
-        self, state: State, batch: Any, flat: list[Any], structure: tree.TreeSpec
-    ) -> tuple[Lowered, Callable[..., Any]]:
-        params = self._inputs(state)
-        # Only before the first step with these trees: the checks read all of the state, which is too slow for every
-        # step.
-        if not self._last.begun:
-            check_first_step(state, params, batch, self.resolved, self.mesh, self._checked)
-            self._formats.read(self.resolved, state)
-        self._last.begun, before = True, self._formats.formats
-        # Called only if a program has to be built, because promotion reads counters on the host.
-        promote = lambda: self._resolution.promote(params, state.extras)  # noqa: E731
-        lowered, run = self._run_for(params, batch, flat, structure, promote)
-        self._formats.record(state, before)
-        return lowered, run
 
     @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
@@ -344,12 +358,6 @@ class CompiledStep(Compiled):
             BusyError: another thread is using the mesh.
         """
         compare_replicas(state, self.mesh)
-
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch)
-        self._formats.add(lowered.options.wire)
-        promoted = self._resolution.promoted(params, lowered)
-        return replace(lowered, chosen=(*lowered.chosen, *promoted)), built
 
     def _has_spare(self, state: State) -> bool:
         """Whether every leaf that the program writes speculatively on disk has a second extent there. Allocated when
@@ -377,7 +385,7 @@ class CompiledStep(Compiled):
         """
         check_num_steps(steps)
         state, _ = self(state, batch)
-        run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
+        run = self.built(state, batch)[1]  # with all functions compiled
         return profile_steps(lambda state: self(state, batch)[0], state, steps, run, self.program, self.mesh)
 
     def _inputs(self, state: State) -> Inputs:

@@ -28,72 +28,84 @@ from fzero.sharding.placements import Shard
 from fzero.sharding.shard_regions import Boxes
 
 
-def executable(
-    program: Program,
-    functions: Mapping[str, Callable[..., Any]],
-    mesh: Mesh,
-    graphs: bool | None = False,
-    pairs: Iterable[tuple[str, int, int]] = (),
-) -> Callable[..., tuple[Any, ...]]:
-    """Makes a Python function of the trees that a program names. All ranks of the mesh call this together.
+class Executable:
+    """A program as a function of the trees that it names. All ranks of the mesh make it together.
 
     Args:
+        program: the program.
+        functions: its subgraphs.
+        mesh: the mesh it runs on.
         graphs: whether runs are captured and replayed, if the program allows it; None: captured, unless a capture
             fails.
         pairs: the pairs of stages that send and receive, as `message_directions` returns them.
+
+    Attributes:
+        namespace: what the names in the program's text stand for. It is read at every call: timers, recorders and
+            `use` replace entries.
+        skips: whether the current run skips an op.
+        replayed: on a GPU, the captured runs.
     """
-    text = source(program)
-    carrier = transport(mesh)
-    carrier.connect_pairs(pairs)
-    tiers = TierTransport(mesh, any(DISK in op.tiers for op, _ in program.walk()))
-    # A collective call: with shared memory, every rank maps the pools of the others here, and all ranks must do so in
-    # the same order.
-    arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
-    if program.host_pool_bytes:
-        arenas["host"] = host_pool(program.host_pool_bytes, mesh)
-    memory, places = arenas["device"], places_of(program, mesh, arenas)
-    running = Environment(mesh, carrier, tiers, Attempt(tiers))
-    # on a CPU that is both host and device, the same function may be called by ops of either
-    same = mesh.device.type == "cpu" and mesh.unified_memory
-    on_host = set() if same else {op.fn for op, _ in program.walk() if op.on_host}
-    namespace = {
-        name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
-    } | namespace_of(program, running, places)
-    # The functions are looked up in `namespace` at every call, not bound here. Timers, recorders and `observe` rely on
-    # that: they replace entries.
-    run = compiled(text, f"program {program.name}", namespace, name_of(program))
 
-    on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
-    replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
-    called = run if replayed is None else replayed
-    owner = "step" if name_of(program) == "train" else "eval_step"
+    def __init__(
+        self,
+        program: Program,
+        functions: Mapping[str, Callable[..., Any]],
+        mesh: Mesh,
+        graphs: bool | None = False,
+        pairs: Iterable[tuple[str, int, int]] = (),
+    ):
+        self._program, self._mesh = program, mesh
+        self._carrier = transport(mesh)
+        self._carrier.connect_pairs(pairs)
+        self._tiers = TierTransport(mesh, any(DISK in op.tiers for op, _ in program.walk()))
+        # A collective call: with shared memory, every rank maps the pools of the others here, and all ranks must do so
+        # in the same order.
+        arenas = {"device": self._carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
+        if program.host_pool_bytes:
+            arenas["host"] = host_pool(program.host_pool_bytes, mesh)
+        self._memory, places = arenas["device"], places_of(program, mesh, arenas)
+        self._attempt = Attempt(self._tiers)
+        self.skips = self._attempt.skips
+        running = Environment(mesh, self._carrier, self._tiers, self._attempt)
+        self.namespace: dict[str, Any] = {}
+        self.use(functions)
+        self.namespace |= namespace_of(program, running, places)
+        run = compiled(source(program), f"program {program.name}", self.namespace, name_of(program))
+        on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
+        self.replayed = None if on is None else Replayed(run, self.namespace, mesh, on, required=graphs is True)
+        self._run = run if self.replayed is None else self.replayed
+        self._owner = "step" if name_of(program) == "train" else "eval_step"
 
-    def whole_run(*trees: Any, aside: bool = False) -> tuple[Any, ...]:
+    def use(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """Makes the program call these subgraphs from its next run on."""
+        # on a CPU that is both host and device, the same function may be called by ops of either
+        same = self._mesh.device.type == "cpu" and self._mesh.unified_memory
+        on_host = set() if same else {op.fn for op, _ in self._program.walk() if op.on_host}
+        for name, f in functions.items():
+            here = name in on_host
+            self.namespace[name] = _on_host(f, self._program.functions[name], self._tiers) if here else f
+
+    def __call__(self, *trees: Any, aside: bool = False) -> tuple[Any, ...]:
         # Outside of `unbroken`: a capture that fails has executed nothing, and the mesh can still be used.
-        if replayed is not None:
-            replayed.prepare(*trees)
+        if self.replayed is not None:
+            self.replayed.prepare(*trees)
         # If the body raises, `unbroken` marks the mesh, so that the other ranks get an error at their next call instead
         # of waiting for a collective that never comes.
-        with control_group.unbroken(mesh), indices_explained(owner, trees[-1]):
-            carrier.begin(memory)
-            tiers.begin()
-            running.attempt.begin(aside)
+        with control_group.unbroken(self._mesh), indices_explained(self._owner, trees[-1]):
+            self._carrier.begin(self._memory)
+            self._tiers.begin()
+            self._attempt.begin(aside)
             try:
-                outputs = called(*trees)
+                outputs = self._run(*trees)
             except BaseException:
-                if mesh.size == 1:  # with several ranks this is the last call on the mesh
-                    tiers.abandon()
+                if self._mesh.size == 1:  # with several ranks this is the last call on the mesh
+                    self._tiers.abandon()
                 raise
-            failed = tiers.end()
+            failed = self._tiers.end()
         if failed is not None:  # on every rank, at the end of its run
             raise failed
         # copy outputs that are in the pool, which the next run overwrites
-        return tuple(x.clone() if _within(x, memory) else x for x in outputs)
-
-    whole_run.namespace = namespace  # type: ignore[attr-defined]  # op_hooks.py wraps its functions
-    whole_run.skips = running.attempt.skips  # type: ignore[attr-defined]  # ops that this step skips
-    whole_run.replayed = replayed  # type: ignore[attr-defined]  # on a GPU, if its runs can be captured
-    return whole_run
+        return tuple(x.clone() if _within(x, self._memory) else x for x in outputs)
 
 
 def namespace_of(program: Program, running: Running, places: Any) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from fzero.ir.ops import OPS
 from fzero.ir.program import Instruction, Program
+from fzero.runtime.execute import Executable
 from fzero.runtime.op_timers import OpPlace
 
 
 @contextmanager
 def observe(
-    run: Callable[..., Any],
+    run: Executable,
     program: Program,
     before: Callable[[OpPlace, tuple[Any, ...]], Any],
     after: Callable[[OpPlace, Any, tuple[Any, ...], Any], None],
@@ -26,8 +27,7 @@ def observe(
     `before(place, args)` is called before each op except loops, and `after(place, noted, args, result)` after it, where
     `noted` is the value that `before` returned.
     """
-    namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    following = Follower(program, run.skips)  # type: ignore[attr-defined]
+    namespace, following = run.namespace, Follower(program, run.skips)
 
     def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[OpPlace, Any]:
         place = following.called(name)

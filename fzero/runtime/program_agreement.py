@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from fzero._utils.bounded_json import parsed
 from fzero.comm import collective_sequence
-from fzero.comm.control_group import ControlGroup, differing, run_on_all_ranks, unbroken
+from fzero.comm.control_group import differing, run_on_all_ranks
 from fzero.errors import DivergenceError
 from fzero.ir.printer import show
 from fzero.ir.program import Program
@@ -17,68 +17,61 @@ from fzero.mesh import Mesh
 from fzero.trace.guards import deterministic_mode
 from fzero.trace.subgraph import signature
 
+T = TypeVar("T")
 _MOST_ENTRIES = 8  # entries of a batch that an error lists
 
 
-def made_together(
-    mesh: Mesh,
-    make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]],
-    why: str,
-    owner: str,
-    entries: Mapping[str, str],
-) -> tuple[Any, Any]:
-    """Returns the result of `make` on this rank, after every rank has made the same program and has finished building
-    it.
-
-    `make` returns a `Lowered` and a function that builds it. That function returns another one, which connects the
-    built program with the other ranks. An error in any of the three is raised here, and by the other ranks
-    as a DivergenceError. Only the last function
-    waits for the other ranks, after all of them have built.
+def check_same_batch(mesh: Mesh, entries: Mapping[str, str], why: str, owner: str) -> None:
+    """Compares the entries of the batch (`batch_entries`) between all ranks, before the step is traced: a function that
+    cannot be traced with one rank's batch would raise an error of its own on that rank only.
 
     Args:
         why: says why this rank makes a program. The other ranks see it in their errors.
-        owner: the public call, for the error about batches that differ.
-        entries: the entries of the batch (`batch_entries`). They are compared first, because a function that cannot
-            be traced with one rank's batch would raise an error of its own on that rank only.
+        owner: the public call, for the error.
 
-    Communication: five exchanges of 512 bytes; the texts of two programs if they differ.
+    Communication: 512 bytes from each rank; the entries of two batches if they differ.
 
     Raises:
-        DivergenceError: a rank's batch or program differs (showing the first differing line), a rank failed, or one
-            did not come in time.
+        DivergenceError: a rank's batch differs, or a rank did not come in time.
     """
     if mesh.size == 1:
-        lowered, build = make()
-        return lowered, build()()
+        return
     if collective_sequence.watcher is not None:
         collective_sequence.watcher.builds()
-    control = mesh.control
-    if (other := differing(control, "compile", json.dumps(list(entries.items())), why)) is not None:
+    if (other := differing(mesh.control, "compile", json.dumps(list(entries.items())), why)) is not None:
         rank, *texts = other
         first, theirs = (dict(parsed(text, list[tuple[str, str]])) for text in texts)
         fix = "give every rank a batch with the same entries, shapes and dtypes; drop or pad a shorter last batch"
         what = f"the batch of rank {rank} differs from that of rank 0"
         raise DivergenceError(owner, what, differing_entries(first, theirs, "rank 0", f"rank {rank}"), fix)
-    lowered, build = _together(control, make)
-    text = describe(*lowered.programs)
-    if (other := differing(control, "compile", text, why)) is not None:
+
+
+def check_same_program(mesh: Mesh, programs: Sequence[Program], why: str) -> None:
+    """Compares the programs of all stages between all ranks. `why`: as for `check_same_batch`.
+
+    Communication: 512 bytes from each rank; the texts of two programs if they differ.
+
+    Raises:
+        DivergenceError: a rank's program differs; shows the first line that does.
+    """
+    if mesh.size == 1:
+        return
+    if (other := differing(mesh.control, "compile", describe(*programs), why)) is not None:
         rank, first, theirs = other
         what, fix = (
             f"rank {rank} would run a different program than rank 0",
             "run the same code, flags and batch shapes on every rank",
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
-    # No rank may start to connect before all are built: connecting is a collective, in which a rank that failed to
-    # build would be missing.
-    connect = _together(control, build)
-    with unbroken(mesh):
-        return lowered, _together(control, connect)
 
 
-def _together(group: ControlGroup, act: Callable[[], Any]) -> Any:
-    """Runs a phase on all ranks. A rank that fails raises its own error, the others a DivergenceError that names it."""
+def on_all_ranks(mesh: Mesh, act: Callable[[], T]) -> T:
+    """Runs a phase of making a program, and returns after all ranks have completed it. A rank that fails raises its own
+    error, the others a DivergenceError that names it."""
+    if mesh.size == 1:
+        return act()
     what = "not every rank is ready to run"
-    return run_on_all_ranks(group, "compile", act, what=what, failure=DivergenceError)
+    return run_on_all_ranks(mesh.control, "compile", act, what=what, failure=DivergenceError)
 
 
 def differing_entries(first: Mapping[str, str], other: Mapping[str, str], one: str, another: str) -> list[str]:

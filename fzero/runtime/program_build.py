@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from fzero._utils.progress import shown
+from fzero._utils.progress import announce, shown
 from fzero.compiler.abstract_values import batch_inputs
 from fzero.compiler.budget_report import Budget
 from fzero.compiler.lowered import Lowered
 from fzero.compiler.program_selection import lower_inputs
+from fzero.compiler.search import PredictedCost
 from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.ir.ops import message_directions
 from fzero.mesh import Mesh
 from fzero.plan.plan import Plan
-from fzero.runtime.build.build import build
-from fzero.runtime.execute import executable
+from fzero.runtime.build.build import build, build_in_background
+from fzero.runtime.build.warm_up import WarmUp
+from fzero.runtime.execute import Executable
 from fzero.runtime.program_agreement import describe
 from fzero.runtime.read_values import ReadValues
 from fzero.step import EvalStep, Step
@@ -29,6 +30,11 @@ from fzero.trace.guards.captured_settings import GLOBAL_GENERATORS, changes
 from fzero.trace.guards.value_keys import Position
 from fzero.trace.subgraph import differing_line
 from fzero.transforms.compress import Formats
+
+
+def title_of(step: Step | EvalStep) -> str:
+    """Returns the name of a step as progress lines show it."""
+    return f"evaluation {step.name}" if isinstance(step, EvalStep) else step.name
 
 
 def lower_for_batch(
@@ -51,7 +57,8 @@ def lower_for_batch(
         reads: the values that the step's functions read.
         owner: the public call that errors name.
     """
-    with shown("fzero.compile", lambda: f"tracing and planning {step.name}") if mesh.rank == 0 else nullcontext():
+    text = lambda: f"tracing and planning {title_of(step)}"  # noqa: E731
+    with shown("fzero.compile", text) if mesh.rank == 0 else nullcontext():
         lower = lambda: lower_inputs(step, mesh, params, batch_inputs(batch), budget(), formats=formats)  # noqa: E731
         return _lower_unchanged(lower, step.name, reads, owner)
 
@@ -96,20 +103,46 @@ def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues,
     return again
 
 
-def build_executable(
-    lowered: Lowered, backend: str, mesh: Mesh, graphs: bool | None
-) -> Callable[[], Callable[..., Any]]:
-    """Builds the subgraphs of a program, after all ranks have agreed on the program. Returns a function that makes it
-    executable, after all ranks have built theirs.
+def build_functions(
+    lowered: Lowered, backend: str, mesh: Mesh, title: str, eager: bool
+) -> tuple[Mapping[str, Callable[..., Any]], WarmUp | None]:
+    """Builds the subgraphs of a program, after all ranks have agreed on the program.
 
     Args:
-        graphs: whether runs are captured, as in `executable`.
+        title: what the program is, for messages.
+        eager: whether the program may run eagerly while its subgraphs are compiled (`warmup="eager"`). It waits if it
+            would then need more memory than its budget.
+
+    Returns: the subgraphs, and the warm-up if some of them are still compiled.
     """
     # the subgraphs of all stages: the ranks divide their compilation among themselves
     used = {op.fn for x in lowered.programs for op, _ in x.walk() if op.op == "call"}
-    functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, backend, mesh)
-    how = {"pairs": message_directions(lowered.programs), "graphs": graphs}
-    return functools.partial(executable, lowered.program, functions, mesh, **how)
+    functions = {n: f for n, f in lowered.program.functions.items() if n in used}
+    if eager and backend == "inductor" and _fits_eagerly(lowered, mesh):
+        return build_in_background(functions, mesh, title)
+    return build(functions, backend, mesh, title), None
+
+
+def _fits_eagerly(lowered: Lowered, mesh: Mesh) -> bool:
+    """Whether the programs of all stages fit the budget if their subgraphs run eagerly, with more temporary values."""
+    if lowered.budget is None or lowered.budget.limits == (None, None, None):
+        return True
+    budget = replace(lowered.budget, backend="eager")
+    fits = not budget.over(PredictedCost(lowered.programs, budget).peaks)
+    if not fits and mesh.rank == 0:
+        announce("fzero.compile", "the first step waits, because eager steps would need more memory than the budget")
+    return fits
+
+
+def connect(
+    lowered: Lowered, functions: Mapping[str, Callable[..., Any]], mesh: Mesh, graphs: bool | None
+) -> Executable:
+    """Makes a program with built subgraphs executable. All ranks call it together.
+
+    Args:
+        graphs: whether runs are captured, as in `Executable`.
+    """
+    return Executable(lowered.program, functions, mesh, graphs=graphs, pairs=message_directions(lowered.programs))
 
 
 def plan_as_built(lowered: Lowered, backend: str, mesh: Mesh) -> Plan:

@@ -3,9 +3,9 @@ used programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,8 @@ from fzero.compiler.lowered import Lowered
 from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.runtime.build.artifact_cache import logger
+from fzero.runtime.build.warm_up import WarmUp
+from fzero.runtime.execute import Executable
 from fzero.sharding.layout import ties
 from fzero.trace.guards.captured_settings import Settings
 from fzero.trace.guards.torch_switches import (
@@ -24,10 +26,26 @@ from fzero.trace.guards.torch_switches import (
     switches,
     told,
 )
+from fzero.transforms.compress import Formats
 
 MOST_PROGRAMS = 16
 """Number of programs that a step keeps, each with its pool: one for each kind of batch. The least recently used one is
 dropped first, and made again when it is needed."""
+
+
+class StepCall(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        params: the leaf table of the parameters.
+        batch: the batch, as the user gave it.
+        flat, structure: its leaves and its tree.
+    """
+
+    params: Inputs
+    batch: Any
+    flat: list[Any]
+    structure: tree.TreeSpec
 
 
 @dataclass
@@ -39,14 +57,26 @@ class CachedProgram:
         run: its executable.
         settings: the values that its functions read when it was traced.
         strides: the places in the user's code that read strides.
+        warm_up: replaces functions of the program by compiled ones, until all are compiled.
         calls: the number of times that it was called.
     """
 
     lowered: Lowered
-    run: Callable[..., Any]
+    run: Executable
     settings: Settings
     strides: list[str]
+    warm_up: WarmUp | None = None
     calls: int = 0
+
+    def advance(self, to_the_end: bool = False) -> None:
+        """Lets the program call the functions that have been compiled since the last call. All ranks call it.
+
+        Args:
+            to_the_end: waits until all functions are compiled.
+        """
+        if self.warm_up is not None:
+            self.run.use(self.warm_up.finish() if to_the_end else self.warm_up.advance())
+            self.warm_up = None if self.warm_up.done else self.warm_up
 
 
 class ProgramCache(dict[Any, CachedProgram]):
@@ -90,27 +120,32 @@ class ProgramCache(dict[Any, CachedProgram]):
             self._warned = True
 
 
-def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec) -> tuple[Any, ...]:
-    """Returns everything that a program is specialized for, except the compression formats."""
+def key_of_call(call: StepCall, formats: Formats | None) -> tuple[Any, ...]:
+    """Returns everything that a program is specialized for.
+
+    Args:
+        formats: the compression formats that the state has recorded.
+    """
     # Strides are not part of the key: batches are made contiguous before a program reads them.
-    kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
+    kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in call.flat])
     # Two entries of a batch that are one tensor are one input of the program.
-    same = tuple(ties(flat_batch))
+    same = tuple(ties(call.flat))
     return (
-        params,
-        structure,
+        call.params,
+        call.structure,
         kinds,
         same,
         torch.get_default_dtype(),
         autocast(),
         switches(),
+        formats,
     )
 
 
-def batch_entries(flat_batch: list[Any], structure: tree.TreeSpec) -> dict[str, str]:
+def batch_entries(call: StepCall) -> dict[str, str]:
     """Returns the dtype and shape of each entry of a batch, by path, and which of them are one tensor."""
-    kinds = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch]
-    return _entries(structure, kinds, ties(flat_batch))
+    kinds = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in call.flat]
+    return _entries(call.structure, kinds, ties(call.flat))
 
 
 def _entries(structure: tree.TreeSpec, kinds: Sequence[Any], same: Sequence[int]) -> dict[str, str]:

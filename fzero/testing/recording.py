@@ -6,7 +6,7 @@ recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from fzero.ir.attributes import AssignAttrs
 from fzero.ir.ops import OPS, STARTS, is_superseded
 from fzero.ir.program import Instruction, Program
+from fzero.runtime.execute import Executable
 from fzero.runtime.op_hooks import observe
 from fzero.runtime.op_timers import OpPlace
 
@@ -34,7 +35,7 @@ class ExecutedOp:
 
 
 @contextmanager
-def recording(run: Callable[..., Any], program: Program) -> Iterator[list[ExecutedOp]]:
+def recording(run: Executable, program: Program) -> Iterator[list[ExecutedOp]]:
     """Records each op of a single run of an executable in the body, in the order in which the ops run. Of ops that a
     `rollback` repeats, only the second execution is kept.
     """

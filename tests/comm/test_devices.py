@@ -104,7 +104,7 @@ def test_updates_on_the_host_of_a_gpu_say_that_cores_are_idle(
     cpu = torch.device("cpu")
     mesh: Any = SimpleNamespace(size=1, rank=0, control=ALONE, device=torch.device("cuda", 0) if gpu else cpu)
     with caplog.at_level(logging.WARNING, "fzero"):
-        inductor.compiled({}, mesh, cpu)
+        inductor.Compilation({}, mesh, cpu).wait()
     texts = [r.getMessage() for r in caplog.records]
     assert texts == [f"fzero.compile: {idle(torch.get_num_threads(), 8)}"] * gpu
 

@@ -37,7 +37,7 @@ RUNS_CODE = re.compile(
 )
 ALLOWED = {
     "_compat/compat.py": "Inductor's artifacts of a cache that nobody else can write to, which PyTorch reads so too",
-    "runtime/build/compile_worker.py": "a pipe to a process that this one has started",
+    "runtime/build/cpu/compile_worker.py": "a pipe to a process that this one has started",
     "hf/trainer_checkpoint.py": "weights_only=True: scheduler.pt of its own checkpoints, read as transformers does",
 }
 

@@ -6,14 +6,10 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-import pickle
 import re
-import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ import torch.fx as fx
 from torch import nn
 
 import fzero as fz
-from fzero import random
 from fzero._compat import compat
 
 aten = torch.ops.aten
@@ -287,217 +282,6 @@ def test_inductor_compiles_a_graph_without_guards(fakes, monkeypatch):
     (got,) = run(a, b)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(a, want)  # an input that the graph writes is written in place
-
-
-def added_and_multiplied() -> fx.GraphModule:
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    z = graph.call_function(aten.sin.default, (graph.call_function(aten.add.Tensor, (x, y)),))
-    graph.output((graph.call_function(aten.mm.default, (z, y)),))
-    graph.call_function(aten.copy_.default, (x, z))
-    nodes = list(graph.nodes)
-    nodes[-2].append(nodes[-1])  # the output is last
-    nodes[-1].append(nodes[-2])
-    return fx.GraphModule({}, graph)
-
-
-def test_inductor_lowers_to_python_around_kernels_and_compiles_none(monkeypatch):
-    started: list[str] = []
-    unpatched = subprocess.Popen.__init__
-
-    def popen(self, command, *args, **kwargs):
-        started.append(str(command))
-        return unpatched(self, command, *args, **kwargs)
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", popen)
-    example = torch.ones(64, 64)
-    lowered = compat.inductor_lower(added_and_multiplied(), [example, example.clone()], trust_cpu=True)
-    assert not [c for c in started if "-o" in c] and (lowered.num_inputs, lowered.writes) == (2, (0,))
-    for text in (
-        "class Runner:",
-        "def call(self, args):",
-        "async_compile.cpp_pybinding([",
-        "kernel(",
-        "extern_kernels.mm(",
-        "args.clear()",
-    ):
-        assert text in lowered.text
-    command = compat.inductor_cpp_command(trust_cpu=True)
-    assert "kernels.cpp" in command and command[command.index("-o") + 1] == "kernels.so" and "-O3" in command
-
-
-def test_inductor_writes_an_operator_out_by_a_rule():
-    """An operator of ours, which Inductor forgets afterwards, by its place in the tensor and what it reads."""
-    from torch._inductor.lowering import lowerings
-
-    graph = fx.Graph()
-    key = graph.placeholder("key")
-    graph.output((graph.call_function(random.DRAW, (key, [4, 5], 20, 0, "uniform")),))
-
-    def rule(key: compat.Elements, shape: list[int], *_: Any) -> Any:
-        assert (key.shape, key.dtype) == ((3,), torch.int64)
-        element = lambda i: ((key(1) * 3 ^ compat.position(i[0] * 5 + i[1])) >> 1).float() * 0.25  # noqa: E731
-        return shape, torch.float32, element
-
-    given = [torch.ones(3, dtype=torch.int64)]
-    lowered = compat.inductor_lower(fx.GraphModule({}, graph), given, True, {random.DRAW: rule})
-    assert "fzero" not in lowered.text.partition("class Runner:")[2] and "0.25" in lowered.text
-    assert random.DRAW not in lowerings
-
-
-def test_what_inductors_python_names_is_there():
-    names = compat.inductor_names()
-    x = names["empty_strided_cpu"]((2, 3), (3, 1), torch.float32)
-    assert x.shape == (2, 3) and names["reinterpret_tensor"](x, (6,), (1,), 0).data_ptr() == x.data_ptr()
-    names["assert_size_stride"](x, (2, 3), (3, 1))
-    with pytest.raises(AssertionError):
-        names["assert_size_stride"](x, (3, 2), (2, 1))
-    assert (
-        compat.is_extern("mm")
-        and compat.is_extern("bmm")
-        and compat.is_extern("addmm")
-        and not compat.is_extern("bias_addmm")
-    )
-
-
-def test_the_data_pointer_function_gives_a_tensors_address():
-    import ctypes
-
-    function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(compat.data_pointer_function())
-    x = torch.ones(3)
-    assert function(x) == x.data_ptr()
-
-
-def test_inductors_settings_travel():
-    import torch._inductor.config as config
-
-    with config.patch({"cpp.min_chunk_size": 17}):
-        settings, text = compat.inductor_settings(), compat.inductor_settings_text()
-    assert compat.inductor_settings_text() != text
-    before = compat.inductor_settings()
-    try:
-        compat.use_inductor_settings(settings)
-        assert config.cpp.min_chunk_size == 17 and compat.inductor_settings_text() == text
-    finally:
-        compat.use_inductor_settings(before)
-
-
-@pytest.fixture(scope="module")
-def artifact() -> bytes:
-    """The second input is a literal."""
-    import torch._inductor.config as config
-
-    place = (8, 8), (8, 1), torch.float32
-    with config.patch({"cpp.vec_isa_ok": True}):
-        made = compat.inductor_compile(
-            added_and_multiplied(), [place], torch.device("cpu"), literals=[torch.ones(8, 8)]
-        )
-    return compat.artifact_bytes(made)
-
-
-def of_a_gpu(artifact: bytes, index: int, more: str = "") -> bytes:
-    """An artifact for the CPU that says of itself that it is for a GPU, and whose code names that."""
-    from torch.compiler._cache import CacheArtifactFactory
-
-    version, found = compat._artifact_parts(artifact)
-    graph, entry = (pickle.loads(found[kind][0].content) for kind in ("inductor", "aot_autograd"))
-    graph.device_idxs.add(index)
-    graph.source_code += f"\nPLACE = 'cuda:{index}', device(type='cuda', index={index})\n{more}\n"
-    names = [f"{letter}{uuid.uuid4().hex}" for letter in "fa"]  # Inductor's cache knows the CPU's by theirs
-    entry.compiled_fw.fx_graph_cache_info = names[0], []
-    for kind, name, what in zip(("inductor", "aot_autograd"), names, (graph, entry), strict=True):
-        found[kind] = [CacheArtifactFactory.create(kind, name, pickle.dumps(what))]
-    return compat._artifact_joined(version, names[1], found)
-
-
-def test_an_artifact_travels_as_bytes(artifact):
-    run = compat.load_artifact(artifact, torch.device("cpu"))
-    x, y = torch.ones(8, 8), torch.randn(8, 8)
-    torch.testing.assert_close(run(x, y)[0], torch.ones(8, 8).add(y).sin() @ y)
-
-
-def test_an_artifact_of_a_gpu_is_loaded_for_another_and_leaves_nothing(artifact):
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    def kept() -> set[Path]:
-        return {p for kind in ("fxgraph", "aotautograd") for p in Path(cache_dir(), kind).rglob("*")}
-
-    data = of_a_gpu(artifact, 1)
-    here = compat.load_artifact(data, torch.device("cuda", 1))
-    before, loaded = kept(), len(PyCodeCache.modules)
-    there = compat.load_artifact(data, torch.device("cuda", 12))
-    assert {p for p in kept() - before if p.is_file()} == set()
-    places = [m.PLACE for m in PyCodeCache.modules[loaded:] if hasattr(m, "PLACE")]
-    assert places == [("cuda:12", torch.device("cuda", 12))]
-    y = torch.randn(8, 8)
-    assert torch.equal(here(torch.ones(8, 8), y)[0], there(torch.ones(8, 8), y)[0])
-
-
-def test_an_artifact_that_may_name_its_gpu_otherwise_is_not_moved(artifact):
-    data = of_a_gpu(artifact, 1, "if False:\n    torch.cuda.default_stream(1)")
-    compat.load_artifact(data, torch.device("cuda", 1))
-    with pytest.raises(compat.NotMovedError, match=r"torch\.cuda\.default_stream"):
-        compat.load_artifact(data, torch.device("cuda", 0))
-
-
-CODE = """
-kernel = async_compile.triton('kernel', '''
-    triton_meta={'device': DeviceProperties(type='cuda', index=1, multi_processor_count=132)}, size_hints={'x': 1}
-''', device_str='cuda')
-def call(args):
-    with torch.cuda._DeviceGuard(1):
-        torch.cuda.set_device(1)
-        buf1 = empty_strided_cuda((1, 1), (1, 1), torch.float32)
-        buf2 = torch.ops.aten.randperm.default(1, device=device(type='cuda', index=1), pin_memory=False)
-        raw_stream1 = get_raw_stream(1)
-        kernel.run(buf1, 1, stream=raw_stream1)
-        torch.cuda.synchronize()
-    return rand_strided((1, 1), (1, 1), device='cuda:1'), torch.empty(1, device='cpu')
-"""
-
-
-def test_code_of_a_gpu_becomes_code_of_another():
-    moved = compat.on_device(CODE, 1, 47)
-    changed = [(a, b) for a, b in zip(CODE.splitlines(), moved.splitlines(), strict=True) if a != b]
-    assert len(changed) == 6 and all(b.count("47") == 1 for _, b in changed)
-    assert compat.on_device(moved, 47, 1) == CODE and compat.on_device(CODE, 1, 1) == CODE
-    for strange in ("'cuda:0'", "torch.cuda.Stream(1)", "get_raw_stream(0)", "torch.cuda.set_device(device)"):
-        with pytest.raises(ValueError, match="code for cuda:1 has"):
-            compat.on_device(CODE + strange, 1, 47)
-
-
-class Properties(NamedTuple):
-    index: int
-
-
-def test_the_kernels_of_an_artifact_are_launched_on_another_gpu_without_the_tries():
-    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
-    from torch._inductor.triton_bundler import (
-        StaticallyLaunchedAutotuner,
-        TritonBundle,
-        TritonKernelArtifacts,
-    )
-
-    def launcher(*hashes: str) -> Any:
-        results = [SimpleNamespace(kernel=SimpleNamespace(hash=h), compile_meta={"device": 1}) for h in hashes]
-        return SimpleNamespace(compile_results=results, triton_meta={"device": 1}, device_props=Properties(1))
-
-    fast, slow = "ab" * 32, "cd" * 32
-    found = [StaticallyLaunchedAutotuner(k, k, launcher(*h)) for k, h in (("a", (slow, fast)), ("a", (fast,)))]
-    found.append(StaticallyLaunchedAutotuner("b", "b", launcher(slow)))  # of which the artifact has no binary
-    bundle = TritonBundle([TritonKernelArtifacts(triton_hash_to_path_key(fast), 1, [])] * 2, found)
-    moved = compat._moved_kernels(bundle, {"a": "A", "b": "B"}, 3)
-    assert [(k.kernel_hash, k.device) for k in moved.kernel_artifacts] == [(triton_hash_to_path_key(fast), 3)]
-    (one,) = moved.static_autotuners
-    assert one.cache_key == "A" and one.kernel.device_props.index == 3 and one.kernel.triton_meta == {"device": 3}
-    assert [(r.kernel.hash, r.compile_meta) for r in one.kernel.compile_results] == [(fast, {"device": 3})]
-
-
-def test_what_was_pickled_for_a_gpu_is_read_for_another():
-    data = pickle.dumps([torch.device("cuda", 1), torch.device("cpu"), torch.arange(3)])
-    there, host, values = compat._Moving(data, torch.device("cuda", 5)).load()
-    assert (there, host, values.tolist()) == (torch.device("cuda", 5), torch.device("cpu"), [0, 1, 2])
 
 
 def test_native_bf16_is_a_fact_of_the_device():

@@ -84,7 +84,7 @@ def rehearse(program: Program) -> IssuedOps:
         mesh.context.transport, mesh.context.copies = ProcessGroups(mesh), _Copies()
         used = {op.fn for op, _ in program.walk() if op.fn}
         functions = building.build({n: f for n, f in program.functions.items() if n in used}, "inductor", mesh)
-        run: Any = execute.executable(program, functions, mesh)
+        run: Any = execute.Executable(program, functions, mesh)
         counting = _Counting(issued)
         names = {op.fn or op.op for op, _ in program.walk()}
         run.namespace.update({n: counting.of(n, f) for n in names if callable(f := run.namespace.get(n))})

@@ -30,8 +30,9 @@ from fzero.errors import FzeroError, FzeroValueError
 from fzero.ir.program import Function
 from fzero.runtime.build import artifact_cache as caching
 from fzero.runtime.build import build as building
-from fzero.runtime.build import compile_worker, cpp_kernels, graph_pickle, inductor
+from fzero.runtime.build import inductor
 from fzero.runtime.build.artifact_cache import Cache, CacheEntry, open_cache
+from fzero.runtime.build.cpu import compile_worker, cpp_kernels, graph_pickle
 from fzero.trace.device_decompositions import on_host, substituted
 from fzero.trace.graph_capture import record
 from fzero.trace.recorder import Recorded
@@ -172,7 +173,7 @@ def test_a_second_build_compiles_nothing_and_a_damaged_entry_is_compiled_again(c
     code = f"""
 import sys, torch
 from pathlib import Path
-from fzero.runtime.build import cpp_kernels
+from fzero.runtime.build.cpu import cpp_kernels
 from fzero.runtime.build.artifact_cache import Cache
 cache = Cache(Path({str(warm)!r}))
 for path in cache.folder.iterdir():
@@ -517,26 +518,7 @@ def test_an_artifact_is_loaded_with_its_literals():
     f = functions()["literal"]
     saved = compat.artifact_bytes(inductor._artifact(f, f.graph, CPU))
     x = torch.randn(N, N)
-    torch.testing.assert_close(inductor._called(f, f.graph, compat.load_artifact(saved, CPU))(x), literal(x)[0])
-
-
-def test_a_function_for_another_gpu_that_cannot_be_moved_is_compiled_for_this_one_and_kept(folder, monkeypatch):
-    def load(data: bytes, device: torch.device) -> Any:
-        raise compat.NotMovedError(f"{data.decode()} for {device}")
-
-    monkeypatch.setattr(compat, "load_artifact", load)
-    compiled: list[tuple[str, str]] = []
-    monkeypatch.setattr(compile_worker, "compile_jobs", saying(compiled, fake_compile_jobs))
-    of_another = CacheEntry("", b"of another GPU")
-    shared, made = key_of(functions()["several"]), {name for name in functions() if name != "several"}
-    folder.mkdir(parents=True)
-    Cache(folder).write(shared, of_another)
-    assert building.build(functions(), "inductor", fz.make_mesh())["several"](5, 6) == 5
-    assert {name for name, _ in compiled} == {"several", *made}
-    assert Cache(folder).read(shared) == of_another  # which serves its own rank
-    compiled.clear()
-    assert building.build(functions(), "inductor", fz.make_mesh())["several"](5, 6) == 5
-    assert not compiled
+    torch.testing.assert_close(inductor._called(f, f.graph, compat.load_artifact(saved))(x), literal(x)[0])
 
 
 def test_a_cache_that_keeps_nothing_still_builds(folder, monkeypatch):
@@ -664,9 +646,8 @@ def test_operators_of_ours_are_known_where_functions_are_compiled(tmp_path):
     graph.output(())
     path = tmp_path / "graph"
     path.write_bytes(pickle.dumps(graph_pickle.plain(graph)))
-    code = (
-        "import pickle, sys; from pathlib import Path\nfrom fzero.runtime.build import compile_worker, graph_pickle\n"
-    )
+    code = "import pickle, sys; from pathlib import Path\n"
+    code += "from fzero.runtime.build.cpu import compile_worker, graph_pickle\n"
     code += "nodes = graph_pickle.restored(pickle.loads(Path(sys.argv[1]).read_bytes())).graph.nodes\n"
     code += "print(*[n.target for n in nodes if n.op == 'call_function'])"
     end = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)

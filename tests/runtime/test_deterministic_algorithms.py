@@ -14,8 +14,9 @@ from fzero import optim
 from fzero._compat import compat
 from fzero.errors import TraceError
 from fzero.ir.program import Function
-from fzero.runtime.build import artifact_cache, compile_worker, inductor
+from fzero.runtime.build import artifact_cache, inductor
 from fzero.runtime.build.build import check_backend
+from fzero.runtime.build.cpu import compile_worker
 from fzero.trace.graph_capture import record
 from fzero.trace.guards import deterministic_mode
 from fzero.trace.guards.deterministic_mode import DeterministicSetting

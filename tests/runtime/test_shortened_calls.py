@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fzero._compat import compat
-from fzero.runtime.build.cpp_kernels import NotPlain
+from fzero.runtime.build.cpu.cpp_kernels import NotPlain
 from fzero.runtime.build.wrapper_shortening import short_text, shortened
 
 aten = torch.ops.aten

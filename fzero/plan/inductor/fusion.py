@@ -11,9 +11,9 @@ those of PyTorch's Inductor, as its code has them.
 [Note: triton] Inductor compiles the subgraphs of a GPU to Triton kernels. There, as in eager mode, a subgraph copies
 a result into the buffer that it is given for it. A pointwise result is computed in the copying kernel; results of
 products and scatters are in separate memory until then. On a CPU, results are computed in the given buffer
-(runtime/build/cpp_kernels.py). Kernels that read a concatenation of a few tensors compute it themselves. A pointwise
-value of many operations on several buffers is written to memory. A value may overwrite a buffer that it reads only if
-the buffer's other readers have finished, or are values of its own kernel that it is computed from.
+(runtime/build/cpu/cpp_kernels.py). Kernels that read a concatenation of a few tensors compute it themselves. A
+pointwise value of many operations on several buffers is written to memory. A value may overwrite a buffer that it reads
+only if the buffer's other readers have finished, or are values of its own kernel that it is computed from.
 
 This file must not know how fast a device is.
 """

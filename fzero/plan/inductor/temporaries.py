@@ -65,7 +65,7 @@ def _eager(found: Kernels, on_gpu: bool) -> int:
 def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
     """Returns the temporaries of a compiled subgraph. It computes a result in the buffer that is given for it if the
     compiler allocates the result's memory, and only for that result; otherwise it copies the result there
-    (runtime/build/cpp_kernels.py).
+    (runtime/build/cpu/cpp_kernels.py).
     """
     order = best_order(found)
     first, lived = shared(found, order)

@@ -8,11 +8,11 @@ the host compiles it in a worker process, and the other ranks load the result.
 | `build.py` | makes subgraphs executable, eagerly or compiled with Inductor |
 | `calling_convention.py` | adapts a built subgraph to how the program calls it: results, or buffers to write |
 | `inductor.py` | compiles subgraphs with Inductor: from the cache, in a worker, or by another rank |
+| `warm_up.py` | runs subgraphs eagerly until their compiled versions are ready on all ranks |
 | `shared_compilation.py` | divides compilation among the ranks of a host that see the same cache |
-| `compile_worker.py` | compiles in a separate process, and reports when each subgraph is done |
-| `graph_pickle.py` | pickles a graph as plain values for the worker process |
-| `cpp_kernels.py` | compiles the C++ kernels of many subgraphs together into one library, on a CPU |
 | `wrapper_shortening.py` | shortens Inductor's Python code around GPU kernels, to launch them faster |
 | `artifact_cache.py` | caches compiled subgraphs on disk, with digests |
 | `tracebacks.py` | keeps the lines of generated code, so that tracebacks show them |
+
+`cpu/` compiles for the CPU, in a separate process.
 """

@@ -189,8 +189,8 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
     Args:
         graph: its operations as they are compiled: the hash covers shapes, strides, dtypes and literals.
         function: the inputs that it writes, and the results for which it is given buffers.
-        device: the device it will run on; the hash does not cover the device's index. It covers the number of threads
-            of this process.
+        device: the device it will run on, with the index of a GPU. The hash also covers the number of threads of this
+            process.
     """
     constants = [
         x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in graph.constants.values()
@@ -221,7 +221,8 @@ def _hardware(device: torch.device) -> tuple[str, ...]:
     for the exact machine on which they are compiled."""
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        return device.type, name, str(capability), str(torch.version.cuda), _triton()
+        # Inductor writes the index into the code around the kernels.
+        return device.type, str(device.index), name, str(capability), str(torch.version.cuda), _triton()
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from fzero.ops import block_quantization
 from fzero.plan.cost import check_backend_name
 from fzero.runtime.build import inductor
 from fzero.runtime.build.calling_convention import as_called
+from fzero.runtime.build.warm_up import WarmUp
 from fzero.trace.device_decompositions import by_operation, on_device, on_host, substituted
 from fzero.trace.guards import deterministic_mode
 from fzero.trace.recorder import Recorded
@@ -62,7 +64,9 @@ def has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[str, Callable[..., Any]]:
+def build(
+    functions: Mapping[str, Function], backend: str, mesh: Mesh, title: str = ""
+) -> dict[str, Callable[..., Any]]:
     """Returns the subgraphs as functions that the ops of a program call (see `calling_convention.as_called`). All ranks
     of the mesh call it together.
 
@@ -75,6 +79,7 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
         functions: the subgraphs, by name.
         backend: "inductor" or "eager".
         mesh: the mesh whose device they run on.
+        title: the program that they belong to, for the progress line.
 
     Communication: a few hundred bytes between the ranks.
 
@@ -82,21 +87,55 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
         FzeroError: a subgraph cannot be compiled.
         DivergenceError: a rank did not deliver the subgraphs it had to compile; names the rank.
     """
+    found = _by_device(functions, backend, mesh)
+    # Sorted, because the ranks compile together: all of them must go through the devices in the same order.
+    for device in sorted(found.to_compile, key=str):
+        found.built.update(inductor.Compilation(found.compiled_on(device), mesh, device, title).wait())
+    return {name: found.built[name] for name in functions}
+
+
+def build_in_background(
+    functions: Mapping[str, Function], mesh: Mesh, title: str
+) -> tuple[dict[str, Callable[..., Any]], WarmUp | None]:
+    """Like `build` with the inductor backend, for a mesh of CPUs, but returns without waiting for compilations.
+    Subgraphs that are missing in the cache of any rank run eagerly until the warm-up replaces them. The warm-up is None
+    if all ranks have found everything in their caches."""
+    found = _by_device(functions, "inductor", mesh)
+    compilation = inductor.Compilation(found.compiled_on(mesh.device), mesh, mesh.device, title)
+    warm_up = WarmUp(compilation, mesh, title)
+    eager = {name: _eagerly(*x) for name, x in found.to_compile[mesh.device].items()}
+    built = found.built | eager | warm_up.advance()
+    return {name: built[name] for name in functions}, None if warm_up.done else warm_up
+
+
+class _ByDevice(NamedTuple):
+    """Subgraphs that are ready because they are not worth compiling, and by device those to compile, with their
+    graphs."""
+
+    built: dict[str, Callable[..., Any]]
+    to_compile: dict[torch.device, dict[str, tuple[Function, Recorded]]]
+
+    def compiled_on(self, device: torch.device) -> dict[str, tuple[Function, Recorded]]:
+        """Returns the subgraphs of a device with the graphs that a compiler gets."""
+        expanded = _expanded(device)
+        return {name: (f, substituted(graph, expanded)) for name, (f, graph) in self.to_compile[device].items()}
+
+
+def _by_device(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> _ByDevice:
     check_deterministic(mesh.device)  # the switch may have changed since the step was compiled
-    built: dict[str, Callable[..., Any]] = {}
-    waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
+    found = _ByDevice({}, defaultdict(dict))
     for name, function in functions.items():
         device = mesh.device if function.on == "device" else torch.device("cpu")
         graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
         if backend == "eager" or not _worth_compiling(graph, device):
-            built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
+            found.built[name] = _eagerly(function, graph)
         else:
-            graph = substituted(graph, _expanded(device))
-            waiting.setdefault(device, {})[name] = function, graph
-    # Sorted, because the ranks compile together: all of them must go through the devices in the same order.
-    for device in sorted(waiting, key=str):
-        built |= inductor.compiled(waiting[device], mesh, device)
-    return {name: built[name] for name in functions}
+            found.to_compile[device][name] = function, graph
+    return found
+
+
+def _eagerly(function: Function, graph: Recorded) -> Callable[..., Any]:
+    return as_called(function, by_operation(into_buffers(graph, function.into)))
 
 
 def _expanded(device: torch.device) -> dict[Any, Callable[..., Any]]:

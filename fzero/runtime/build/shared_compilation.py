@@ -16,6 +16,8 @@ from fzero.comm import control_group
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 
+NOT_COMPILED = "not every rank has compiled its share; FZERO_CACHE=off lets every rank compile for itself"
+
 
 class Share:
     """One division of work among the ranks that see the same cache. All ranks of the mesh construct it together.
@@ -59,12 +61,7 @@ class Share:
             DivergenceError: other ranks failed; names them. A rank that failed raises its own exception.
         """
         control_group.run_on_all_ranks(
-            self._mesh.control,
-            "compile",
-            act,
-            what="not every rank has compiled its share; FZERO_CACHE=off lets every rank compile for itself",
-            failure=DivergenceError,
-            about="compiles functions",
+            self._mesh.control, "compile", act, what=NOT_COMPILED, failure=DivergenceError, about="compiles functions"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero._compat import compat
-from fzero.runtime.build.cpp_kernels import NotPlain, inputs_and_body
+from fzero.runtime.build.cpu.cpp_kernels import NotPlain, inputs_and_body
 from fzero.runtime.build.tracebacks import compiled
 
 logger = logging.getLogger("fzero")

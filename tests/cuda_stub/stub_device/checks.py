@@ -32,9 +32,8 @@ from stub_device import no_values
 
 import fzero as fz
 from fzero import optim
-from fzero._compat import compat
 from fzero.comm import collectives
-from fzero.runtime.build import inductor
+from fzero.runtime.build import artifact_cache, inductor
 from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
 
@@ -175,7 +174,7 @@ class Said(logging.Handler):
 
 
 class Keys:
-    """The keys of compiled functions, as `inductor.compiled` makes them."""
+    """The keys of compiled functions, as `inductor.Compilation` makes them."""
 
     def __init__(self) -> None:
         self.seen = set[str]()
@@ -274,9 +273,9 @@ def planted(loss: Any, plant: str) -> Any:
     """The loss with a fault in it, or with one planted elsewhere."""
     if plant == "no wait":
         collectives.ProcessGroups._finish = lambda self, work, on_host: None  # type: ignore[method-assign]
-    if plant == "module":  # launchers are left on the device of the rank that compiled them
-        moved = compat._moved_kernels
-        compat._moved_kernels = lambda bundle, keys, index: moved(bundle, keys, 0)
+    if plant == "module":  # all ranks load the code that was compiled for the device of one of them
+        hardware = artifact_cache._hardware
+        artifact_cache._hardware = lambda device: hardware(torch.device(device.type, 0))
     if plant == "pageable":
         torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
     if plant not in ("synchronisation", "allocation", "index"):

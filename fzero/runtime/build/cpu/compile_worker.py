@@ -7,12 +7,16 @@ entries to a cache and exits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,8 +29,8 @@ import torch
 from fzero import random
 from fzero._compat import compat
 from fzero._utils.bounded_json import parsed
-from fzero.runtime.build import cpp_kernels, graph_pickle
 from fzero.runtime.build.artifact_cache import Cache, CacheEntry
+from fzero.runtime.build.cpu import cpp_kernels, graph_pickle
 from fzero.trace.guards import deterministic_mode
 
 _UNIT_CHARS = 100_000
@@ -103,17 +107,19 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
         process = subprocess.Popen(
             # -P: without it, a file in the current directory could replace a module. The module path is that of this
             # process.
-            [sys.executable, "-P", "-c", "from fzero.runtime.build.compile_worker import main; main()"],
+            [sys.executable, "-P", "-c", "from fzero.runtime.build.cpu.compile_worker import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            start_new_session=True,  # so that the worker can end its C++ compilers together with itself
         )
         try:
             assert process.stdin is not None and process.stdout is not None
             try:
+                # Not closed before the worker has ended: if its input ends, so has this process, and the worker ends.
                 process.stdin.write(request)
-                process.stdin.close()
+                process.stdin.flush()
             except BrokenPipeError:
                 pass  # it failed to start; its error output is read below
             # The loop ends when the worker closes its output, so it also ends if the worker dies without an answer.
@@ -124,11 +130,15 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
                 else:
                     answer = word
         except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its C++ compilers
             process.kill()
             raise
         finally:
             process.wait()
             process.stdout.close()  # type: ignore[union-attr]
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
         if process.returncode != 0:
             said.seek(0)
             answer = {"failed": f"{said.read()[-4000:]}\nthe compiling process ended with status {process.returncode}"}
@@ -140,7 +150,11 @@ def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust
 
 def main() -> None:
     # Unpickling is safe here: the other end of the pipe is the rank that started this process.
-    jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
+    jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.load(sys.stdin.buffer)
+    # The processes that Inductor starts must not wait for input from this pipe.
+    pipe, null = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    threading.Thread(target=_end_with_rank, args=[pipe], daemon=True).start()
     # Inductor and the C++ compiler may print to stdout, which is the pipe to the rank.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirect stdout to stderr, so that other output is not taken for an answer
@@ -158,6 +172,21 @@ def main() -> None:
         say({"failed": traceback.format_exc()})
     else:
         say({"skipped": skipped})
+
+
+_folders: set[str] = set()  # of C++ compilers that are running
+
+
+def _end_with_rank(pipe: int) -> None:
+    """Ends this process and its C++ compilers when the rank that started it has ended: its end of the pipe is then
+    closed."""
+    # Not through `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
+    os.read(pipe, 1)
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():  # as `_ask` starts it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool, done: Done) -> dict[str, str]:
@@ -215,7 +244,13 @@ def _compile_unit(
 def _compile_cpp(source: str, command: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         Path(folder, "kernels.cpp").write_text(source)
-        result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        _folders.add(folder)
+        try:
+            # The compiler's own temporary files are in the folder, too.
+            env = {**os.environ, "TMPDIR": folder}
+            result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+        finally:
+            _folders.discard(folder)
         if result.returncode != 0:
             raise RuntimeError(result.stderr[-4000:])
         library = Path(folder, "kernels.so")
