@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import tempfile
 import time
 import uuid
@@ -23,21 +22,6 @@ from fzero.errors import CheckpointError, StorageError
 _PART = 16 << 20  # bytes of an object that are sent at a time
 _PARTS = 9000  # parts of one object; stores accept 10000
 _THREADS = 8
-_REFUSED = re.compile(
-    r"credential|denied|forbidden|unauthorized|(expired|invalid|security|access)[ _-]?token|token (has |is )?expired",
-    re.I,
-)
-"""Matches the error texts of a client that has no credentials, or the wrong ones."""
-
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-}
 
 
 class _Object(Reader):
@@ -237,15 +221,13 @@ class Objects(Storage):
                 raise
             if isinstance(error, FileNotFoundError) and not new:
                 raise
-            said = _said(error)
+            fix = (
+                "check that the store can be reached from here, that the credentials may read, write, list and delete "
+            )
+            fix += "there, and the store's options; fsspec's package for it reads both from its usual places"
             if isinstance(error, FileNotFoundError):
                 fix = "make the bucket or container first, or correct its name"
-            elif isinstance(error, PermissionError) or _REFUSED.search(said):
-                fix = "give credentials that may read, write, list and delete there, where fsspec's package for "
-                fix += "this store looks for them (of s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
-            else:
-                fix = "see whether the store can be reached from here; its options are read from fsspec's configuration"
-            raise StorageError("checkpoint", f"cannot {to} {url}", [said], fix) from error
+            raise StorageError("checkpoint", f"cannot {to} {url}", [_said(error)], fix) from error
 
 
 def _files_of(index: bytes | None) -> list[str]:
@@ -281,20 +263,18 @@ def _objects(process: int, root: str) -> Objects:
     `process` is part of the cache key because a filesystem made in another process has none of its threads in this
     one.
     """
-    scheme, what = root.partition("://")[0], f"{root} needs a package that is not installed"
-    package = _PACKAGES.get(scheme)
+    what = f"{root} needs a package that is not installed"
     try:
         import fsspec
     except ImportError:
-        fix = f"pip install fsspec{f' {package}' if package else ''}"
+        fix = "pip install fsspec, and its package for this protocol (s3fs, gcsfs, adlfs, ...)"
         raise CheckpointError("checkpoint", what, ["fsspec"], fix) from None
     problem = f"chains of protocols ({root!r})" if "::" in root else None
     if problem is None:
         try:
             return Objects(fsspec.core.url_to_fs(root)[0])
         except ImportError as error:
-            fix = f"pip install {package}" if package else "install what it names"
-            raise CheckpointError("checkpoint", what, [str(error)], fix) from error
+            raise CheckpointError("checkpoint", what, [str(error)], "install the package that it names") from error
         except Exception as error:
             problem = _said(error)
     fix = "give a path, or the URL of an object store whose protocol fsspec has: s3://, gs://, az://, …"
