@@ -456,7 +456,7 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
     monkeypatch.setattr(cost, "BACKENDS", ("inductor", "eager", "other"))
     real = build.build
 
-    def built(functions, backend, mesh):
+    def built(functions, backend, mesh, title):
         with pytest.MonkeyPatch.context() as patch:
             if backend == "other":
                 patch.setattr(build, "as_called", wrong)
