@@ -28,6 +28,7 @@ from cases import (
     modules,
     peers,
     plans,
+    published,
     steps,
     wire,
 )
@@ -134,6 +135,12 @@ CASES = {
         "plans of models up to a trillion parameters", 10, plans.model_plans,
         flags={"only": str, "plans": Path(TEMPORARY) / "fzero-model-plans", "tables": False, "seconds": 1800},
         small={"only": "llama 2 7b, 8 x"},
+        how="Planned",
+    ),
+    "published": Case(
+        "published training speeds of GPUs, compared with plans", 30, published.published,
+        flags={"only": str, "plans": Path(TEMPORARY) / "fzero-published", "tables": False, "layers": 0},
+        small={"only": "8 H100, compiled", "layers": 2},
         how="Planned",
     ),
     "plan_search": Case(

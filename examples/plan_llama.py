@@ -2,7 +2,7 @@
 takes, before there is a machine.
 
 fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 \\
-    --budget 22GB --host-budget 58GB --disk-budget 500GB
+    --budget 24GB --host-budget 61GB --disk-budget 500GB --include-process
 """
 
 from __future__ import annotations

@@ -22,10 +22,12 @@ and a traceback is shown only for the user's own code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
+from fzero._utils.progress import shown
 from fzero.errors import FzeroError
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports a process that SIGINT or SIGPIPE ended
@@ -57,8 +59,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(args: list[str]) -> int:
     """Parses and runs a command line, and prints errors. Returns the exit code."""
-    from fzero.cli.flag_parsing import parse
-    from fzero.cli.target import UsageError, UserError
+    # Elsewhere than on a terminal, a line on each command would be noise.
+    with shown("fzero", lambda: "importing PyTorch") if sys.stderr.isatty() else contextlib.nullcontext():
+        from fzero.cli.flag_parsing import parse
+        from fzero.cli.target import UsageError, UserError
 
     if args == ["--version"]:
         import torch

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fzero._utils.progress import shown
+from fzero.cli.hf_script import Script
 from fzero.cli.plan_summary import Answer
 from fzero.compiler.alternatives import NOT_PLANNED, devices_table, other_transforms, transforms_table
 from fzero.compiler.budget_report import Budget
@@ -20,56 +21,53 @@ from fzero.compiler.combined_transforms import auto_of
 from fzero.plan.page.op_costs import shown_path
 from fzero.plan.page.suggestions import Suggestions
 from fzero.plan.plan import Plan
-from fzero.plan.process_memory import parts
 from fzero.plan.render import TextTable
 from fzero.step import Step
 
 if TYPE_CHECKING:
     from fzero.cli.plan_command import PlanCommand
+    from fzero.cli.step_command import LoweredTarget
 
 
-def write_page(command: PlanCommand, path: Path, found: Any, refusal: str = "") -> None:
+def write_page(command: PlanCommand, path: Path, found: LoweredTarget, answer: Answer, refusal: str = "") -> None:
     """Writes the page of a plan.
 
     Args:
         command: the flags.
         path: the file; it has been checked.
-        found: the lowered step, with the step, its parameters and its batch (cli/step_command.py).
+        found: the lowered step, with the step, its parameters and its batch.
+        answer: what the command prints.
         refusal: the error, if the step does not fit its budgets and was lowered without them.
     """
-    lowered, plan = found.lowered, found.lowered.plan
-    summary = None
-    if found.script is not None:
-        process = parts(plan.device, plan.peak_bytes, found.interpreter, lowered.program.mesh.size > 1)
-        summary = Answer(lowered, plan, command.model, found.script, process)
-    memory, source = _memory(command, found, plan)
+    plan, script = found.lowered.plan, found.script
+    memory, source = _memory(command, answer)
     given = Suggestions(
-        title="" if summary is None else f"{summary.script.name} on {summary.num_ranks} x {plan.device.name}",
+        title="" if script is None else f"{script.name} on {answer.num_ranks} x {plan.device.name}",
         memory=memory,
         memory_source=source,
         problems=[line.strip() for line in refusal.splitlines()[1:] if line.strip()],
-        better=[] if summary is None or refusal else summary.better(),
+        better=[] if refusal else answer.better(),
         tables=_tables(command, found, plan, memory),
-        assumptions=[] if summary is None else summary.assumptions(),
-        code=_code(command, summary),
+        assumptions=answer.assumptions(),
+        code=_code(command, script),
     )
     plan.html(path, suggestions=given)
     print(f"the page: {path}", file=sys.stderr)
 
 
-def _memory(command: PlanCommand, found: Any, plan: Plan) -> tuple[int | None, str]:
+def _memory(command: PlanCommand, answer: Answer) -> tuple[int | None, str]:
     """Returns the bytes that a rank's program may use, and what they are."""
     if command.budget_bytes is not None:
         return command.budget_bytes, "the budget"
-    limit = found.lowered.budget.nbytes if found.lowered.budget else None
-    known = command.device is not None or command.devices is not None or plan.device.machine
-    left = plan.device.memory_bytes - plan.process_bytes
-    if limit is None and not known:
+    plan, budget = answer.plan, answer.lowered.budget
+    limit = budget.nbytes if budget else None
+    if limit is None and not answer.known:
         return None, ""
+    left = plan.device.memory_bytes - plan.process_bytes
     return left if limit is None else limit, f"available to a process on {plan.device.name}"
 
 
-def _tables(command: PlanCommand, found: Any, plan: Plan, memory: int | None) -> Sequence[TextTable]:
+def _tables(command: PlanCommand, found: LoweredTarget, plan: Plan, memory: int | None) -> Sequence[TextTable]:
     """Returns the alternatives. Those within a budget are planned within it."""
     tables, lowered = list[TextTable](), found.lowered
     if isinstance(found.step, Step):
@@ -78,7 +76,7 @@ def _tables(command: PlanCommand, found: Any, plan: Plan, memory: int | None) ->
     return [*tables, *([devices] if devices.rows else [])]
 
 
-def _other_transforms(found: Any, plan: Plan, memory: int | None, seconds: float) -> TextTable:
+def _other_transforms(found: LoweredTarget, plan: Plan, memory: int | None, seconds: float) -> TextTable:
     """Returns the plans with other transforms. The title says what was not varied or not planned.
 
     For a step with `offload("auto")`, each alternative would be another search for the best tiers, which takes many
@@ -99,13 +97,13 @@ def _other_transforms(found: Any, plan: Plan, memory: int | None, seconds: float
     return transforms_table(others, plan, memory, title)
 
 
-def _code(command: PlanCommand, summary: Answer | None) -> str:
+def _code(command: PlanCommand, script: Script | None) -> str:
     """Returns the script of a transformers model, or the calls that compile the target; "" if neither is known. A path
     of the model outside the current folder is shortened, because a page is sent to others.
     """
-    if summary is not None:
-        path = shown_path(summary.script.path)
-        return summary.script.with_path(path if Path(path).exists() else f"path/to/{Path(path).name}")
+    if script is not None:
+        path = shown_path(script.path)
+        return script.with_path(path if Path(path).exists() else f"path/to/{Path(path).name}")
     module, _, function = (command.target or "").rpartition(":")
     name = Path(module).stem if module.endswith(".py") else module
     axes = ", ".join(pair for text in (command.mesh[0] if command.mesh else ()) for pair in text.split(",") if pair)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from fzero._utils.units import as_argument, duration, rate, size
+from fzero._utils.units import duration, rate
 from fzero.cli.plan_summary import Answer
 from fzero.compiler.auto_mesh import MeshPlans
 from fzero.compiler.lowered import Lowered
@@ -18,34 +18,9 @@ from fzero.ir.printer import statements
 from fzero.ir.program import Program
 from fzero.plan.device_lookup import Device
 from fzero.plan.plan import Plan
-from fzero.plan.render import TextTable, draw, plain, tables
+from fzero.plan.render import TextTable, draw, plain
 from fzero.testing import Report
 from fzero.tree import dtype_name
-
-
-def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: str = "") -> None:
-    """Prints the plan and, under a budget, what it leaves; without a budget, whether it fits into the device's
-    `memory`, if that is known. `short`: what a state needs that alone is larger than the memory.
-    """
-    needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
-    limits = lowered.budget.limits if lowered.budget else (None, None, None)
-    fits = [
-        f"fits {size(limit)}{where}: {size(need)} at the peak, {size(limit - need)} to spare"
-        for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
-        if limit is not None
-    ]
-    if memory is not None:
-        left, has = memory - plan.peak_bytes, f"the {size(memory)} of {plan.device.name}"
-        has += " that the process leaves" if memory < plan.device.memory_bytes else ""
-        if left >= 0:
-            fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
-        else:
-            more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
-            looked = f"--budget {as_argument(memory)} looks for what does, and says what would help"
-            fits.append(
-                f"does not fit {has}: {more}. Fix: {f'the state alone is too large: {short}' if short else looked}"
-            )
-    return _print(tables(plan), "\n".join(fits))
 
 
 def meshes_data(found: MeshPlans) -> dict[str, Any]:
@@ -57,9 +32,10 @@ def meshes_data(found: MeshPlans) -> dict[str, Any]:
     return {"meshes": rows, "left_out": [*found.left_out], "budget": found.budget}
 
 
-def print_answer(found: Answer) -> None:
-    """Prints the answer about a transformers model."""
-    _print(found.tables(), found.text())
+def print_answer(found: Answer, details: bool = False) -> None:
+    """Prints the answer about a step, after the tables of `--details` if they are requested."""
+    console = Console()
+    _print(found.details() if details else [], found.text(min(120, console.width) if console.is_terminal else 120))
 
 
 def print_program(text: str) -> None:
@@ -162,7 +138,7 @@ def _print(shown: Sequence[TextTable], last: str = "") -> None:
     console = Console()
     if console.is_terminal:
         draw(shown, console)
-    else:
+    elif shown:
         sys.stdout.write(plain(shown))
     if last:
         console.print(last, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ import torch
 from tyro.conf import Positional, UseAppendAction, arg
 
 from fzero._utils.progress import shown
-from fzero._utils.units import parse_budgets
+from fzero._utils.units import parse_budgets, size
 from fzero.cli.flags import BUDGET, DEVICE, FLAG, MESH, TARGET, axes_of, bytes_of, usage_errors
 from fzero.cli.hf_script import OfModel, Script, planned
 from fzero.cli.target import UsageError, load, users_code
@@ -27,12 +27,12 @@ from fzero.compiler.state_budget import check_at_rest, shortage
 from fzero.mesh import AbstractMesh
 from fzero.plan.calibration import elsewhere
 from fzero.plan.device_lookup import Device, get_device, get_devices
-from fzero.plan.process_memory import INTERPRETER, left, resident, room
+from fzero.plan.process_memory import INTERPRETER, left, left_on_host, resident, room
 from fzero.step import Step
 from fzero.transforms.transform import current_pass_name
 
 
-class _Lowered(NamedTuple):
+class LoweredTarget(NamedTuple):
     """A lowered target.
 
     Attributes:
@@ -65,7 +65,7 @@ class StepCommand:
     budget: Annotated[str | None, BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     include_process: Annotated[bool, FLAG] = False
-    """--budget is the memory of an entire device or container: subtract the memory of the process"""
+    """budgets are the memory of an entire device, container or host: subtract the process. Always so with --hf"""
     host_budget: Annotated[str | None, BUDGET] = None
     """host memory a rank may use, if the host's memory is not the device's"""
     disk_budget: Annotated[str | None, BUDGET] = None
@@ -87,15 +87,40 @@ class StepCommand:
         return any("auto" in text.split(",") for mesh in self.mesh for text in mesh)
 
     @property
+    def counts_process(self) -> bool:
+        """Whether the budgets include the process."""
+        return self.include_process or self.model.hf is not None
+
+    @property
     def budget_bytes(self) -> int | None:
         """The budget of the program, without the process."""
-        found = bytes_of(self.budget)
-        if found is None or not self.include_process:
-            return found
-        axes, device = self._devices()
-        return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
+        return self._budgets()[0]
 
-    def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = (), limited: bool = True) -> _Lowered:
+    def _budgets(self, interpreter: int | None = None) -> tuple[int | None, int | None, int | None]:
+        """Returns the budgets of the program on the device, on the host and on disk, without the process if the given
+        ones include it.
+
+        Args:
+            interpreter: bytes that are resident before there is a state, if they were measured.
+
+        Raises:
+            UsageError: if the process alone needs more.
+        """
+        device_bytes, host_bytes, disk_bytes = map(bytes_of, (self.budget, self.host_budget, self.disk_budget))
+        if self.counts_process:
+            axes, device = self._devices()
+            several, interpreter = math.prod(axes.values()) > 1, interpreter or device.process_bytes or INTERPRETER
+            if device_bytes:
+                rest = left(device, device_bytes, several, interpreter)
+                device_bytes = _for_program("--budget", device_bytes, rest)
+            if host_bytes:
+                rest = left_on_host(device, host_bytes, interpreter)
+                host_bytes = _for_program("--host-budget", host_bytes, rest)
+        return device_bytes, host_bytes, disk_bytes
+
+    def lowered(
+        self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = (), limited: bool = True
+    ) -> LoweredTarget:
         """Lowers the target for the mesh and the device whose rates are used, without the passes to skip. `asked`: by
         flag, the passes whose results are requested. `limited`: whether the result must fit its budgets.
         """
@@ -103,8 +128,7 @@ class StepCommand:
             self._check()
             axes, device = self._devices()
             mesh = AbstractMesh(**axes).of_type(device.type)
-            given = [self.budget_bytes, bytes_of(self.host_budget), bytes_of(self.disk_budget)]
-            limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was given, or many bytes
+            limits = parse_budgets(*(n and f"{n}B" for n in self._budgets()))  # a unit was given, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(
                 f"{self.device} was not measured on this machine, and is used unchanged: {'; '.join(found)}",
@@ -127,21 +151,19 @@ class StepCommand:
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
-                budgets: dict[str, str | None] = dict(
-                    zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
-                )
                 with usage_errors():
                     from fzero.hf.transformers_import import library
 
                     library("plan --hf")  # imported now, so that the resident memory includes it
-                if self.budget is None:
-                    budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
+                interpreter = resident()
+                device_bytes, *others = self._budgets(interpreter)
+                nbytes = (device_bytes or room(device, mesh.size > 1, interpreter), *others)
+                budgets = dict(zip(_BUDGETS, (None if n is None else _rounded(n) for n in nbytes), strict=True))
                 made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
                 unknown += made.unknown
-                # The budget that was filled in above becomes part of the printed script, so the plan must use it as
-                # well.
+                # The budgets of the program become part of the script, so the plan must use them as well.
                 limits = parse_budgets(*(n and f"{n}B" for n in map(bytes_of, budgets.values())))
-                stage, interpreter = "tracing and planning", resident()
+                stage = "tracing and planning"
                 likely = _likely(blocks, self.model.offload == "auto")
             limits = limits if limited else (None, None, None)
             skip = [current_pass_name(name, step.transforms) for name in skip]
@@ -165,7 +187,7 @@ class StepCommand:
                     backend=self.backend,
                     skip=skip,
                 )
-        return _Lowered(lowered, made, interpreter, short, step, params, batch)
+        return LoweredTarget(lowered, made, interpreter, short, step, params, batch)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
         """Returns the axes of the mesh, and its device. Without a mesh, all devices are along one axis."""
@@ -186,8 +208,8 @@ class StepCommand:
             problems += [
                 f"--{name}: applies only to --hf; {self.target} sets it in its code" for name in self.model.given
             ]
-        if self.include_process and self.budget is None:
-            problems.append("--include-process: applies only with --budget SIZE")
+        if self.include_process and self.budget is None and self.host_budget is None:
+            problems.append("--include-process: applies only with --budget SIZE or --host-budget SIZE")
         return problems
 
     def _check(self) -> None:
@@ -244,11 +266,12 @@ def _rounded(nbytes: int) -> str:
     return f"{int(nbytes / 1e8) / 10:g}GB" if nbytes >= 1e8 else f"{nbytes}B"
 
 
-def _as_text(command: StepCommand) -> str | None:
-    """Returns the budget of the program in the form of a flag."""
-    if command.include_process and (found := command.budget_bytes) is not None:
-        return _rounded(found)
-    return command.budget
+def _for_program(flag: str, given: int, rest: int) -> int:
+    """Returns the rest of a budget that the process leaves, or raises an error that says what the process takes."""
+    if rest > 0:
+        return rest
+    what = f"{flag} {size(given)}: the process itself, without the program, takes {size(given - rest)}"
+    raise UsageError("memory_budget", what, fix=f"give {flag} more than that")
 
 
 def _likely(blocks: int, search: bool) -> float:

@@ -86,15 +86,24 @@ def here(device: Device, found: list[ProcessPart]) -> int:
 
 
 def left(device: Device, whole: int, several: bool, interpreter: int) -> int:
-    """Returns the bytes that a card or container with `whole` bytes leaves to a program, after the process itself."""
+    """Returns the bytes that a card or container with `whole` bytes leaves to a program, after the process itself;
+    not positive if it leaves none.
+    """
     if not device.asynchronous:
         # Solves peak + KEPT * peak + COMPILED + interpreter = whole for the peak.
-        return max(1 << 20, int((whole - interpreter - COMPILED) / (1 + KEPT)))
-    return max(1 << 20, whole - CONTEXT - NCCL * several)
+        return int((whole - interpreter - COMPILED) / (1 + KEPT))
+    return whole - CONTEXT - NCCL * several
+
+
+def left_on_host(device: Device, whole: int, interpreter: int) -> int:
+    """Returns the bytes of a device's host that the process leaves to a program, of `whole` bytes for one rank. If the
+    host's memory is the device's, `left` subtracts the process.
+    """
+    return whole - interpreter - CUDA_LIBRARIES if device.asynchronous else whole
 
 
 def room(device: Device, several: bool, interpreter: int) -> int:
     """Returns the bytes of a device that are left to a program by default: the device's memory without what the
     process takes.
     """
-    return left(device, device.memory_bytes, several, interpreter)
+    return max(1 << 20, left(device, device.memory_bytes, several, interpreter))

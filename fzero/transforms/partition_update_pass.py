@@ -12,8 +12,9 @@ level, too: one subgraph computes the shards, and the subgraphs of the next leve
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch.fx as fx
 
 from fzero.ir.attributes import Attrs, CastAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs, TakeShardAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.program import Instruction, Program, Value, moving
+from fzero.ir.program import Function, Instruction, Program, Value, moving
 from fzero.ir.value_names import Names
 from fzero.sharding.flat_propagation import Sharded, draw_start, gather, num_valid, propagate, take_shard
 from fzero.sharding.graph_writer import all_reduce
@@ -51,11 +52,63 @@ def rewrite(program: Program, tiers: tuple[int, ...] = ()) -> Program:
         tiers: for each tensor of the state, the index of its tier among those in use. The result depends on nothing
             else of the tiers, so programs are cached by it.
     """
-    return _UpdatePartition(program).program
+    update = program.update
+    assert update is not None
+    values, grads = program.values(), {g: leaf for leaf, g in program.grads.items()}
+    attrs = update.attrs
+    reads = {leaf for name in update.args for leaf in (grads.get(name, name), attrs.leaf.get(name, name))}
+    key = (  # without the graph, which the cache refers to weakly
+        (update.args, update.writes, update.out, attrs.sums, attrs.maxima, attrs.leaf),
+        program.mesh,
+        {name: values[name].placement for name in (*update.args, *update.writes)},
+        {leaf: (program.owners.get(leaf), program.leaves[leaf].layout) for leaf in reads if leaf in program.leaves},
+        program.grads,
+    )
+    known = _LAST.get(attrs.graph)
+    if known is None or known.key != key or not known.goes_into(program, values):
+        _LAST[attrs.graph] = known = _partitioned(key, program, values)
+    at = program.instructions.index(update)
+    return replace(
+        program,
+        instructions=(*program.instructions[:at], *known.ops, *program.instructions[at + 1 :]),
+        functions={**program.functions, **known.functions},
+    )
+
+
+class _Partitioned(NamedTuple):
+    """The last partition of an update. A search makes many programs with the same update, which is by far the largest
+    graph of most steps.
+
+    Attributes:
+        key: what the partition was made from.
+        names: the names of the values that it adds to a program.
+        ops: what replaces the update.
+        functions: the subgraphs that `ops` call.
+    """
+
+    key: Any
+    names: frozenset[str]
+    ops: tuple[Instruction, ...]
+    functions: dict[str, Function]
+
+    def goes_into(self, program: Program, values: Mapping[str, Value]) -> bool:
+        """Whether its names are free in a program, or name the same subgraphs."""
+        same = all(program.functions.get(name, fn) is fn for name, fn in self.functions.items())
+        return same and self.names.isdisjoint(values)
+
+
+_LAST: weakref.WeakKeyDictionary[Recorded, _Partitioned] = weakref.WeakKeyDictionary()
+
+
+def _partitioned(key: Any, program: Program, values: Mapping[str, Value]) -> _Partitioned:
+    made = _UpdatePartition(program)
+    names = frozenset(v.name for op in made.ops for v in op.out) - values.keys()
+    called = dict.fromkeys(op.fn for op in made.ops if op.fn)
+    return _Partitioned(key, names, tuple(made.ops), {fn: made.functions.by_name[fn] for fn in called})
 
 
 class _UpdatePartition:
-    """The partition of one update. The result is `program`.
+    """The partition of one update: `ops` replace it and call subgraphs of `functions`.
 
     The graph is first rewritten for shards (`propagate`); then the scalars of each block and level are packed into one
     vector, and the ops are emitted level by level.
@@ -102,12 +155,6 @@ class _UpdatePartition:
         self.metric = dict(zip(reversed(self.outputs), reversed(update.out), strict=False))
         self._pack()
         self._emit()
-        at = program.instructions.index(update)
-        self.program = replace(
-            program,
-            instructions=(*program.instructions[:at], *self.ops, *program.instructions[at + 1 :]),
-            functions=self.functions.by_name,
-        )
 
     def _copy_moved(self) -> None:
         """Copies values that are only moved to another tensor, such as a gradient that is kept or two tensors that are

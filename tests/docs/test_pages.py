@@ -34,6 +34,7 @@ from fzero.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
+os.environ["FZERO_PROGRESS"] = "off"  # lines of progress depend on how busy the machine is
 os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise an installed DeepSpeed prints that it found no GPU
 import reference  # noqa: E402
 

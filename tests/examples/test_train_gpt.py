@@ -409,7 +409,7 @@ def test_the_readmes_figures_are_those_measured():
         name, *figures = (cell.strip() for cell in row.strip("|").split("|"))
         assert figures == [peers[name][i] for i in (0, 5, 3)], name
     plan = (ROOT / "docs" / "reference" / "cli.md").read_text().partition("--hf examples/llama_3_8b.json")[2]
-    rows = (r"step\s+│\s+([\d.]+) ms", r"([\d,]+) tokens/s", r"in total\s+│\s+([\d.]+ GiB)")
+    rows = (r"step\s+([\d.]+) ms", r"([\d,]+) tokens/s", r"device memory\s+([\d.]+ GiB)")
     step, rate, whole = (re.search(row, plan)[1] for row in rows)
     assert f"{float(step):.0f} ms per step, {rate} tokens/s, {whole} per process" in readme
     seconds, tokens, share = measured("headline.md")["4, layerwise"][1:4]
