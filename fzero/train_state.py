@@ -4,6 +4,7 @@ their tensors are updated, others are not, and it is not known which.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ they are read. Checkpoints do not contain them.
 
 
 _broken = WeakTensorKeyDictionary()  # the reason, by tensor
+_checks = WeakTensorKeyDictionary()  # the check of the step that computes a state, by tensor
 
 
 class State(NamedTuple):
@@ -114,3 +116,20 @@ def check_whole(values: Any, owner: str) -> None:
         what = "a step of this state ended in the middle: some of its tensors are updated, others are not"
         fix = "continue from the last checkpoint, train.restore(path), or start again, train.init(params)"
         raise FzeroValueError(owner, what, list(why), fix)
+
+
+def computed_by(state: State, check: Callable[[str], None]) -> None:
+    """Records that a step computes a state from now on. `check` raises an error if what has run is not what the step's
+    code says now. It replaces the check of an earlier step: after a setting is changed, a step that is compiled again
+    continues with the state.
+    """
+    for x in tree.tensors((state.step, state.params)):
+        _checks[x] = check
+
+
+def check_computed(values: Any, owner: str) -> None:
+    """Raises an error if these tensors of a state were computed by a step whose code computes something else now. To be
+    called on all ranks, before the tensors are saved or given to the user.
+    """
+    if (known := next((x for x in tree.tensors(values) if x in _checks), None)) is not None:
+        _checks[known](owner)

@@ -41,7 +41,7 @@ from fzero.memory import disk
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Only, Sharding, extent_of, leaf_of
 from fzero.sharding.shard_regions import Boxes, part_shape
-from fzero.train_state import check_whole, lasting
+from fzero.train_state import check_computed, check_whole, lasting
 
 logger = logging.getLogger("fzero")
 
@@ -200,6 +200,8 @@ def save(
             is then still valid and the latest, and nothing is left of the new one. Also for replicas that differ, by
             tensor and rank; and with the error of the previous asynchronous save, if a rank has not called its
             `wait()`. If older checkpoints cannot be deleted, this is only a warning.
+        FzeroValueError: the code of the step has come to compute something different since it was traced, on some rank
+            (docs/guides/verifying.md, Built-in checks). Nothing is written.
         DivergenceError: ranks did not call it within the mesh's timeout; they are named.
 
     Example:
@@ -214,6 +216,7 @@ def save(
     # `alone` keeps steps from changing the state while it is read or copied. The lock keeps two threads from starting
     # saves at the same time.
     with alone, async_save.one_at_a_time:
+        check_computed(state, "checkpoint.save")
         job = begin(
             world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
         )

@@ -80,6 +80,7 @@ class CandidatePrograms:
             watched=self.watched,
             raises=self.raises,
             stage=self.here,
+            recorded=self.pass_cache.recorded,
             stages=lambda: _stages(self.pass_cache, replace(options, stage=self.here)),
         )
 

@@ -65,6 +65,8 @@ class Lowered:
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
     raises: tuple[str, ...] = ()
     stage: int = 0
+    # the traced program before any pass; a compiled step keeps only its text
+    recorded: Program | None = field(default=None, repr=False, compare=False)
     # the intermediate programs, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 

@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.compiler.abstract_values import abstract_params, batch_inputs
-from fzero.compiler.base_program import lower_train
+from fzero.compiler.base_program import lower_eval, lower_train
 from fzero.compiler.combined_transforms import precision_of, zero_of
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.pass_cache import PassCache
@@ -23,7 +23,7 @@ from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.sharding.layout import Leaf
-from fzero.step import Step
+from fzero.step import EvalStep, Step
 from fzero.step.checks import no_trainable, wants_key
 from fzero.trace.graph_capture import without_gc
 from fzero.transforms import accumulate
@@ -103,6 +103,14 @@ def trace_step(
     )
     pass_cache = PassCache(replace(program, transforms=step.transforms), context)
     return Traced(pass_cache.base(), pass_cache, opt_state, structure, watched, raises, slots)
+
+
+def recorded_program(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs, batch: Inputs) -> Program:
+    """Returns the traced program of a step before any pass, with the arguments of `trace_step`."""
+    if isinstance(step, EvalStep):
+        program = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step)).program
+        return replace(program, transforms=step.transforms)
+    return trace_step(step, mesh, params, batch).pass_cache.recorded
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:

@@ -18,6 +18,7 @@ from fzero.mesh import Mesh
 from fzero.modules.meta_module import TensorSlot
 from fzero.sharding.layout import leaf_of
 from fzero.state import gather
+from fzero.train_state import check_computed
 
 Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 
@@ -58,6 +59,7 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     if not isinstance(model, Pretrained) or tree.names(params) != tree.names(model.params):
         fix = "give the model that fz.hf.from_pretrained returned, and a state of its training step"
         raise FzeroTypeError("hf.module", "this is not a state of the model", fix=fix)
+    check_computed(params, "hf.module")
     flat = dict(tree.with_names(params))
     mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
 

@@ -33,6 +33,7 @@ from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import Functional, functionalize
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
+from fzero.train_state import check_computed
 from fzero.transforms.transform import Transform
 
 logger = logging.getLogger("fzero")
@@ -331,6 +332,7 @@ class Trainer(Base):
             trainer_checkpoint.load_best(self)
 
     def _finalize_training(self, *args: Any) -> Any:
+        check_computed(self.train_state, "hf.Trainer")
         self._sync.refresh()
         logger.info("fzero.hf.Trainer: %d programs of training", self.num_programs)
         return super()._finalize_training(*args)

@@ -21,6 +21,7 @@ from fzero.hf.gathered_module import whole
 from fzero.hf.resume import unmark
 from fzero.state.overwrite import overwrite
 from fzero.step import State
+from fzero.train_state import check_computed
 
 logger = logging.getLogger("fzero")
 STATE = "fzero"
@@ -64,6 +65,8 @@ def save(trainer: Any, output_dir: str, internal: bool) -> bool:
     Returns: whether that is all. Otherwise transformers has to save the module.
     """
     args, pretrained = trainer.args, trainer._pretrained
+    if trainer.train_state is not None:
+        check_computed(trainer.train_state, "hf.Trainer")
     inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
     if internal and inside and not args.save_only_model:
         if args.should_save:

@@ -26,9 +26,9 @@ def compiled(
         compiling: arguments of `fz.compile`.
     """
     loss = partial(traced_loss.loss, held, constants)
-    step = train_step(
-        model.calling(loss, train=True), recipe.optimizer, trainable=model.trainable, mutable=model.mutable
-    )
+    # A save or gather in a callback traces the step again, when the module has no weights.
+    loss_fn = held.trainer._sync.own_code()(model.calling(loss, train=True))
+    step = train_step(loss_fn, recipe.optimizer, trainable=model.trainable, mutable=model.mutable)
     return compile(recipe.apply(step), mesh, **compiling)
 
 

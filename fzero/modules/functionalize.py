@@ -42,7 +42,7 @@ from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
 from fzero.trace.guards.function_caches import emptied
 from fzero.trace.guards.settings_walk import SelfChecked
-from fzero.train_state import check_whole
+from fzero.train_state import check_computed, check_whole
 from fzero.transforms.remat import remat
 
 _log = logging.getLogger("fzero")
@@ -354,9 +354,11 @@ class Functional(SelfChecked):
 
         Raises:
             FzeroTypeError: if the tree has other leaves.
-            FzeroValueError: listing tensors of another shape, such as shards; or what has changed in the module.
+            FzeroValueError: listing tensors of another shape, such as shards; or what has changed in the module; or the
+                code of the step has come to compute something different since it was traced.
         """
         check_whole(params, "write_back")
+        check_computed(params, "write_back")
         given = self._calls.flat(params, whole=False)
         self.check()  # otherwise weights would be lost if the module has other tensors now
         slots = list(self.slots(self._module).values())

@@ -17,6 +17,7 @@ that `fzero show` prints.
 | `batch_transfer.py` | moves a batch to the device of the mesh |
 | `program_cache.py` | distinguishes kinds of batches, and keeps the programs used last (at most 16) |
 | `read_values.py` | checks that the values a step's functions read have not changed since the trace |
+| `retrace.py` | traces a step again, at its second call and before its state is saved, and compares |
 | `program_build.py` | traces, lowers and builds the program for a new kind of batch |
 | `program_agreement.py` | checks that all ranks have made the same program before it first runs |
 | `build/` | compiles the subgraphs of a program |

@@ -52,6 +52,7 @@ from fzero.runtime.program_cache import (
     key_of_call,
 )
 from fzero.runtime.read_values import ReadValues
+from fzero.runtime.retrace import TraceRecord, UnsavedTrace
 from fzero.runtime.step_resolution import Limits, StepResolution
 from fzero.step.checks import check_bare
 from fzero.trace.guards.tensor_queries import strides_noted
@@ -113,6 +114,7 @@ class Compiled:
         self._resolution = StepResolution(step, mesh, backend, limits, batch)
         self._formats = ChosenFormats()
         self._reads = ReadValues(step, self.owner)
+        self._unsaved = UnsavedTrace(mesh)
         self._transfer = BatchTransfer(mesh.device, self.owner)
         self._runs = ProgramCache(step.name)
         self._lowered: Lowered | None = None  # the program that ran last
@@ -180,7 +182,8 @@ class Compiled:
         self._runs.keep(key, program)
         check_contiguous(self.step.name, self.owner, call.batch, call.flat, program.strides)
         program.calls += 1
-        self._reads.look(program.settings, program.calls, program.lowered.program, self.mesh)
+        self._reads.look(program, self.mesh)
+        self._unsaved.ran(program.record, functools.partial(self._reads.changed, program.settings))
         self._lowered = program.lowered
         return program
 
@@ -201,7 +204,9 @@ class Compiled:
             # to build would be missing.
             with unbroken(mesh):
                 run = on_all_ranks(mesh, lambda: connect(lowered, functions, mesh, self.graphs))
-        made = CachedProgram(lowered, run, self._reads.now(), strides, warm_up)
+        record = TraceRecord.of(self.resolved, mesh, lowered)
+        lowered = replace(lowered, recorded=None)
+        made = CachedProgram(lowered, run, self._reads.now(), record, strides, warm_up)
         # The trace itself may have changed a value that is read, such as a list that grew. For the other programs this
         # is not a change.
         for other in self._runs.values():
@@ -212,9 +217,7 @@ class Compiled:
         """Traces the step and lowers it to a program."""
         check_bare(call.batch, call.flat)
         budget, formats = self._resolution.budget, self._formats.formats
-        lowered = lower_for_batch(
-            self.resolved, self.mesh, call.params, call.batch, budget, formats, self._reads, self.owner
-        )
+        lowered = lower_for_batch(self.resolved, self.mesh, call.params, call.batch, budget, formats)
         if self.graphs is True:
             check(lowered.program, self.owner)
         # a run needs only its own rank's program, not those of the other stages

@@ -28,7 +28,7 @@ from fzero.state import gather, initial_state, restored_state, tensor_storage
 from fzero.state.state_comparison import Last, check_layouts, model_of
 from fzero.step import State, Step
 from fzero.step.checks import check_one_batch, check_state, no_backward, state_and_batch
-from fzero.train_state import mark_broken
+from fzero.train_state import check_computed, computed_by, mark_broken
 
 if TYPE_CHECKING:
     from fzero.checkpoint import Index
@@ -247,8 +247,12 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroTypeError: the argument is not a state.
+            FzeroValueError: the code of the step has come to compute something different since it was traced, on some
+                rank (docs/guides/verifying.md, Built-in checks).
             DivergenceError: some rank did not call `gather`: if there are sharded leaves, all ranks must call it.
         """
+        check_state(state, "gather a state that train.init, train.restore or a step returned", "gather")
+        check_computed(state, "gather")
         return gather.gathered(state, self.mesh)
 
     @state_and_batch
@@ -312,6 +316,7 @@ class CompiledStep(Compiled):
         if not self._last.begun:
             check_first_step(state, call.params, call.batch, self.resolved, self.mesh, self._checked)
             self._formats.read(self.resolved, state)
+            computed_by(state, self._unsaved.check)
         self._last.begun, before = True, self._formats.formats
         # Called only if a program has to be made, because promotion reads counters on the host.
         program = self._program_for(call, before=lambda: self._resolution.promote(call.params, state.extras))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +13,6 @@ from fzero.compiler.budget_report import Budget
 from fzero.compiler.lowered import Lowered
 from fzero.compiler.program_selection import lower_inputs
 from fzero.compiler.search import PredictedCost
-from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.ir.ops import message_directions
 from fzero.mesh import Mesh
@@ -22,13 +20,8 @@ from fzero.plan.plan import Plan
 from fzero.runtime.build.build import build, build_in_background
 from fzero.runtime.build.warm_up import WarmUp
 from fzero.runtime.execute import Executable
-from fzero.runtime.program_agreement import describe
-from fzero.runtime.read_values import ReadValues
 from fzero.step import EvalStep, Step
 from fzero.trace.device_decompositions import on_device
-from fzero.trace.guards.captured_settings import GLOBAL_GENERATORS, changes
-from fzero.trace.guards.value_keys import Position
-from fzero.trace.subgraph import differing_line
 from fzero.transforms.compress import Formats
 
 
@@ -44,8 +37,6 @@ def lower_for_batch(
     batch: Any,
     budget: Callable[[], Budget | None],
     formats: Formats | None,
-    reads: ReadValues,
-    owner: str,
 ) -> Lowered:
     """Lowers a step for a batch.
 
@@ -54,53 +45,10 @@ def lower_for_batch(
         params: the leaf table of the parameters.
         budget: returns limits and rates; called each time that the step is lowered.
         formats: the compression formats that the state has recorded.
-        reads: the values that the step's functions read.
-        owner: the public call that errors name.
     """
     text = lambda: f"tracing and planning {title_of(step)}"  # noqa: E731
     with shown("fzero.compile", text) if mesh.rank == 0 else nullcontext():
-        lower = lambda: lower_inputs(step, mesh, params, batch_inputs(batch), budget(), formats=formats)  # noqa: E731
-        return _lower_unchanged(lower, step.name, reads, owner)
-
-
-def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues, owner: str) -> Lowered:
-    """Lowers the step. If tracing changed a value that the user's functions read, or if they read the clock, it is
-    lowered a second time.
-
-    If lowering it again changes no such value and gives an equal program, the change was to a cache or a log, and is
-    accepted. Otherwise the function counts, draws random numbers or consumes an iterator at each call, which raises an
-    error.
-    """
-    read, before = reads.now(), reads.counted()
-    lowered = lower()
-    now, first = reads.now(), reads.counted()
-    clocks = reads.clocks()
-    # The usual case. Only a function that changed something it reads, or that reads a clock, is traced a second time.
-    if now == read and first == before and not clocks:
-        return lowered
-    again = lower()
-    after = reads.counted()
-    changed = [
-        _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
-    ]
-    # A value that the first trace changed once, such as a cache that is filled on first use, is allowed: then the
-    # second trace changes nothing and gives the same program.
-    if changed or describe(*again.programs) != describe(*lowered.programs):
-        others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-        if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
-            changed.append(
-                f"or by a thread that runs at the same time: {', '.join(others)}; give it its own generator, e.g. "
-                f"random.Random(seed)"
-            )
-        fix = (
-            "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the "
-            "optimizer as a schedule of the step; "
-            "write records to a list, or by print or a logger to the terminal"
-        )
-        what = f"{name} counts, draws or uses something up each time it is called: it is traced once, and would not"
-        found = changed or changes(read, now) or [f"{clock}: read by it" for clock in clocks]
-        raise FzeroValueError(owner, what, [*_differing_line(lowered, again), *found], fix)
-    return again
+        return lower_inputs(step, mesh, params, batch_inputs(batch), budget(), formats=formats)
 
 
 def build_functions(
@@ -158,19 +106,3 @@ def plan_as_built(lowered: Lowered, backend: str, mesh: Mesh) -> Plan:
         programs=tuple(replace(x, functions=f) for x, f in zip(programs, functions, strict=True)),
     )
     return as_built.plan_on(None, backend)
-
-
-def _differing_line(one: Lowered, other: Lowered) -> list[str]:
-    """Returns the user's line of the first operation in which two traces of a step differ, if it is known."""
-    for a, b in zip(one.programs, other.programs, strict=False):
-        for name, function in a.functions.items():
-            if name in b.functions and (found := differing_line(function.graph.graph, b.functions[name].graph.graph)):
-                return found
-    return []
-
-
-def _changed(place: str, before: Any, after: Any) -> str:
-    """Describes a value that changed: a number with both values, or a generator or file that was used."""
-    if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
-        return f"{place}: {before[1]} before, {after[1]} after"
-    return f"{place}: {'a file that is written to or read from' if isinstance(before, Position) else 'drawn from'}"

@@ -16,6 +16,7 @@ from fzero.ir.from_graph import Inputs
 from fzero.runtime.build.artifact_cache import logger
 from fzero.runtime.build.warm_up import WarmUp
 from fzero.runtime.execute import Executable
+from fzero.runtime.retrace import TraceRecord
 from fzero.sharding.layout import ties
 from fzero.trace.guards.captured_settings import Settings
 from fzero.trace.guards.torch_switches import (
@@ -56,6 +57,7 @@ class CachedProgram:
         lowered: the program.
         run: its executable.
         settings: the values that its functions read when it was traced.
+        record: what it was traced from.
         strides: the places in the user's code that read strides.
         warm_up: replaces functions of the program by compiled ones, until all are compiled.
         calls: the number of times that it was called.
@@ -64,6 +66,7 @@ class CachedProgram:
     lowered: Lowered
     run: Executable
     settings: Settings
+    record: TraceRecord
     strides: list[str]
     warm_up: WarmUp | None = None
     calls: int = 0

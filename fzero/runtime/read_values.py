@@ -9,10 +9,10 @@ from typing import Any
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError
 from fzero.ir.printer import name_of
-from fzero.ir.program import Program
 from fzero.mesh import Mesh
+from fzero.runtime.program_cache import CachedProgram
 from fzero.step import EvalStep, Step
-from fzero.trace.guards.captured_settings import Settings, changes, counted, settings, timed
+from fzero.trace.guards.captured_settings import Settings, changes, settings
 
 LOOKED_AT_EVERY = 16
 """Values that functions read besides their arguments are compared at the first calls, and then at every call whose
@@ -40,44 +40,34 @@ class ReadValues:
         self._looking = perf_counter() - start
         return found
 
-    def counted(self) -> dict[str, Any]:
-        """Returns the values that a call of the functions may change (numbers, generators, iterators), by place."""
-        return counted(*self._functions())
-
-    def clocks(self) -> list[str]:
-        """Returns the clocks that the functions may read."""
-        return timed(*self._functions())
-
-    def look(self, traced: Settings, calls: int, program: Program, mesh: Mesh) -> None:
-        """Compares the values with those at trace time, at some calls of the program.
-
-        Args:
-            traced: the values when the program was traced.
-            calls: the number of calls of the program, including this one.
-            program: the program that runs, for the errors of other ranks.
+    def look(self, program: CachedProgram, mesh: Mesh) -> None:
+        """Compares the values with those at trace time, at some calls of a program. At its second call, the step is
+        also traced again (retrace.py).
 
         Raises:
             FzeroValueError: on every rank, if a value has changed on any rank.
         """
+        calls, traced = program.calls, program.settings
         since, self._called = perf_counter() - self._called, perf_counter()
         # This comparison depends on this rank's clock, so ranks make it at different calls. Only what follows is a
         # collective: at calls that all ranks count alike, or after a change, which is an error in any case.
-        changed = changes(traced, self.now()) if calls > 1 and _SHARE * since >= self._looking else []
+        changed = self.changed(traced) if calls > 1 and _SHARE * since >= self._looking else []
         if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0 or changed:
-            about = (
-                f"reads a different value than before: {changed[0]}"
-                if changed
-                else f"runs {name_of(program)} {program.name}"
-            )
+            named = f"{name_of(program.lowered.program)} {program.lowered.program.name}"
+            about = f"reads a different value than before: {changed[0]}" if changed else f"runs {named}"
             # every rank raises, even if a value changed on only one rank
-            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(traced), about=about)
+            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program), about=about)
 
-    def _check(self, traced: Settings) -> None:
+    def changed(self, traced: Settings) -> list[str]:
+        """Returns the first value that differs from the one at trace time, with both."""
+        return changes(traced, self.now())
+
+    def _check(self, program: CachedProgram) -> None:
         """Raises if a value differs from the one at trace time."""
         now = self.now()
         for x in now.standing:
             x.check()
-        if changed := changes(traced, now):
+        if changed := changes(program.settings, now):
             fix = (
                 "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
                 "schedule of the step; "
@@ -89,6 +79,8 @@ class ReadValues:
                 changed,
                 fix,
             )
+        if program.calls == 2:
+            program.record.check(self._owner, list)
 
     def _functions(self) -> tuple[Any, ...]:
         given = (self._step.fn,) if isinstance(self._step, EvalStep) else (self._step.loss_fn, self._step.optimizer)

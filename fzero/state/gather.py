@@ -16,14 +16,12 @@ from fzero.sharding.layout import Leaf, leaf_of
 from fzero.sharding.shard_regions import parts_of
 from fzero.state.tensor_storage import load
 from fzero.step import State
-from fzero.step.checks import check_state
 from fzero.train_state import lasting
 
 
 def gathered(state: State, mesh: Mesh) -> State:
     """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
     error."""
-    check_state(state, "gather a state that train.init, train.restore or a step returned", "gather")
     # This exchange names a rank that does not come; in a gather, the others would only time out.
     if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
         control_group.run_on_all_ranks(mesh.control, "gather", lambda: None)

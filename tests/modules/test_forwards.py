@@ -396,7 +396,7 @@ class DrawsArray(Base):
 @pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
 @pytest.mark.parametrize("layer", [DrawsNumPy, DrawsPython, ReadsTime])
 def test_draws_that_no_step_has_are_rejected_with_their_line(layer: Any, in_block: bool) -> None:
-    says = "a different result each time it is called|counts, draws or uses something up"
+    says = "a different result each time it is called|something different than when it was traced"
     with pytest.raises(FzeroError, match=rf"(?s){says}.*\n  [^\n]*test_forwards.py:\d+: return self.linear\(x\)"):
         trained(module(layer, in_block))
 

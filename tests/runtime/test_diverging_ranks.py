@@ -289,3 +289,31 @@ def test_every_rank_raises_its_own_error(run_ranks: Any, kind: str, type_: str, 
     for r in run_ranks(2, _bad, kind, expect_error=True, timeout=60):
         assert r.type == type_ and word in r.message, r
         assert re.search(r"^Fix: .+\Z", r.message, re.MULTILINE), r.message
+
+
+def _changes_before_a_save(path: Path) -> None:
+    mesh = fz.make_mesh(data=2)
+    factor = [1.0]
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"]) * factor[0]
+
+    step = fz.shard_params(fz.train_step(lambda p, x: layer(p, x).square().mean(), optim.sgd(0.1)))
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    for _ in range(3):
+        state, _ = train(state, torch.ones(2, 4))
+    if mesh.rank == 1:
+        factor[0] = 2.0
+    says = r"(?s)rank 1: .*computes something different than when it was traced.*diverging_ranks.py.*layer: .*now: "
+    for act in (lambda: fz.checkpoint.save(path, state), lambda: train.gather(state)):
+        with pytest.raises(fz.errors.FzeroValueError, match=says):
+            act()
+    assert not path.exists()
+    factor[0] = 1.0
+    assert fz.checkpoint.save(path, state).name == "step-00000003"
+
+
+def test_code_that_changes_on_one_rank_is_found_on_all_before_a_save(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(2, _changes_before_a_save, tmp_path / "run", timeout=60)

@@ -445,6 +445,32 @@ def test_a_setting_that_changes_between_two_steps_is_told(name: str, monkeypatch
     put_value(1.0)
 
 
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "of_argument"])
+def test_a_setting_that_changes_before_the_state_is_gathered_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tracing the step again, which needs no list of the kinds of settings."""
+    monkeypatch.setenv("FZERO_TEST_BY", "1.0")
+    run, put_value = WAYS[name]()
+    put_value(1.0)
+    step = fz.train_step(lambda p, x: run(p, x).square().mean(), optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    state, _ = train(train.init(PARAMS), BATCH)
+    train.gather(state)
+    state, _ = train(state, BATCH)
+    put_value(4.0)
+    try:
+        with pytest.raises(
+            fz.errors.FzeroValueError,
+            match=r"(?s)fzero.gather: .* computes something different than when it was traced\n.*"
+            r"before: .*\n *now: .*Fix: pass what changes",
+        ):
+            train.gather(state)
+    finally:
+        put_value(1.0)
+    train.gather(state)
+
+
 class Doubled(TorchFunctionMode):
     def __init__(self, by: float = 2.0):
         super().__init__()

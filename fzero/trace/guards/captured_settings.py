@@ -11,23 +11,17 @@ A name that code contains as a string counts if the code reads by string: `getat
 dictionary with string keys, if code does nothing else with the dictionary (`CONFIG["rate"]`, `os.getenv("RATE", "1")`);
 its other items are not settings.
 
-Not covered are draws and counters of a running function (see `counted`), the clock (see `timed`), globals of installed
-libraries, and computed names (`globals()[prefix + "rate"]`, `eval`). Also not covered are files, tensors written
-through NumPy, in-place changes of arrays above `value_keys.LARGE` bytes, and values beyond the first
-`settings_walk.MOST`.
+Not covered are draws and counters of a running function, the clock, globals of installed libraries, and computed names
+(`globals()[prefix + "rate"]`, `eval`). Also not covered are files, tensors written through NumPy, in-place changes of
+arrays above `value_keys.LARGE` bytes, and values beyond the first `settings_walk.MOST`.
 """
 
 from __future__ import annotations
 
-import collections
-import random
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from fzero.trace.guards.settings_walk import SelfChecked, Walk
-
-GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 
 
 class Settings(NamedTuple):
@@ -77,32 +71,6 @@ def changes(old: Settings, new: Settings) -> list[str]:
     return [f"{new.places[at]}: a different object than before"]
 
 
-def counted(*values: Any) -> dict[str, Hashable]:
-    """The state that functions may change by counting or drawing, by place: numbers that are the only number at their
-    place, and the progress of generators and iterators, including Python's `random` and NumPy's global generator."""
-    walk = Walk(strict=False)
-    walk.run(values)
-    found = [
-        (place, fact)
-        for fact, place in zip(walk.facts, walk.places, strict=True)
-        if isinstance(fact, tuple) and fact[0] in (bool, int, float)
-    ]
-    often = collections.Counter(place for place, _ in found)
-    numpy = sys.modules.get("numpy")
-    drawn = dict(
-        zip(GLOBAL_GENERATORS, (hash(random.getstate()), str(numpy.random.get_state()) if numpy else None), strict=True)
-    )
-    return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
-
-
-def timed(*values: Any) -> list[str]:
-    """The modules through which functions may read values that differ on each read: the clock, or random numbers
-    without a seed."""
-    walk = Walk(strict=False)
-    walk.run(values)
-    return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk.names)
-
-
 def _told(settings: Settings) -> dict[str, str]:
     """The values that can be shown in a message, by place: plain values, and the lengths of containers."""
     shown: dict[str, str] = {}
@@ -113,6 +81,3 @@ def _told(settings: Settings) -> dict[str, str]:
             case (type() as kind, "of", number):
                 shown[place] = f"a {kind.__name__} of {number}"
     return shown
-
-
-_TIMED = frozenset({"time", "datetime", "uuid", "secrets"})

@@ -26,7 +26,7 @@ import torch
 
 from fzero._compat import compat
 from fzero.trace.guards.bytecode import EMPTY, ENVIRONMENT, WHOLE, cells, names_in
-from fzero.trace.guards.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
+from fzero.trace.guards.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes
 
 MOST = 20_000
 """The largest number of values that are inspected for one function; each takes 1 to 2 us."""
@@ -123,9 +123,7 @@ class Walk:
         self._keys: set[str] = set()  # strings that code uses as keys
         self._whole: set[str] = set()  # names that code uses for more than reading items by key
         self._scopes: list[_Scope] = []
-        self.states: dict[str, Hashable] = {}
         self.standing: list[SelfChecked] = []
-        self.modules: set[str] = set()  # of what is read: modules, and the modules of classes and functions
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
     def run(self, values: Collection[Any]) -> None:
@@ -201,7 +199,6 @@ class Walk:
         """Records a function's code, and schedules its closure cells, defaults, attributes, and the globals and imports
         that its code names."""
         code = fn.__code__
-        self.modules.add(fn.__module__)
         # Code objects compare by value: the functions that one `def` makes have equal code.
         self._fact(code, path or fn.__name__)
         for name, value in cells(fn):
@@ -245,13 +242,11 @@ class Walk:
 
     def _module(self, module: types.ModuleType, path: str) -> None:
         self._fact(module.__name__, path)
-        self.modules.add(module.__name__)
         if not installed(module.__name__):
             self._scopes.append(_Module(vars(module), path))
 
     def _class(self, cls: type, path: str) -> None:
         self._fact(cls, path)
-        self.modules.add(cls.__module__)
         if not installed(type(cls).__module__):
             self._todo.append((type(cls), type(cls).__name__))
         for base in cls.__mro__:
@@ -333,8 +328,6 @@ class Walk:
         """Records an object of a type without a special handler: by its own report, its contents, its value, its
         attributes, or its identity."""
         kind = type(x)
-        if (state := progress(x)) is not None:
-            self.states[path] = state
         equal = kind.__eq__ is not object.__eq__
         if isinstance(x, SelfChecked):
             fact, values = x.stands_for()

@@ -1,16 +1,10 @@
-"""Compares values: plain values by value, arrays by content, iterators by progress, and all others by identity."""
+"""Compares values: plain values by value, arrays by content, and all others by identity."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import itertools
-import operator
-import random
-import sys
-import types
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,34 +17,6 @@ def exact(value: Any) -> tuple[type, Hashable]:
     have two, and all NaNs have one."""
     # The text of a float distinguishes -0.0 from 0.0, and is the same for all NaNs, unlike the value.
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
-
-
-class Position(NamedTuple):
-    """The position in a file at which the next byte is read or written."""
-
-    at: int
-
-
-def progress(x: Any) -> Hashable:
-    """The progress of a random number generator or an iterator; None for other values."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(x, random.Random):
-        # The state has 625 numbers. Its hash is enough to notice a draw.
-        return hash(x.getstate())
-    if numpy and isinstance(x, (numpy.random.Generator, numpy.random.RandomState)):
-        return str(x.bit_generator.state if isinstance(x, numpy.random.Generator) else x.get_state())
-    if isinstance(x, itertools.count):
-        return repr(x)
-    if isinstance(x, types.GeneratorType):
-        # None once the generator has ended. While it waits, its state is the last instruction and the locals.
-        frame = x.gi_frame
-        return frame and (
-            frame.f_lasti,
-            *((name, value) for name, value in frame.f_locals.items() if type(value) in (bool, int, float, str)),
-        )
-    if isinstance(x, io.IOBase):
-        return Position(x.tell()) if not x.closed and x.seekable() else None
-    return operator.length_hint(x, -1) if isinstance(x, Iterator) else None
 
 
 PLAIN = (

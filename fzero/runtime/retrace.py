@@ -1,0 +1,157 @@
+"""Traces a step once more and compares the result with the program that runs, so that a program never runs on, or is
+saved, after the code of its step has come to mean something else.
+
+A program contains the values that the user's code read when it was traced: settings, files, the clock, draws of
+Python's random. If a value has changed since and matters, then a new trace has a different operation. No list of the
+kinds of values is needed for that, unlike for the comparison of `read_values.py`, which costs much less.
+
+The step is traced again at its second call, which finds functions that draw or count, and before its results are saved,
+gathered or written back. A trace costs about 25 ms of CPU time for each block, and runs the user's function once, so
+that what it prints appears again. The global random number generators are left as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.comm import control_group
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.traced_step import recorded_program
+from fzero.errors import FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.printer import show
+from fzero.ir.program import Program
+from fzero.mesh import Mesh
+from fzero.step import EvalStep, Step
+from fzero.trace.graph_capture import without_gc
+from fzero.trace.guards.torch_switches import Autocast, autocast, autocast_as
+from fzero.trace.guards.user_frames import Place, line
+from fzero.trace.recorder import FROM
+from fzero.trace.subgraph import signature
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """What the program of a step was traced from, and the text of its operations.
+
+    Attributes:
+        step: the step, with its open choices decided.
+        params, batch: the tables of the tensors that it was traced for.
+        autocast, dtype: the autocast state and the default dtype that it was traced under.
+        text: its operations, compressed: one for each line.
+    """
+
+    step: Step | EvalStep
+    mesh: Mesh
+    params: Inputs
+    batch: Inputs
+    autocast: Autocast
+    dtype: torch.dtype
+    text: bytes
+
+    @classmethod
+    def of(cls, step: Step | EvalStep, mesh: Mesh, lowered: Lowered) -> TraceRecord:
+        """Returns the record of a step that has just been lowered."""
+        assert lowered.recorded is not None
+        text = "\n".join(text for text, _ in _lines(lowered.recorded))
+        packed = zlib.compress(text.encode(), 1)
+        return cls(step, mesh, lowered.params, lowered.batch, autocast(), torch.get_default_dtype(), packed)
+
+    def check(self, owner: str, changed: Callable[[], list[str]]) -> None:
+        """Traces the step again.
+
+        Args:
+            owner: the public call that the error names.
+            changed: returns the changed values that are known, for the error.
+
+        Raises:
+            FzeroValueError: an operation is different; names the first one.
+        """
+        with _same_settings(self.autocast, self.dtype), _random_states_kept(), without_gc():
+            lines = _lines(recorded_program(self.step, self.mesh, self.params, self.batch))
+        before = [(text, None) for text in zlib.decompress(self.text).decode().split("\n")]
+        for (old, _), (new, place) in itertools.zip_longest(before, lines, fillvalue=("nothing", None)):
+            if old != new:
+                found = [line(place)] if place else []
+                problems = [*found, f"before: {old}", f"now: {new}", *changed()]
+                what = f"{self.step.name} computes something different than when it was traced"
+                raise FzeroValueError(owner, what, problems, _FIX)
+
+
+class UnsavedTrace:
+    """The record of the program of a compiled step that ran last, until a new trace has shown that it still holds."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._last: tuple[TraceRecord, Callable[[], list[str]]] | None = None
+
+    def ran(self, record: TraceRecord, changed: Callable[[], list[str]]) -> None:
+        """Notes that a program runs."""
+        self._last = record, changed
+
+    def check(self, owner: str) -> None:
+        """Raises an error, on every rank, if the program that ran last is not what the code says now on some rank. It
+        costs nothing if no step has run since the last check.
+
+        Args:
+            owner: the public call that errors name.
+        """
+        if self._last is not None:
+            record, changed = self._last
+            control_group.run_on_all_ranks(self._mesh.control, owner, lambda: record.check(owner, changed))
+            self._last = None
+
+
+_FIX = (
+    "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a schedule of the "
+    "step; draw by fz.random with the step's key; compile the step again if it rarely changes; if a context manager is "
+    "around the steps, save inside of it"
+)
+
+
+def _lines(program: Program) -> list[tuple[str, Place | None]]:
+    """Returns the operations of a program and of its subgraphs as text, each with the user's line if it is known."""
+    lines: list[tuple[str, Place | None]] = []
+    for name, function in program.functions.items():
+        graph = function.graph.graph
+        between = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        nodes = [*function.graph.inputs, *between, graph.output_node()]
+        told = signature(function.graph)
+        lines += [(f"{name}: {text}", node.meta.get(FROM)) for text, node in zip(told, nodes, strict=True)]
+    text = "\n".join([*(f"{v.name}: {v}" for v in program.inputs), show(program, full=True)])
+    return [*lines, *((one, None) for one in text.split("\n"))]
+
+
+@contextmanager
+def _same_settings(cast: Autocast, dtype: torch.dtype) -> Iterator[None]:
+    """Sets autocast and the default dtype: a save may be outside of a context that the steps are called in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with autocast_as(cast):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restores the states of the global random number generators."""
+    numpy: Any = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        if numpy:
+            numpy.random.set_state(drawn[1])
