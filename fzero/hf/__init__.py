@@ -2,7 +2,8 @@
 
 `from_pretrained` and `from_config` turn a transformers model into functions of its tensors;
 `save_pretrained` writes a directory that transformers' own `from_pretrained` reads. `module` returns
-the model with the weights of a sharded state, for `generate()` and evaluation. `experts_implementation`
+the model with the weights of a sharded state, for `generate()` and evaluation; `stream` passes them to an inference
+engine. `experts_implementation`
 and `tensor_rules` prepare a model for `expert_parallel` and `tensor_parallel`. `Trainer` and
 `TrainingArguments` are those of transformers, around one compiled step. This folder imports nothing
 from `ir/` or `compiler/`.
@@ -17,6 +18,8 @@ from `ir/` or `compiler/`.
 | `weight_conversions.py` | maps stored weights to parameters and back, following transformers' conversions |
 | `pretrained_saving.py` | writes a directory that transformers' `from_pretrained` reads, in bounded memory |
 | `gathered_module.py` | runs a model with the weights of a sharded state, fully gathered or layer by layer |
+| `weight_stream.py` | streams the weights of a sharded state to an inference engine |
+| `weight_transport.py` | sends tensors to another process over a socket, and receives them |
 | `trainer.py` | `Trainer`: runs the micro-batches of an update as one compiled step |
 | `micro_batches.py` | joins the micro-batches of an update into one batch, padded to a few shapes |
 | `training_step.py` | compiles the Trainer's step, and runs it with the current learning rates |
@@ -47,6 +50,8 @@ from fzero.hf.moe import experts_implementation
 from fzero.hf.pretrained_saving import save_pretrained
 from fzero.hf.tp_plan import tensor_rules
 from fzero.hf.transformers_import import library, needed
+from fzero.hf.weight_stream import WeightStream, stream
+from fzero.hf.weight_transport import receive
 
 if TYPE_CHECKING:
     from fzero.hf.trainer import Trainer
@@ -56,11 +61,14 @@ __all__ = [
     "Pretrained",
     "Trainer",
     "TrainingArguments",
+    "WeightStream",
     "experts_implementation",
     "from_config",
     "from_pretrained",
     "module",
+    "receive",
     "save_pretrained",
+    "stream",
     "tensor_rules",
 ]
 

@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError
+from fzero.modules.meta_module import skeleton_of
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -94,22 +95,98 @@ def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, tor
     Raises:
         CheckpointError: an adapter is not saved simply as the tensors that it has.
     """
+    state, names = file_names(module)
+    return state, {name: leaf_of[name] for name in names.values()}
+
+
+def file_names(module: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns the state dict of a model with adapters, without values, and the names of the adapters' tensors: maps
+    those in files of peft to those in the state dict.
+
+    Raises:
+        CheckpointError: an adapter is not saved simply as the tensors that it has.
+    """
     from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports] - of no extra but `test`
 
     state = {name: torch.empty_like(x, device="meta") for name, x in module.state_dict().items()}
     names = {id(x): name for name, x in state.items()}
-    wanted: dict[str, str] = {}
+    stored: dict[str, str] = {}
     problems = []
     for adapter, config in module.peft_config.items():
         found = get_peft_model_state_dict(module, state_dict=dict(state), adapter_name=adapter)
-        wanted |= {names[id(x)]: leaf_of[names[id(x)]] for x in found.values() if id(x) in names}
+        stored |= {name: names[id(x)] for name, x in found.items() if id(x) in names}
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         problems += [f"{name}: of an adapter of {kind}" for name, x in found.items() if id(x) not in names]
     if problems:
         what = "the library saves tensors that it computes from the adapter's"
         fix = "model.write_back(train.gather(state).params), then peft_model.save_pretrained(path)"
         raise CheckpointError("hf.save_pretrained", what, problems, fix)
-    return state, wanted
+    return state, stored
+
+
+class Merged:
+    """The weights of a model with its adapters merged into them, layer by layer, by peft itself.
+
+    Args:
+        module: a model with adapters.
+        leaf_of: maps names in its state dict to names of parameters.
+
+    Attributes:
+        names: for each tensor of the model without adapters, its name in the state dict of the model with adapters and
+            the name of its parameter.
+        layers: for the parameters of adapted layers that the model has without adapters, the path of the layer.
+    """
+
+    def __init__(self, module: Any, leaf_of: Mapping[str, str]):
+        from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore[reportMissingImports] - of no extra
+
+        self._module, self._leaf_of, self._is_layer = module, leaf_of, BaseTunerLayer
+        self.names: dict[str, tuple[str, str]] = {}
+        self.layers: dict[str, str] = {}
+        adapted = [path for path, part in module.named_modules() if isinstance(part, BaseTunerLayer)]
+        outer = [path for path in adapted if not any(path.startswith(f"{other}.") for other in adapted)]
+        saved = {name.partition(".modules_to_save.")[0] for name in leaf_of if ".modules_to_save." in name}
+        for name, leaf in leaf_of.items():
+            layer = next((path for path in outer if name.startswith(f"{path}.")), None)
+            # The last part of an adapted layer's path that is no `base_layer` is one of the adapter's own modules.
+            own = name if layer is None else name.removeprefix(f"{layer}.").replace("base_layer.", "")
+            if layer is not None and "." in own and not self._is_of_base(layer, own):
+                continue
+            if (at := name.partition(".original_module.")[0]) != name and at in saved:
+                continue
+            self.names[_WRAPPERS.sub("", name.removeprefix(_PREFIX))] = name, leaf
+            if layer is not None:
+                self.layers[leaf] = layer
+
+    def _is_of_base(self, layer: str, own: str) -> bool:
+        """Whether a tensor of an adapted layer belongs to the layer that was adapted."""
+        part = self._module.get_submodule(layer)
+        while isinstance(part, self._is_layer):
+            part = part.base_layer
+        return own in part.state_dict()
+
+    def parameters(self, param: str) -> list[str]:
+        """The parameters from which the merged weights of a parameter's layer are computed."""
+        layer = self.layers[param]
+        return [leaf for name, leaf in self._leaf_of.items() if name.startswith(f"{layer}.")]
+
+    def weights(self, param: str, value: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the merged weights of a parameter's layer, by names of parameters. `value` returns a parameter."""
+        layer = self.layers[param]
+        one = skeleton_of(self._module.get_submodule(layer))
+        names = {name: leaf for name, leaf in self._leaf_of.items() if name.startswith(f"{layer}.")}
+        for name, leaf in names.items():
+            owner, _, attribute = name.removeprefix(f"{layer}.").rpartition(".")
+            part = one.get_submodule(owner)
+            held = part._parameters if attribute in part._parameters else part._buffers
+            x = value(leaf).clone()
+            held[attribute] = torch.nn.Parameter(x, requires_grad=False) if held is part._parameters else x
+        with torch.no_grad():
+            for part in reversed([*one.modules()]):
+                if isinstance(part, self._is_layer):
+                    part.merge()
+        state = one.state_dict()
+        return {leaf: state[name.removeprefix(f"{layer}.")] for name, leaf in names.items() if leaf in self.layers}
 
 
 def write(module: Any, values: Mapping[str, torch.Tensor], out: Path) -> list[Path]:

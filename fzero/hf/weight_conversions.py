@@ -72,9 +72,14 @@ def sources(module: Any, weights: Weights) -> Sources:
     )
 
 
-def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
+def stored(
+    module: Any, state: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
     """Returns the tensors that transformers writes for a model: by stored name, the shape and the runs of parameters
     that make it up.
+
+    Args:
+        state: the tensors, on any device, by their names in the model's state dict; by default the state dict.
 
     Raises:
         CheckpointError: a conversion splits rows.
@@ -82,7 +87,8 @@ def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]
     from transformers.core_model_loading import revert_weight_conversion  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     ignored = set(module._keys_to_ignore_on_save or ())
-    state = {n: x for n, x in module.state_dict().items() if n not in _tied(module) and n not in ignored}
+    state = module.state_dict() if state is None else state
+    state = {n: x for n, x in state.items() if n not in _tied(module) and n not in ignored}
     entries = {n: Entry(n, x.dtype, tuple(x.shape)) for n, x in state.items()}
     numbered = _Rows(entries)
     reverted = revert_weight_conversion(module, dict(numbered.tensors))
