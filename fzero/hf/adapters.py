@@ -178,9 +178,11 @@ class Merged:
         for name, leaf in names.items():
             owner, _, attribute = name.removeprefix(f"{layer}.").rpartition(".")
             part = one.get_submodule(owner)
-            held = part._parameters if attribute in part._parameters else part._buffers
             x = value(leaf).clone()
-            held[attribute] = torch.nn.Parameter(x, requires_grad=False) if held is part._parameters else x
+            if attribute in part._parameters:
+                part._parameters[attribute] = torch.nn.Parameter(x, requires_grad=False)
+            else:
+                part._buffers[attribute] = x
         with torch.no_grad():
             for part in reversed([*one.modules()]):
                 if isinstance(part, self._is_layer):

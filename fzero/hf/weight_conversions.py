@@ -87,9 +87,9 @@ def stored(
     from transformers.core_model_loading import revert_weight_conversion  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     ignored = set(module._keys_to_ignore_on_save or ())
-    state = module.state_dict() if state is None else state
-    state = {n: x for n, x in state.items() if n not in _tied(module) and n not in ignored}
-    entries = {n: Entry(n, x.dtype, tuple(x.shape)) for n, x in state.items()}
+    tensors: Mapping[str, torch.Tensor] = module.state_dict() if state is None else state
+    kept = {n: x for n, x in tensors.items() if n not in _tied(module) and n not in ignored}
+    entries = {n: Entry(n, x.dtype, tuple(x.shape)) for n, x in kept.items()}
     numbered = _Rows(entries)
     reverted = revert_weight_conversion(module, dict(numbered.tensors))
     out, problems = {}, []

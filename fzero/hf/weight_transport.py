@@ -59,7 +59,7 @@ class Sender:
         data = as_bytes(tensor.detach().to("cpu").contiguous())
         fields = {"dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [0, data.numel()]}
         self._write(_header({name: fields}))
-        self._write(memoryview(data.numpy()))
+        self._write(memoryview(data.numpy()))  # type: ignore[arg-type]
 
     def finish(self) -> None:
         """Ends the stream, and waits until the receiver has read it to its end."""
@@ -163,7 +163,7 @@ def _next(connection: socket.socket, address: str) -> tuple[str, torch.Tensor] |
 def _exactly(connection: socket.socket, num: int, address: str, dtype: torch.dtype | None = None) -> Any:
     """Reads so many bytes, as a tensor of bytes if they are those of a dtype."""
     out = torch.empty(num, dtype=torch.uint8, device="cpu")
-    view, at = memoryview(out.numpy()), 0
+    view, at = memoryview(out.numpy()), 0  # type: ignore[arg-type]
     while at < num:
         try:
             got = connection.recv_into(view[at:])
