@@ -162,7 +162,7 @@ class Merged:
         """Whether a tensor of an adapted layer belongs to the layer that was adapted."""
         part = self._module.get_submodule(layer)
         while isinstance(part, self._is_layer):
-            part = part.base_layer
+            part = part.base_layer  # type: ignore[attr-defined]
         return own in part.state_dict()
 
     def parameters(self, param: str) -> list[str]:
