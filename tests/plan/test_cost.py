@@ -561,3 +561,18 @@ def test_a_device_survives_json():
 def test_a_dtype_that_is_not_listed_is_as_fast_as_its_size():
     assert CPU.rate(torch.float64) == CPU.flops["float32"] / 2
     assert CPU.rate(torch.float32, "forward") == CPU.flops["float32"]
+
+
+def test_a_buffer_that_is_reused_in_the_step_that_makes_it():
+    """The evaluation of DeepSeek-V3's experts: a kernel's result lies in memory that the same kernel has freed."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    dims = {"qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    config = transformers.DeepseekV3Config(vocab_size=64, first_k_dense_replace=1, **sizes, **heads, **dims, **experts)
+    model = fz.functionalize(transformers.DeepseekV3ForCausalLM(config).eval())
+    step = model.eval_step(lambda out, batch: out.logits)
+    lowered = fz.lower(step, AbstractMesh(data=1), model.params, ({"input_ids": torch.zeros(2, 8).long()},))
+    found = [temporaries(f, "inductor", torch.device("cpu")) for f in lowered.program.functions.values()]
+    assert max(found) > 0

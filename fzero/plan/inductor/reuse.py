@@ -67,8 +67,12 @@ def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node]
     out: Lives = {}
     first: dict[fx.Node, fx.Node] = {}
     for buffer in sorted(lived, key=lambda b: lived[b][0]):
-        root = first[buffer] = first[before[buffer]] if buffer in before else buffer
-        out[root] = (out.get(root, spans[lived[buffer][0]])[0], spans[lived[buffer][1]][1])
+        root = buffer
+        while root in before:
+            root = before[root]
+        begins, ends = spans[lived[buffer][0]][0], spans[lived[buffer][1]][1]
+        known = out.get(root, (begins, ends))
+        first[buffer], out[root] = root, (min(known[0], begins), max(known[1], ends))
     return first, out
 
 
