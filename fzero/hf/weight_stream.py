@@ -271,6 +271,8 @@ def stream(
         >>> len(weights), weights["transformer.wte.weight"].shape
         (28, torch.Size([64, 16]))
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise FzeroTypeError(_OWNER, f"dtype={dtype!r} is not a floating-point dtype", fix="give e.g. torch.bfloat16")
     params = getattr(state, "params", state)
     if not isinstance(model, Functional) or tree.names(params) != tree.names(model.params):
         what = "this is not a state of the model" if isinstance(model, Functional) else "this is not a model"

@@ -95,6 +95,8 @@ def test_bad_arguments_are_rejected() -> None:
         fz.hf.stream(model, {"a": torch.zeros(1)})
     with pytest.raises(fz.errors.FzeroTypeError, match="not a model"):
         fz.hf.stream(torch.nn.Linear(1, 1), state)  # type: ignore[arg-type]
+    with pytest.raises(fz.errors.FzeroTypeError, match="not a floating-point dtype"):
+        fz.hf.stream(model, state, dtype="bf16")  # type: ignore[arg-type]
     for address in ("somewhere", "unix:", "host:port", "host:0", 7):
         with pytest.raises(fz.errors.FzeroValueError, match="not an address"):
             next(fz.hf.receive(address))  # type: ignore[arg-type]
