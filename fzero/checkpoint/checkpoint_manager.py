@@ -32,6 +32,9 @@ _NOTE = "fzero.run"  # the key in a checkpoint's meta: how many batches its stat
 _DATA = "data"  # the key in that entry, and the one at which scripts save the cursor of their data themselves
 
 
+_MOST_MINUTES = 1 << 30
+
+
 class CheckpointManager:
     """Saves the state of a training loop at regular intervals, so that the loop need not call `save`.
 
@@ -93,8 +96,8 @@ class CheckpointManager:
     ):
         self.path = as_path(path)
         problems = [p for name, x in (("every", every), ("keep", keep)) if x is not None for p in count(name, x)]
-        if minutes is not None and not (type(minutes) in (int, float) and minutes > 0):
-            problems.append(f"minutes={shown(minutes)}: must be a positive number, or None")
+        if minutes is not None and not (type(minutes) in (int, float) and 0 < minutes < _MOST_MINUTES):
+            problems.append(f"minutes={shown(minutes)}: must be a positive number of minutes, or None")
         if data is not None and not hasattr(data, "data_step"):  # `fz.data` imports more than this folder may
             problems.append(f"data={shown(data)}: must be a data set of fz.data")
         problems += flag("wait", wait) + not_private(self.path, private) + _problems_of(meta)

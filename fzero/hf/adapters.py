@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError
-from fzero.modules.meta_module import skeleton_of
+from fzero.modules.meta_module import named, skeleton_of
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -175,14 +175,10 @@ class Merged:
         layer = self.layers[param]
         one = skeleton_of(self._module.get_submodule(layer))
         names = {name: leaf for name, leaf in self._leaf_of.items() if name.startswith(f"{layer}.")}
+        slots = dict(named(one))
         for name, leaf in names.items():
-            owner, _, attribute = name.removeprefix(f"{layer}.").rpartition(".")
-            part = one.get_submodule(owner)
-            x = value(leaf).clone()
-            if attribute in part._parameters:
-                part._parameters[attribute] = torch.nn.Parameter(x, requires_grad=False)
-            else:
-                part._buffers[attribute] = x
+            slot, x = slots[name.removeprefix(f"{layer}.")], value(leaf).clone()
+            slot.put(torch.nn.Parameter(x, requires_grad=False) if slot.of == "_parameters" else x)
         with torch.no_grad():
             for part in reversed([*one.modules()]):
                 if isinstance(part, self._is_layer):

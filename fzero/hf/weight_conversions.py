@@ -67,19 +67,20 @@ def sources(module: Any, weights: Weights) -> Sources:
         raise CheckpointError("load", what, problems, fix)
     return (
         out
-        | {n: out[first] for n, first in _tied(module).items() if first in out and n not in out}
-        | {first: out[n] for n, first in _tied(module).items() if n in out and first not in out}
+        | {n: out[first] for n, first in tied(module).items() if first in out and n not in out}
+        | {first: out[n] for n, first in tied(module).items() if n in out and first not in out}
     )
 
 
 def stored(
-    module: Any, state: Mapping[str, torch.Tensor] | None = None
+    module: Any, state: Mapping[str, torch.Tensor] | None = None, ties: Mapping[str, str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
     """Returns the tensors that transformers writes for a model: by stored name, the shape and the runs of parameters
     that make it up.
 
     Args:
         state: the tensors, on any device, by their names in the model's state dict; by default the state dict.
+        ties: which of them are tied to which others, and therefore not written; by default as the model has it.
 
     Raises:
         CheckpointError: a conversion splits rows.
@@ -88,7 +89,8 @@ def stored(
 
     ignored = set(module._keys_to_ignore_on_save or ())
     tensors: Mapping[str, torch.Tensor] = module.state_dict() if state is None else state
-    kept = {n: x for n, x in tensors.items() if n not in _tied(module) and n not in ignored}
+    dropped = (tied(module) if ties is None else ties).keys() | ignored
+    kept = {n: x for n, x in tensors.items() if n not in dropped}
     entries = {n: Entry(n, x.dtype, tuple(x.shape)) for n, x in kept.items()}
     numbered = _Rows(entries)
     reverted = revert_weight_conversion(module, dict(numbered.tensors))
@@ -131,7 +133,7 @@ def _converted(convert: Any, numbered: _Rows, shapes: Mapping[str, Any], problem
     return made
 
 
-def _tied(module: Any) -> dict[str, str]:
+def tied(module: Any) -> dict[str, str]:
     """Maps the names of tied tensors to the names of the tensors that they are tied to."""
     return dict(getattr(module, "all_tied_weights_keys", None) or {})
 

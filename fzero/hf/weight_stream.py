@@ -11,6 +11,8 @@ receiver has failed, all ranks raise the same error, and none waits in a gather.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +29,11 @@ from fzero.hf.models import Pretrained
 from fzero.hf.weight_transport import Sender
 from fzero.modules.functionalize import Functional
 from fzero.sharding.layout import leaf_of
+from fzero.train_state import check_computed
 
 _OWNER = "hf.stream"
+_NUMBERS = itertools.count()
+logger = logging.getLogger("fzero")
 
 
 class _Tensor(NamedTuple):
@@ -50,6 +55,14 @@ class WeightStream:
     Attributes:
         peak_bytes: the most bytes that a rank holds of gathered parameters and of the tensor that is yielded.
         total_bytes: the bytes of all tensors that are yielded.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> model = fz.functionalize(torch.nn.Linear(2, 3))
+        >>> weights = fz.hf.stream(model, model.params)
+        >>> print(weights)
+        2 tensors, 36 B, at most 48 B gathered at a time
+          outside blocks: 2 tensors, 36 B, 0 all_gathers, peak 48 B
     """
 
     def __init__(
@@ -61,7 +74,7 @@ class WeightStream:
         device: torch.device | None,
         version: torch.Tensor | None,
     ):
-        self._blocks, self._params, self._merged = blocks, params, merged
+        self._blocks, self._params, self._merged, self._id = blocks, params, merged, next(_NUMBERS)
         self._dtype, self._device, self._version = dtype, device, version
         self._mesh = next((at[1] for x in params.values() if (at := leaf_of(x)) is not None), None)
         numbers = [self._bytes(tensors) for tensors in blocks.values()]
@@ -111,7 +124,7 @@ class WeightStream:
             for name, tensor in self._read(check):
                 attempt(sender.send, name, tensor)
             attempt(sender.finish)
-            self._meet(check)
+            self._meet(check, "the answer of the receiver")
         finally:
             sender.close()
 
@@ -120,10 +133,11 @@ class WeightStream:
     def _read(self, check: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors. `check` is called on all ranks before parameters are gathered; its errors are raised on
         all."""
+        check_computed([*self._params.values()], _OWNER)
         before = self._number()
 
-        def meet() -> None:
-            self._meet(lambda: (check(), self._check_unchanged(before)))
+        def meet(at: str) -> None:
+            self._meet(lambda: (check(), self._check_unchanged(before)), at)
 
         try:
             for tensors in self._blocks.values():
@@ -131,21 +145,31 @@ class WeightStream:
                 held: dict[str, torch.Tensor] = {}
                 for i, tensor in enumerate(tensors):
                     if any(p not in held for p in tensor.sources):
-                        meet()
+                        meet(tensor.name)
                     yield tensor.name, self._made(tensor, held)
                     held = {p: x for p, x in held.items() if last[p] > i}
         except GeneratorExit:
             self._leave()
             raise
-        meet()
+        meet("its end")
 
-    def _meet(self, act: Callable[[], object]) -> None:
+    def _meet(self, act: Callable[[], object], at: str) -> None:
+        """Runs `act` on all ranks, and checks that all of them are at the same tensor of the same stream."""
         if self._mesh is None:
             act()
             return
+
+        def here() -> list[int | str]:
+            act()
+            return [self._id, at]
+
         what = "the stream of weights has ended"
         with self._mesh.alone(_OWNER):
-            control_group.run_on_all_ranks(self._mesh.control, _OWNER, act, what=what)
+            found = control_group.all_gather_values(self._mesh.control, _OWNER, here, form=list[int | str], what=what)
+        if any(one != found[0] for one in found):
+            problems = [f"rank {rank}: stream {one[0]} of this process, at {one[1]}" for rank, one in enumerate(found)]
+            fix = "make streams, and read them, in the same order on all ranks"
+            raise FzeroValueError(_OWNER, "ranks read different streams", problems, fix)
 
     def _leave(self) -> None:
         """Tells the other ranks that this one has stopped reading."""
@@ -157,7 +181,7 @@ class WeightStream:
         if self._mesh is not None and self._mesh.size > 1:
             # The error is for the other ranks; this one has an error of its own, or has left the loop.
             with contextlib.suppress(FzeroError):
-                self._meet(stop)
+                self._meet(stop, "")
 
     def _number(self) -> int | None:
         return None if self._version is None else int(self._version)
@@ -316,6 +340,9 @@ def _as_they_are(state: Mapping[str, Any], leaf: Mapping[str, str]) -> list[_Ten
 
 def _of_adapters(module: Any, leaf: Mapping[str, str]) -> list[_Tensor]:
     """Returns the tensors of adapters, with the names that they have in files of peft."""
+    if len(module.peft_config) > 1:
+        fix = "merge=True merges the active adapter; or delete the other adapters: peft_model.delete_adapter(name)"
+        raise FzeroValueError(_OWNER, f"the model has several adapters: {', '.join(module.peft_config)}", fix=fix)
     state, names = adapters.file_names(module)
     return [
         _Tensor(stored, tuple(state[name].shape), [ElementRun(0, state[name].numel(), leaf[name], 0)])
@@ -330,7 +357,21 @@ def _of_base(module: Any, merged: adapters.Merged) -> list[_Tensor]:
     leaf = {stored: param for stored, (_, param) in merged.names.items()}
     if not hasattr(base, "save_pretrained"):
         return _as_they_are(plain, leaf)
-    return _named(weight_conversions.stored(base, plain), leaf)
+    with torch.device("meta"):
+        wanted = {*type(base)(base.config).state_dict()}
+    if wanted != plain.keys():
+        problems = [f"{name}: missing" for name in sorted(wanted - plain.keys())[:4]]
+        problems += [f"{name}: of the adapter" for name in sorted(plain.keys() - wanted)[:4]]
+        fix = "model.write_back(train.gather(state).params), then peft_model.merge_and_unload().state_dict()"
+        raise FzeroValueError(_OWNER, "these adapters cannot be merged layer by layer", problems, fix)
+    ties = weight_conversions.tied(base)
+    untied = [name for name, first in ties.items() if leaf.get(name) != leaf.get(first)]
+    if untied:
+        logger.warning(
+            "fz.hf.stream: training has untied %s: give the engine a configuration with tie_word_embeddings=False",
+            ", ".join(f"{name} from {ties[name]}" for name in untied),
+        )
+    return _named(weight_conversions.stored(base, plain, {n: x for n, x in ties.items() if n not in untied}), leaf)
 
 
 def _by_block(tensors: Sequence[_Tensor], blocks: Sequence[str]) -> dict[str, list[_Tensor]]:

@@ -3,6 +3,7 @@ trace time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -40,9 +41,12 @@ class ReadValues:
         self._looking = perf_counter() - start
         return found
 
-    def look(self, program: CachedProgram, mesh: Mesh) -> None:
+    def look(self, program: CachedProgram, mesh: Mesh, noted: Callable[[], Callable[[], None]]) -> None:
         """Compares the values with those at trace time, at some calls of a program. At its second call, the step is
         also traced again (retrace.py).
+
+        Args:
+            noted: called before the step is traced again; what it returns is called afterwards.
 
         Raises:
             FzeroValueError: on every rank, if a value has changed on any rank.
@@ -56,13 +60,13 @@ class ReadValues:
             named = f"{name_of(program.lowered.program)} {program.lowered.program.name}"
             about = f"reads a different value than before: {changed[0]}" if changed else f"runs {named}"
             # every rank raises, even if a value changed on only one rank
-            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program), about=about)
+            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program, noted), about=about)
 
     def changed(self, traced: Settings) -> list[str]:
         """Returns the first value that differs from the one at trace time, with both."""
         return changes(traced, self.now())
 
-    def _check(self, program: CachedProgram) -> None:
+    def _check(self, program: CachedProgram, noted: Callable[[], Callable[[], None]]) -> None:
         """Raises if a value differs from the one at trace time."""
         now = self.now()
         for x in now.standing:
@@ -80,7 +84,9 @@ class ReadValues:
                 fix,
             )
         if program.calls == 2:
+            note = noted()
             program.record.check(self._owner, list)
+            note()
 
     def _functions(self) -> tuple[Any, ...]:
         given = (self._step.fn,) if isinstance(self._step, EvalStep) else (self._step.loss_fn, self._step.optimizer)

@@ -88,27 +88,38 @@ class TraceRecord:
 
 
 class UnsavedTrace:
-    """The record of the program of a compiled step that ran last, until a new trace has shown that it still holds."""
+    """The records of the programs of a compiled step that ran, until a new trace has shown that they still hold.
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        self._last: tuple[TraceRecord, Callable[[], list[str]]] | None = None
+    Args:
+        noted: called before the step is traced again; what it returns is called afterwards.
+    """
+
+    def __init__(self, mesh: Mesh, noted: Callable[[], Callable[[], None]]):
+        self._mesh, self._noted = mesh, noted
+        self._ran: dict[int, tuple[TraceRecord, Callable[[], list[str]]]] = {}
 
     def ran(self, record: TraceRecord, changed: Callable[[], list[str]]) -> None:
         """Notes that a program runs."""
-        self._last = record, changed
+        self._ran[id(record)] = record, changed
 
     def check(self, owner: str) -> None:
-        """Raises an error, on every rank, if the program that ran last is not what the code says now on some rank. It
-        costs nothing if no step has run since the last check.
+        """Raises an error, on every rank, if a program that ran is not what the code says now on some rank. It costs
+        nothing if no step has run since the last check.
 
         Args:
             owner: the public call that errors name.
         """
-        if self._last is not None:
-            record, changed = self._last
-            control_group.run_on_all_ranks(self._mesh.control, owner, lambda: record.check(owner, changed))
-            self._last = None
+        if self._ran:
+
+            def act() -> None:
+                note = self._noted()
+                for record, changed in self._ran.values():
+                    record.check(owner, changed)
+                note()
+
+            # Its own name for the exchange: a rank whose state no step has computed makes none.
+            control_group.run_on_all_ranks(self._mesh.control, f"{owner} of a trained state", act)
+            self._ran = {}
 
 
 _FIX = (

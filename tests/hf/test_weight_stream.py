@@ -87,6 +87,58 @@ def test_merged_adapters_equal_merge_and_unload(targets: Any) -> None:
     assert not any(x.is_meta for x in adapted.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
+def test_a_head_that_training_has_untied_is_in_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(CASES["llama tied"](transformers))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    for x in adapted.parameters():
+        if x.requires_grad:
+            torch.nn.init.normal_(x, std=0.1)
+    model = fz.functionalize(adapted)
+    got = dict(fz.hf.stream(model, model.params, merge=True))
+    assert "has untied lm_head.weight from model.embed_tokens.weight" in caplog.text
+    want = copy.deepcopy(adapted).merge_and_unload().state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_adapters_that_cannot_be_streamed_are_rejected() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        transformers.LlamaForCausalLM(CASES["llama"](transformers)), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = fz.functionalize(adapted)
+    with pytest.raises(fz.errors.FzeroValueError, match="several adapters: default, other"):
+        fz.hf.stream(model, model.params)
+    config = peft.VeraConfig(r=2, target_modules=["q_proj"])
+    vera = fz.functionalize(peft.get_peft_model(transformers.LlamaForCausalLM(CASES["llama"](transformers)), config))
+    with pytest.raises(fz.errors.FzeroValueError, match="cannot be merged layer by layer"):
+        fz.hf.stream(vera, vera.params, merge=True)
+
+
+def test_a_changed_value_is_an_error_before_anything_is_streamed(tmp_path: Path) -> None:
+    (tmp_path / "scale").write_text("1.0")
+    net = torch.nn.Linear(4, 4)
+    model = fz.functionalize(net)
+    step = model.train_step(
+        fz.optim.sgd(0.1), lambda out, batch: out.square().mean() * float((tmp_path / "scale").read_text())
+    )
+    train = fz.compile(step, fz.make_mesh(data=-1), backend="eager")
+    state = train.init(model.params)
+    for _ in range(2):
+        state, _ = train(state, torch.ones(2, 4))
+    assert len(dict(fz.hf.stream(model, state))) == 2
+    (tmp_path / "scale").write_text("2.0")
+    state, _ = train(state, torch.ones(2, 4))
+    state, _ = train(state, torch.ones(3, 4))  # another program, which has the new value
+    with pytest.raises(fz.errors.FzeroValueError, match="computes something different"):
+        dict(fz.hf.stream(model, state))
+
+
 def test_bad_arguments_are_rejected() -> None:
     model, _, state = made("llama")
     with pytest.raises(fz.errors.FzeroTypeError, match="no adapters to merge"):
@@ -176,6 +228,21 @@ def test_a_rank_that_stops_reading_is_an_error_on_the_others(run_ranks: Any, tmp
     assert "this rank has stopped reading" in second[0]
     assert "rank 0" in second[0]
     assert len(first) == (1 if how == "break" else 2)
+
+
+def in_another_order() -> str:
+    model, _, state = made("llama")
+    first, second = fz.hf.stream(model, state), fz.hf.stream(model, state)
+    try:
+        for stream in (first, second) if torch.distributed.get_rank() else (second, first):
+            dict(stream)
+    except fz.errors.FzeroValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_read_streams_in_another_order_get_an_error(run_ranks: Any) -> None:
+    assert all("ranks read different streams" in text for text in run_ranks(2, in_another_order))
 
 
 DIES = """

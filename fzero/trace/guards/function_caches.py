@@ -41,7 +41,8 @@ def emptied() -> Iterator[None]:
 
 
 def _empty() -> None:
-    for cache in {*met_caches, *_caches_of_libraries()}:
+    # `torch.compile` replaces functions by wrappers that only look like caches.
+    for cache in (x for x in {*met_caches, *_caches_of_libraries()} if type(x) is _CACHE):
         state = cache.cache_info()[1:]
         if _without.get(cache) == state:
             continue
