@@ -97,15 +97,14 @@ def main() -> None:
         rewards = reward(tokens)
         batch = {"input_ids": tokens, "advantage": advantages(rewards, args.group), "sampled": sampled}
         batch["reference"] = evaluate(frozen, {"input_ids": tokens})
-        drift = None
+        drifts, metrics = [], dict[str, Any]()
         for _ in range(args.updates):
             state, metrics = train(state, batch)
-            # Before the first update, the policy is the sampler: the difference is that of two ways to compute it.
-            drift = metrics["aux"]["drift"] if drift is None else drift
+            drifts.append(metrics["aux"]["drift"])
         if (step + 1) % 20 == 0 or step in (0, args.steps - 1):
             divergence, reached = float(metrics["aux"]["divergence"]), float(rewards.mean())  # the reward of this rank
             text = f"step {step + 1}/{args.steps}  reward {reached:.3f}  divergence {divergence:.3f}"
-            say(f"{text}  drift {float(drift):.1e}")
+            say(f"{text}  drift {float(drifts[0]):.1e}")  # before the first update, the policy is the sampler
     fz.close_mesh()
 
 
