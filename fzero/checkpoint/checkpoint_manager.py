@@ -15,7 +15,7 @@ from fzero._utils.arguments import count, flag, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import not_private, save
+from fzero.checkpoint.saving import not_json, not_private, save
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError, StorageError
@@ -267,4 +267,6 @@ def warn_about(error: StorageError) -> None:
 def _problems_of(meta: Any) -> list[str]:
     if meta is not None and not isinstance(meta, Mapping):
         return [f"meta={shown(meta)}: must be a dict"]
-    return [f"meta[{_NOTE!r}]: the name is reserved for the run"] if meta is not None and _NOTE in meta else []
+    if meta is not None and _NOTE in meta:
+        return [f"meta[{_NOTE!r}]: the name is reserved for the run"]
+    return not_json(meta)

@@ -598,6 +598,17 @@ def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[
     return out
 
 
+def not_json(meta: Any) -> list[str]:
+    """Returns why `meta` cannot be stored as JSON, if it cannot."""
+    try:
+        # Compared after a round trip, because JSON silently turns tuples into lists and keys into text.
+        if parsed(json.dumps(dict(meta or {}), allow_nan=False)) != dict(meta or {}):
+            return ["meta: JSON would change it (tuples, or keys that are not str)"]
+    except (TypeError, ValueError, RecursionError) as error:
+        return [f"meta: JSON cannot hold it: {error}"]
+    return []
+
+
 def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
     """Returns a message if `private` is invalid, or if checkpoints at this path cannot be made private to this user."""
     if not (problems := flag("private", private)) and private and isinstance(as_path(path), Url):
@@ -618,12 +629,7 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: 
         )
     if keep is not None and (type(keep) is not int or keep < 1):
         problems.append(f"keep={keep!r}: a whole number of at least 1, or None to keep all")
-    try:
-        # Compared after a round trip, because JSON silently turns tuples into lists and keys into text.
-        if parsed(json.dumps(dict(meta or {}), allow_nan=False)) != dict(meta or {}):
-            problems.append("meta: JSON would change it (tuples, or keys that are not str)")
-    except (TypeError, ValueError, RecursionError) as error:
-        problems.append(f"meta: JSON cannot hold it: {error}")
+    problems += not_json(meta)
     if problems:
         raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
 
