@@ -182,7 +182,7 @@ class Merged:
         with torch.no_grad():
             for part in reversed([*one.modules()]):
                 if isinstance(part, self._is_layer):
-                    part.merge()
+                    part.merge()  # type: ignore[operator]
         state = one.state_dict()
         return {leaf: state[name.removeprefix(f"{layer}.")] for name, leaf in names.items() if leaf in self.layers}
 

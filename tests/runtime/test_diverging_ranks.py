@@ -317,3 +317,17 @@ def _changes_before_a_save(path: Path) -> None:
 
 def test_code_that_changes_on_one_rank_is_found_on_all_before_a_save(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(2, _changes_before_a_save, tmp_path / "run", timeout=60)
+
+
+def _gathers_another_state() -> None:
+    mesh = fz.make_mesh(data=2)
+    step, params, batch = parts()
+    train = fz.compile(step, mesh, backend="eager")
+    untrained, trained = train.init(params), train.init(params)
+    trained, _ = train(trained, batch)
+    train.gather(trained if mesh.rank else untrained)
+
+
+def test_a_trained_and_an_untrained_state_are_gathered(run_ranks: Any) -> None:
+    for r in run_ranks(2, _gathers_another_state, expect_error=True, timeout=60):
+        assert r.type == "DivergenceError" and "make different calls" in r.message, r
