@@ -24,7 +24,6 @@ they are read. Checkpoints do not contain them.
 
 
 _broken = WeakTensorKeyDictionary()  # the reason, by tensor
-_checks = WeakTensorKeyDictionary()  # the check of the step that computes a state, by tensor
 
 
 class State(NamedTuple):
@@ -121,15 +120,17 @@ def check_whole(values: Any, owner: str) -> None:
 def computed_by(state: State, check: Callable[[str], None]) -> None:
     """Records that a step computes a state from now on. `check` raises an error if what has run is not what the step's
     code says now. It replaces the check of an earlier step: after a setting is changed, a step that is compiled again
-    continues with the state.
+    continues with the state. The tensors refer to it, rather than a table by tensor, because what it holds may hold
+    the state: the user's own functions often do.
     """
     for x in tree.tensors((state.step, state.params)):
-        _checks[x] = check
+        x._fzero_check = check  # type: ignore[attr-defined]
 
 
 def check_computed(values: Any, owner: str) -> None:
     """Raises an error if these tensors of a state were computed by a step whose code computes something else now. To be
     called on all ranks, before the tensors are saved or given to the user.
     """
-    if (known := next((x for x in tree.tensors(values) if x in _checks), None)) is not None:
-        _checks[known](owner)
+    found = (getattr(x, "_fzero_check", None) for x in tree.tensors(values))
+    if (check := next((check for check in found if check is not None), None)) is not None:
+        check(owner)

@@ -114,7 +114,7 @@ class Compiled:
         self._resolution = StepResolution(step, mesh, backend, limits, batch)
         self._formats = ChosenFormats()
         self._reads = ReadValues(step, self.owner)
-        self._unsaved = UnsavedTrace(mesh, self._reads_noted_again)
+        self._unsaved = UnsavedTrace(mesh, self._reads.noted_again)
         self._transfer = BatchTransfer(mesh.device, self.owner)
         self._runs = ProgramCache(step.name)
         self._lowered: Lowered | None = None  # the program that ran last
@@ -182,7 +182,7 @@ class Compiled:
         self._runs.keep(key, program)
         check_contiguous(self.step.name, self.owner, call.batch, call.flat, program.strides)
         program.calls += 1
-        self._reads.look(program, self.mesh, self._reads_noted_again)
+        self._reads.look(program, self.mesh)
         self._unsaved.ran(program.record, functools.partial(self._reads.changed, program.settings))
         self._lowered = program.lowered
         return program
@@ -190,7 +190,7 @@ class Compiled:
     def _make_program(self, call: StepCall, key: tuple[Any, ...]) -> CachedProgram:
         """Makes the program for a kind of call: traces and lowers the step, compares the program between all ranks,
         builds its subgraphs, and connects it with the other ranks. An error on one rank is raised on all of them."""
-        mesh, noted = self.mesh, self._reads_noted_again()
+        mesh, noted = self.mesh, self._reads.noted_again()
         why = f"makes a program of {self.step.name} ({type(self.step).__name__})" + self._runs.difference(key)
         with strides_noted() as strides:
             check_same_batch(mesh, batch_entries(call), why, self.owner)
@@ -206,23 +206,9 @@ class Compiled:
                 run = on_all_ranks(mesh, lambda: connect(lowered, functions, mesh, self.graphs))
         record = TraceRecord.of(self.resolved, mesh, lowered)
         lowered = replace(lowered, recorded=None)
-        made = CachedProgram(lowered, run, self._reads.now(), record, strides, warm_up)
+        made = self._reads.watched(CachedProgram(lowered, run, self._reads.now(), record, strides, warm_up))
         noted()
         return made
-
-    def _reads_noted_again(self) -> Callable[[], None]:
-        """To be called before the step is traced. The trace itself may change a value that is read, such as a list that
-        grows: the function that is returned, to be called afterwards, notes the new values for the programs that
-        have been made, for which this is not a change.
-        """
-        before = self._reads.now()
-
-        def note() -> None:
-            now = self._reads.now()
-            for program in self._runs.values():
-                program.settings = now if program.settings == before else program.settings
-
-        return note
 
     def _lower(self, call: StepCall) -> Lowered:
         """Traces the step and lowers it to a program."""

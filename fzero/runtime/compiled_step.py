@@ -316,7 +316,7 @@ class CompiledStep(Compiled):
         if not self._last.begun:
             check_first_step(state, call.params, call.batch, self.resolved, self.mesh, self._checked)
             self._formats.read(self.resolved, state)
-            computed_by(state, self._unsaved.check)
+            computed_by(state, self._unsaved)
         self._last.begun, before = True, self._formats.formats
         # Called only if a program has to be made, because promotion reads counters on the host.
         program = self._program_for(call, before=lambda: self._resolution.promote(call.params, state.extras))

@@ -49,7 +49,7 @@ class StepCall(NamedTuple):
     structure: tree.TreeSpec
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedProgram:
     """A built program.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError
@@ -33,6 +34,7 @@ class ReadValues:
         self._step, self._owner = step, owner
         # the time of the last call of a program, and how long reading its settings takes
         self._called, self._looking = 0.0, 0.0
+        self._programs = WeakSet[CachedProgram]()
 
     def now(self) -> Settings:
         """Returns the values that the functions would read now."""
@@ -41,12 +43,28 @@ class ReadValues:
         self._looking = perf_counter() - start
         return found
 
-    def look(self, program: CachedProgram, mesh: Mesh, noted: Callable[[], Callable[[], None]]) -> None:
+    def watched(self, program: CachedProgram) -> CachedProgram:
+        """Returns a new program, whose settings `noted_again` renews from now on."""
+        self._programs.add(program)
+        return program
+
+    def noted_again(self) -> Callable[[], None]:
+        """To be called before the step is traced. The trace itself may change a value that is read, such as a list that
+        grows: the function that is returned, to be called afterwards, notes the new values for the programs that
+        have been made, for which this is not a change.
+        """
+        before = self.now()
+
+        def note() -> None:
+            now = self.now()
+            for program in self._programs:
+                program.settings = now if program.settings == before else program.settings
+
+        return note
+
+    def look(self, program: CachedProgram, mesh: Mesh) -> None:
         """Compares the values with those at trace time, at some calls of a program. At its second call, the step is
         also traced again (retrace.py).
-
-        Args:
-            noted: called before the step is traced again; what it returns is called afterwards.
 
         Raises:
             FzeroValueError: on every rank, if a value has changed on any rank.
@@ -60,13 +78,13 @@ class ReadValues:
             named = f"{name_of(program.lowered.program)} {program.lowered.program.name}"
             about = f"reads a different value than before: {changed[0]}" if changed else f"runs {named}"
             # every rank raises, even if a value changed on only one rank
-            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program, noted), about=about)
+            control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program), about=about)
 
     def changed(self, traced: Settings) -> list[str]:
         """Returns the first value that differs from the one at trace time, with both."""
         return changes(traced, self.now())
 
-    def _check(self, program: CachedProgram, noted: Callable[[], Callable[[], None]]) -> None:
+    def _check(self, program: CachedProgram) -> None:
         """Raises if a value differs from the one at trace time."""
         now = self.now()
         for x in now.standing:
@@ -84,7 +102,7 @@ class ReadValues:
                 fix,
             )
         if program.calls == 2:
-            note = noted()
+            note = self.noted_again()
             program.record.check(self._owner, list)
             note()
 

@@ -90,6 +90,9 @@ class TraceRecord:
 class UnsavedTrace:
     """The records of the programs of a compiled step that ran, until a new trace has shown that they still hold.
 
+    The tensors of a state refer to it, so it does not refer to the compiled step: a step that is dropped is freed. A
+    copy of a tensor has None instead.
+
     Args:
         noted: called before the step is traced again; what it returns is called afterwards.
     """
@@ -102,7 +105,10 @@ class UnsavedTrace:
         """Notes that a program runs."""
         self._ran[id(record)] = record, changed
 
-    def check(self, owner: str) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __call__(self, owner: str) -> None:
         """Raises an error, on every rank, if a program that ran is not what the code says now on some rank. It costs
         nothing if no step has run since the last check.
 

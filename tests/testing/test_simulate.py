@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import io
 import re
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -263,3 +265,23 @@ def test_nothing_holds_what_has_run():
         del train
         counts.append(alive())
     assert counts[0] == counts[1] == counts[2], counts
+
+
+class Training:
+    """A user's own class: its step refers to it, and it refers to the state."""
+
+    def __init__(self) -> None:
+        self.train = fz.compile(fz.train_step(self.loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        self.state, _ = self.train(self.train.init({"w": torch.ones(7, 7)}), X)
+
+    def loss(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"]).square().mean()
+
+
+def test_a_state_that_its_own_step_refers_to_is_freed():
+    training = Training()
+    held = weakref.ref(training.state.params["w"])
+    assert copy.deepcopy(training.state).params["w"].equal(training.train.gather(training.state).params["w"])
+    del training
+    gc.collect()
+    assert held() is None
