@@ -92,9 +92,10 @@ def compile(
             `tensor_parallel` without rules and without a batch; `cuda_graphs=True` on a mesh of devices without CUDA
             graphs; `warmup="eager"` on a mesh of CUDA devices.
         FzeroError: from a call with `warmup="eager"`, if a block cannot be compiled. The state is unchanged.
-        FzeroValueError: from a step, if a value that is read besides the arguments has changed since tracing, or if the
-            caller has entered a `TorchFunctionMode` or `saved_tensors_hooks`; with "inductor" also a
-            `TorchDispatchMode`, because it does not see the operations inside kernels.
+        FzeroValueError: from a step, if a value that is read besides the arguments has changed since tracing and the
+            step computes something different with it, or if the caller has entered a `TorchFunctionMode` or
+            `saved_tensors_hooks`; with "inductor" also a `TorchDispatchMode`, because it does not see the operations
+            inside kernels.
         BudgetError: from `init`, if the state alone exceeds the budget; from the first call, if its plan does.
 
     Example:

@@ -61,6 +61,7 @@ class CachedProgram:
         strides: the places in the user's code that read strides.
         warm_up: replaces functions of the program by compiled ones, until all are compiled.
         calls: the number of times that it was called.
+        compared_from: the number of calls from which on `settings` are compared with the current values.
     """
 
     lowered: Lowered
@@ -70,6 +71,7 @@ class CachedProgram:
     strides: list[str]
     warm_up: WarmUp | None = None
     calls: int = 0
+    compared_from: int = 0
 
     def advance(self, to_the_end: bool = False) -> None:
         """Lets the program call the functions that have been compiled since the last call. All ranks call it.

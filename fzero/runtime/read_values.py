@@ -1,5 +1,5 @@
 """Watches the values that the functions of a step read besides their arguments: a program contains their values at
-trace time."""
+trace time. If one has changed, a new trace decides whether that makes a difference (retrace.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakSet
 
 from fzero.comm import control_group
-from fzero.errors import FzeroValueError
 from fzero.ir.printer import name_of
 from fzero.mesh import Mesh
 from fzero.runtime.program_cache import CachedProgram
@@ -63,48 +62,49 @@ class ReadValues:
         return note
 
     def look(self, program: CachedProgram, mesh: Mesh) -> None:
-        """Compares the values with those at trace time, at some calls of a program. At its second call, the step is
-        also traced again (retrace.py).
+        """Compares the values with those at trace time, at some calls of a program. The step is traced again if one has
+        changed, and at the program's second call. After a change that makes no difference, values are compared again
+        when the program has been called twice as often, because a trace may take longer than a step.
 
         Raises:
-            FzeroValueError: on every rank, if a value has changed on any rank.
+            FzeroValueError: on every rank, if an operation is different on any rank.
         """
-        calls, traced = program.calls, program.settings
+        calls = program.calls
         since, self._called = perf_counter() - self._called, perf_counter()
-        # This comparison depends on this rank's clock, so ranks make it at different calls. Only what follows is a
-        # collective: at calls that all ranks count alike, or after a change, which is an error in any case.
-        changed = self.changed(traced) if calls > 1 and _SHARE * since >= self._looking else []
-        if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0 or changed:
-            named = f"{name_of(program.lowered.program)} {program.lowered.program.name}"
-            about = f"reads a different value than before: {changed[0]}" if changed else f"runs {named}"
+        if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0:
+            about = f"runs {name_of(program.lowered.program)} {program.lowered.program.name}"
             # every rank raises, even if a value changed on only one rank
             control_group.run_on_all_ranks(mesh.control, self._owner, lambda: self._check(program), about=about)
+        elif calls > 1 and _SHARE * since >= self._looking:
+            # Ranks do this at different calls, because it depends on their clocks. So only an error is exchanged.
+            try:
+                self._check(program)
+            except Exception as error:
+
+                def act(error: Exception = error) -> None:
+                    raise error
+
+                about = "computes something different than when it was traced"
+                control_group.run_on_all_ranks(mesh.control, self._owner, act, about=about)
 
     def changed(self, traced: Settings) -> list[str]:
         """Returns the first value that differs from the one at trace time, with both."""
         return changes(traced, self.now())
 
     def _check(self, program: CachedProgram) -> None:
-        """Raises if a value differs from the one at trace time."""
+        """Raises if a value differs from the one at trace time, and the step computes something different with it."""
+        if 2 < program.calls < program.compared_from:
+            return
         now = self.now()
         for x in now.standing:
             x.check()
-        if changed := changes(program.settings, now):
-            fix = (
-                "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
-                "schedule of the step; "
-                "compile the step again if it rarely changes"
-            )
-            raise FzeroValueError(
-                self._owner,
-                f"{self._step.name} reads a value that has changed since the step was traced",
-                changed,
-                fix,
-            )
-        if program.calls == 2:
+        changed = changes(program.settings, now)
+        if changed or program.calls == 2:
             note = self.noted_again()
-            program.record.check(self._owner, list)
+            program.record.check(self._owner, lambda: changed)
             note()
+        if changed:
+            program.settings, program.compared_from = self.now(), 2 * program.calls
 
     def _functions(self) -> tuple[Any, ...]:
         given = (self._step.fn,) if isinstance(self._step, EvalStep) else (self._step.loss_fn, self._step.optimizer)

@@ -82,7 +82,7 @@ class TraceRecord:
         for (old, _), (new, place) in itertools.zip_longest(before, lines, fillvalue=("nothing", None)):
             if old != new:
                 found = [line(place)] if place else []
-                problems = [*found, f"before: {old}", f"now: {new}", *changed()]
+                problems = [*found, *changed(), f"before: {old}", f"now: {new}"]
                 what = f"{self.step.name} computes something different than when it was traced"
                 raise FzeroValueError(owner, what, problems, _FIX)
 
@@ -136,13 +136,16 @@ _FIX = (
 
 
 def _lines(program: Program) -> list[tuple[str, Place | None]]:
-    """Returns the operations of a program and of its subgraphs as text, each with the user's line if it is known."""
+    """Returns the operations of a program, of its subgraphs and of the optimizer as text, each with the user's line if
+    it is known."""
     lines: list[tuple[str, Place | None]] = []
-    for name, function in program.functions.items():
-        graph = function.graph.graph
-        between = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-        nodes = [*function.graph.inputs, *between, graph.output_node()]
-        told = signature(function.graph)
+    graphs = {name: function.graph for name, function in program.functions.items()}
+    if (update := program.update) is not None:
+        graphs["optimizer"] = update.attrs.graph
+    for name, graph in graphs.items():
+        between = [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
+        nodes = [*graph.inputs, *between, graph.graph.output_node()]
+        told = signature(graph)
         lines += [(f"{name}: {text}", node.meta.get(FROM)) for text, node in zip(told, nodes, strict=True)]
     text = "\n".join([*(f"{v.name}: {v}" for v in program.inputs), show(program, full=True)])
     return [*lines, *((one, None) for one in text.split("\n"))]

@@ -206,7 +206,7 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
     """Named, with both values, at the second call at the latest if it changed right away, else within so many steps;
     also in an evaluation."""
     weight, rates = 1.0, {"lr": 0.1}
-    layer = torch.nn.Dropout(0.0)
+    layer = Halved()
 
     class Model:
         scale, steps = 1.0, 0
@@ -252,9 +252,11 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         model.steps += 1  # that nothing reads: no error
         state, _ = train(state, BATCH)
     turn()
+    with pytest.raises(fz.errors.FzeroValueError, match=rf"(?s)fzero\.gather: .*{where}.*before: .*now: "):
+        train.gather(state)
     with pytest.raises(
         fz.errors.FzeroValueError,
-        match=rf"(?s)reads a value.*{where}.*Fix: pass what changes from step to step in the batch",
+        match=rf"(?s)computes something different.*{where}.*before: .*now: .*Fix: pass what changes from step",
     ):
         for _ in range(read_values.LOOKED_AT_EVERY):
             state, _ = train(state, BATCH)
@@ -271,6 +273,38 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
             fz.errors.FzeroValueError, match=r"(?s)fzero\.eval_step: .*temperature: 4\.0 before, 8\.0 now"
         ):
             evaluate(PARAMS, BATCH)
+
+
+class Halved(torch.nn.Module):
+    """Half of its input, while it is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2 if self.training else x
+
+
+def test_a_changed_value_that_makes_no_difference() -> None:
+    """A new trace decides, and rarely: the value may change before every step."""
+
+    class Model:
+        epoch, traces = 0, 0
+
+        def loss(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            traces.append(self.epoch)
+            return (x @ p["w"]).square().mean() * (2.0 if self.epoch > 90 else 1.0)
+
+    traces: list[int] = []
+    model = Model()
+    train = fz.compile(fz.train_step(model.loss, optim.sgd(0.01)), fz.make_mesh(data=1), backend="eager")
+    state = train.init(PARAMS)
+    for _ in range(80):
+        state, _ = train(state, BATCH)
+        model.epoch += 1
+    assert len(traces) < 10
+    train.gather(state)
+    model.epoch = 91
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)loss computes something different.*before: .*now: "):
+        for _ in range(80):
+            state, _ = train(state, BATCH)
 
 
 def test_a_loss_that_counts_its_calls_is_refused() -> None:
