@@ -5,8 +5,8 @@ A program contains the values that the user's code read when it was traced: sett
 Python's random. If a value has changed since and matters, then a new trace has a different operation. No list of the
 kinds of values is needed for that, unlike for the comparison of `read_values.py`, which costs much less.
 
-The step is traced again at its second call, which finds functions that draw or count, and before its results are saved,
-gathered or written back. A trace costs about 45 ms of CPU time for each block, and runs the user's function once, so
+The step is traced again at its second call, which finds functions that draw or count; when that comparison finds a
+changed value; and before its results are saved, gathered or written back. A trace costs about 45 ms of CPU time for each block, and runs the user's function once, so
 that what it prints appears again. The global random number generators are left as they were.
 """
 
