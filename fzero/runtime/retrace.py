@@ -6,8 +6,9 @@ Python's random. If a value has changed since and matters, then a new trace has 
 kinds of values is needed for that, unlike for the comparison of `read_values.py`, which costs much less.
 
 The step is traced again at its second call, which finds functions that draw or count; when that comparison finds a
-changed value; and before its results are saved, gathered or written back. A trace costs about 45 ms of CPU time for each block, and runs the user's function once, so
-that what it prints appears again. The global random number generators are left as they were.
+changed value; and before its results are saved, gathered or written back. A trace costs about 45 ms of CPU time for
+each block, and runs the user's function once, so that what it prints appears again. The global random number generators
+are left as they were.
 """
 
 from __future__ import annotations
