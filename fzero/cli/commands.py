@@ -25,13 +25,13 @@ from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.compiler.combined_transforms import zero_of
 from fzero.ir.printer import show
 from fzero.memory.disk import check
-from fzero.mesh import close_mesh, make_mesh
+from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.plan.calibration import calibration_path
 from fzero.plan.device_lookup import Device
 from fzero.runtime.calibrate import calibrate
 from fzero.runtime.probes import SCRATCH
 from fzero.step import Step
-from fzero.testing import check_equivalent
+from fzero.testing import check_equivalent, check_isolation
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class Check:
-    """Compares a few steps with and without the step's transforms, and finds where a difference begins."""
+    """Compares a few steps with and without the step's transforms, and finds where a difference begins. Or proves
+    that packed documents are isolated.
+    """
 
     target: Annotated[Positional[str], TARGET]
     """returns (step, params, batch)"""
@@ -117,10 +119,14 @@ class Check:
     """number of steps to run"""
     backend: Literal["inductor", "eager"] = "eager"
     """inductor also checks the compiled code"""
+    isolation: Annotated[bool, FLAG] = False
+    """instead, prove that no packed document influences another one, on a simulated mesh (default: one device)"""
     json: Annotated[bool, FLAG] = False
     """print JSON"""
 
     def run(self) -> int:
+        if self.isolation:
+            return self._isolation()
         with usage_errors():
             axes: dict[str, Any] = axes_of(self.mesh, processes=True) if self.mesh else {}
             mesh = make_mesh(**axes)
@@ -157,6 +163,18 @@ class Check:
             else:
                 printing.print_report(found)
         return 0 if found.equivalent else 1
+
+    def _isolation(self) -> int:
+        with usage_errors():
+            axes: dict[str, Any] = axes_of(self.mesh) if self.mesh else {"data": 1}
+            mesh = AbstractMesh(**axes)
+        step, params, batch = load(self.target)
+        params, batch, _ = with_values(params, batch, 0)
+        with users_code(self.target):
+            largest = check_isolation(step, params, batch, mesh)
+        text = f"no document influences another one (largest change {largest:.1e})"
+        print(json_.dumps({"isolated": True, "largest_change": largest}) if self.json else text)
+        return 0
 
 
 def _measured(seconds: float, out: Path | None, directory: Path | None) -> tuple[Device, Path]:

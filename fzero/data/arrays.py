@@ -13,6 +13,7 @@ import torch
 from fzero import random, tree
 from fzero._compat import compat
 from fzero._utils.arguments import count, function, python_numbers
+from fzero.data.packing import PackedDocuments
 from fzero.data.sample_order import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.guards.unsupported_operations import draws
@@ -194,6 +195,7 @@ class ArrayDataset(Steps):
 
     def _identity(self) -> dict[str, Any]:
         leaves = tree.leaves(self.arrays) if self.arrays is not None else []
+        leaves += [self.dataset.pieces] if isinstance(self.dataset, PackedDocuments) else []
         return {
             "batch": self.batch,
             "seed": self.seed,

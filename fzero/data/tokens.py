@@ -62,7 +62,7 @@ class TokenDataset(Steps):
         seq, batch, seed, skip = python_numbers((seq, batch, seed, skip))  # tokens may be a long list
         super().__init__("data.TokenDataset", batch, seed, skip, seq=seq)
         self.tokens = (
-            _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)
+            _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else as_tensor(tokens, dtype)
         )
         # One token less, because the target of the last input is the token after it.
         self.seq, self.num_samples = seq, (len(self.tokens) - 1) // seq
@@ -164,7 +164,7 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
         >>> os.path.getsize(path)
         200
     """
-    tokens = _as_tensor(tokens, None)
+    tokens = as_tensor(tokens, None)
     stored = tokens.dtype if dtype is None else dtype
     _check_dtype("data.write_tokens", stored)
     low, high = _range(tokens)
@@ -215,7 +215,9 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
 
 
-def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns tokens as a 1-D integer tensor on the host. Arrays are not copied. `dtype` must be None."""
+    """Returns a 1-D integer tensor on the host. Arrays, such as memory maps, are not copied."""
     if dtype is not None:
         raise FzeroTypeError("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
     try:

@@ -1,4 +1,5 @@
-"""Checks that a transformed step equals the plain one, and that a step is deterministic.
+"""Checks that a transformed step equals the plain one, that a step is deterministic, and that packed documents are
+isolated.
 
 Use it in tests and before a long run. If two steps differ, `bisect.py` finds the transform, and
 `first_difference.py` the first op, where the difference begins. Of the other folders only `cli/`
@@ -20,11 +21,22 @@ imports this one.
 | `simulate.py` | `simulate`: interprets the program of every rank of a mesh in one process |
 | `report.py` | `Report`: the result of a comparison, which prints as a table |
 | `determinism.py` | `check_deterministic`: runs a step twice and compares the bits |
+| `isolation.py` | `check_isolation`: proves that packed documents do not influence each other |
 """
 
 from fzero.testing.check import check_equivalent
 from fzero.testing.determinism import check_deterministic
+from fzero.testing.isolation import check_isolation
 from fzero.testing.report import Blame, Difference, FirstLine, Report
 from fzero.testing.simulate import simulate
 
-__all__ = ["Blame", "Difference", "FirstLine", "Report", "check_deterministic", "check_equivalent", "simulate"]
+__all__ = [
+    "Blame",
+    "Difference",
+    "FirstLine",
+    "Report",
+    "check_deterministic",
+    "check_equivalent",
+    "check_isolation",
+    "simulate",
+]

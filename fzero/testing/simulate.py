@@ -8,7 +8,7 @@ transports, arenas and compilers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,18 +94,27 @@ def simulated(
     """Yields the first state, and then each following state with its metrics. Arguments and errors are those of
     `simulate`.
     """
+    whole, run = simulator(step, mesh, params, batch, key)
+    yield whole, {}
+    for _ in range(steps):
+        whole, metrics = run(whole, batch)
+        yield whole, metrics
+
+
+def simulator(
+    step: Step, mesh: AbstractMesh, params: Any, batch: Any, key: torch.Tensor | None
+) -> tuple[State, Callable[[State, Any], tuple[State, dict[str, Any]]]]:
+    """Returns the first state, and a function that simulates a step from a state and a global batch of the same
+    shapes as `batch`.
+    """
     step = on_device(step, torch.device("cpu"))
     whole = step.init(params, key)
-    parts = parts_of(step, mesh, batch)
-    lowered = lower(step, mesh, whole.params, parts[0])
+    lowered = lower(step, mesh, whole.params, parts_of(step, mesh, batch)[0])
     if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
         fix = "leave out the transform that keeps them, or check_equivalent on ranks of fz.make_mesh"
         raise FzeroValueError("simulate", "the state has more than parameters and optimizer state", kept, fix)
     simulation = Simulation(lowered, ranks_of(mesh))
-    yield whole, {}
-    for _ in range(steps):
-        whole, metrics = _one_step(lowered, simulation, whole, parts)
-        yield whole, metrics
+    return whole, lambda state, batch: _one_step(lowered, simulation, state, parts_of(step, mesh, batch))
 
 
 def ranks_of(mesh: AbstractMesh) -> list[Mesh]:
