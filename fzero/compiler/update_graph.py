@@ -18,7 +18,7 @@ from fzero.ir.program import Instruction, Value
 from fzero.ir.value_names import Names
 from fzero.loss import agreeing, is_empty
 from fzero.optim import global_norm
-from fzero.optim.apply import apply_optimizer
+from fzero.optim.apply import apply_optimizer, passed_on, reject_passed_on
 from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.trace.graph_capture import record
 from fzero.trace.recorder import Recorded
@@ -115,10 +115,12 @@ class _UpdateFunction:
         state: the tensors that the function replaces, after the number of the step.
         places: the names, shapes and dtypes of its arguments.
         structure, paths: the structure of the metrics and their names, once the function was called.
+        passed_on: the parameters whose update is their gradient, once the function was called.
     """
 
     structure: tree.TreeSpec
     paths: list[str]
+    passed_on: list[str]
 
     def __init__(
         self,
@@ -202,8 +204,10 @@ class _UpdateFunction:
         t, new_opt, params = self.t, list[torch.Tensor](), self._tree(a.params)
 
         def optimized(grads: Any) -> Any:
-            new, state = apply_optimizer(t.optimizer, grads, t.opt_state.rebuild(a.opt_state), params, a.key)
+            new, state, updates = apply_optimizer(t.optimizer, grads, t.opt_state.rebuild(a.opt_state), params, a.key)
             new_opt[:] = tree.leaves(state)
+            given = zip(t.trained, tree.leaves(grads), strict=True)
+            self.passed_on = passed_on(updates, {t.params.leaves[i].path: g for i, g in given if i in a.grads})
             # like torch.optim, leaves parameters without a gradient unchanged
             new = zip(t.trained, tree.leaves(new), strict=True)
             return self._tree({i: x if i in a.grads else a.params[i] for i, x in new})
@@ -277,6 +281,7 @@ def record_update(
     update = _UpdateFunction(t, grads, sums, maxima, traced, watched)
     given = [name for name, *_ in update.places]
     recorded = _recorded(update, {v.name: f"the gradient of {t.params.leaves[i].path}" for i, v in grads.items()})
+    reject_passed_on(update.passed_on)
     targets, returned = ["step", *(x.path for x in update.state)], recorded.outputs
     inputs = dict(zip(given, recorded.inputs, strict=True))
     # the others are unchanged

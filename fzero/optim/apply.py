@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.optim import apply_updates
 
 
 def apply_optimizer(
     optimizer: Any, grads: Any, opt_state: Any, params: Any, key: torch.Tensor | None = None
-) -> tuple[Any, Any]:
-    """Returns new parameters and the new state, after checking the contract: updates like params, and a state like
-    the one that was passed in. `key`: a key for stochastic rounding.
+) -> tuple[Any, Any, Any]:
+    """Returns new parameters, the new state and the updates, after checking the contract: updates like params, and a
+    state like the one that was passed in. `key`: a key for stochastic rounding.
     """
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -51,4 +52,22 @@ def apply_optimizer(
         raise FzeroTypeError(
             "optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"
         )
-    return apply_updates(params, updates, key), new
+    return apply_updates(params, updates, key), new, updates
+
+
+def passed_on(updates: Any, grads: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the paths of the parameters whose update is the gradient itself, which no transformation has changed."""
+    updated = {id(u) for u in tree.leaves(updates)}
+    return [path for path, g in grads.items() if id(g) in updated]
+
+
+def reject_passed_on(paths: list[str]) -> None:
+    """Raises an error if gradients are updates: adding them to the parameters would increase the loss."""
+    if paths:
+        raise FzeroValueError(
+            "optimizer",
+            "the update of these parameters is their unchanged gradient, which would be added to them",
+            paths,
+            "optim.masked applies nothing to parameters outside its mask; choose an optimizer for each parameter: "
+            "optim.partition({'train': optim.adamw(3e-4), 'keep': optim.set_to_zero()}, labels)",
+        )

@@ -66,8 +66,9 @@ class PartitionState(NamedTuple):
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Applies `inner` to the parameters of the mask; the other gradients pass through *unchanged*.
 
-    So it can be a part of a chain. On its own, `masked(adamw(...), mask)` would add raw gradients to the other
-    parameters; use `partition` in that case.
+    So it can be a part of a chain. As the only optimizer, `masked(adamw(...), mask)` would add gradients to the other
+    parameters: a step raises an error if they are unchanged, but not if another part of the chain has scaled them, such
+    as `clip_by_global_norm`. Use `partition` to choose optimizers for parameters.
 
     Args:
         inner: a transformation; it gets params and grads with `None` in place of the other parameters.

@@ -21,7 +21,7 @@ from fzero._utils.arguments import Predicate, accepts, accepts_none, flag, funct
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.loss import flatten_means, is_empty, means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
-from fzero.optim.apply import apply_optimizer
+from fzero.optim.apply import apply_optimizer, passed_on, reject_passed_on
 from fzero.optim.gradient_transformation import is_transformation
 from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.sharding.layout import ties, torn_ties
@@ -239,7 +239,9 @@ class Step:
             plainly("optimizer"),
             Untouched("optimizer", **{"the gradient of params": grads}, opt_state=state.opt_state, params=optimized),
         ):
-            new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
+            new_params, opt_state, updates = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
+        used = {paths[i]: by_index[i] for i, g in zip(trained, found, strict=True) if g is not None}
+        reject_passed_on(passed_on(updates, used))
         watched = norm if isinstance(self.optimizer, SkipsNonfinite) else None
         # A mean over nothing has no meaningful gradient: parameters and optimizer state stay as they are.
         if (empty := is_empty(value, parts.count, watched)) is not None:

@@ -182,7 +182,7 @@ def update_skipped(patch):
 def clipping_lost(patch):
     def unclipped(optimizer, grads, opt_state, params, key):
         updates, state = optim.adamw(1e-2).update(grads, opt_state[1], params)
-        return apply_updates(params, updates, key), (opt_state[0], state)
+        return apply_updates(params, updates, key), (opt_state[0], state), updates
 
     patch.setattr(update_graph, "apply_optimizer", unclipped)
 
