@@ -7,7 +7,8 @@ fewer blocks on the last stages is taken.
 
 from __future__ import annotations
 
-import math
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,20 +156,16 @@ def even(work: Sequence[float], n: int) -> tuple[int, ...]:
         (4, 1)
     """
     least = max(work, default=0.0) * 1e-9 + 1e-12  # if there are no products, blocks are counted
-    before = [0.0]
-    for x in work:
-        before.append(before[-1] + x + least)
-    # by number of stages and blocks: the least work of the slowest stage, and the first block of the last stage
-    best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else math.inf, 0) for i in range(len(work) + 1)]]
-    for stage in range(1, n + 1):
-        row = [(math.inf, 0)] * (len(work) + 1)
-        for end in range(stage, len(work) + 1):
-            # -i: among equal ones, the partition with the fewest blocks on this stage.
-            row[end] = min((max(best[-1][i][0], before[end] - before[i]), -i) for i in range(stage - 1, end))
-            row[end] = row[end][0], -row[end][1]
-        best.append(row)
-    ends, end = list[int](), len(work)
-    for stage in range(n, 0, -1):
-        ends.append(end - best[stage][end][1])
-        end = best[stage][end][1]
-    return tuple(reversed(ends))
+    before = [0.0, *itertools.accumulate(x + least for x in work)]
+
+    @functools.cache
+    def best(stages: int, end: int) -> tuple[float, tuple[int, ...]]:
+        """Returns the work of the slowest of these stages of the blocks before `end`, and their block counts."""
+        if stages == 1:
+            return before[end], (end,)
+        # Among equal partitions, the one with the fewest blocks on the last stage.
+        splits = ((max(best(stages - 1, i)[0], before[end] - before[i]), -i) for i in range(stages - 1, end))
+        slowest, i = min(splits)
+        return slowest, (*best(stages - 1, -i)[1], end + i)
+
+    return best(n, len(work))[1]
