@@ -22,8 +22,7 @@ error instead of being loaded. This folder knows nothing about programs: it impo
 | `index.py` | reads and writes `index.json`, and compares a checkpoint with the expected tensors |
 | `treespec.py` | encodes the structure of a pytree as JSON, and decodes it without running stored code |
 | `safetensors_format.py` | writes safetensors files and reads ranges of them, in bounded memory, with checksums |
-| `storage.py` | defines the interface to storage, and chooses a filesystem or an object store by path |
-| `filesystem.py` | stores checkpoints in directories, which a rename publishes |
+| `storage.py` | stores checkpoints in directories, which a rename publishes, and chooses the storage of a path |
 | `object_store.py` | stores checkpoints as objects, through fsspec; the index, written last, publishes them |
 | `storage_paths.py` | represents the path or the URL of a checkpoint |
 | `weight_export.py` | exports a checkpoint to Hugging Face's layout of safetensors files |

@@ -15,7 +15,7 @@ from fzero._utils.arguments import count, flag, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import not_json, not_private, save
+from fzero.checkpoint.saving import RunRecord, not_json, not_private, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError, StorageError
@@ -42,6 +42,9 @@ class CheckpointManager:
     and `close` saves the last state. As a context manager, it is closed at the end of the block, except after an
     exception. With `fz.run`, it is given to `run.state(path=)`: then `run.commit` does what `step` does, and the end of
     a run that is asked to stop what `close` does.
+
+    If another run has saved to the directory since the manager restored or saved a checkpoint, its next save is an
+    error, so two runs never replace each other's steps. Call `restore` first in a directory that has checkpoints.
 
     Every rank calls these methods. If a disk is full or fails when a save is due, the run continues with a warning; the
     previous checkpoint remains the latest.
@@ -109,6 +112,7 @@ class CheckpointManager:
         self._cursor: Mapping[str, Any] = {} if data is None else data.cursor(0)  # before the first batch
         self._defaults: dict[str, Any] = {"keep": keep, "meta": meta}
         self._last = self._defaults  # the arguments of the last save
+        self._run = RunRecord(set())
         self.begin(0)
 
     def __enter__(self) -> CheckpointManager:
@@ -165,6 +169,7 @@ class CheckpointManager:
         if find(self.path) is None:
             return None, None
         found = describe(self.path, mesh)
+        self._run = RunRecord({found.sha256})
         # A checkpoint that no manager has saved has no entry: it has seen as many batches as it has taken steps.
         note: Mapping[str, Any] = found.meta.get(_NOTE, {})
         data, cursor = self._data, (note or found.meta).get(_DATA)
@@ -216,7 +221,7 @@ class CheckpointManager:
         if self._data is not None:
             note[_DATA] = {**self._cursor, "next": self._data.data_step(self.seen)}
         more, wait = {**(self._last["meta"] or {}), _NOTE: note}, self._wait if wait is None else wait
-        saved = save(self.path, state, keep=self._last["keep"], meta=more, wait=wait, private=self._private)
+        saved = save_as(self._run, self.path, state, self._last["keep"], more, True, wait, self._private)
         if isinstance(saved, AsyncSave):
             self._running = saved, self.seen
         else:

@@ -11,16 +11,15 @@ moment it has its index (storage.py). This file deals with names, not with conte
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 from collections.abc import Mapping
 
-from fzero._utils.bounded_json import Malformed, parsed
+from fzero._utils.bounded_json import Malformed
 from fzero.checkpoint.async_save import settle
 from fzero.checkpoint.storage import storage_of
-from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, LONGEST_INDEX, SET_ASIDE, STEP, Place, as_path
+from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path
 from fzero.comm.control_group import all_gather_values, world
 from fzero.errors import CheckpointError
 
@@ -28,7 +27,7 @@ logger = logging.getLogger("fzero")
 
 _LONGEST_NAME = 4096  # bytes
 _HEAD = 1024  # bytes of an index that are searched for the run's name
-_RUN = re.compile(rb'^"run": "([\w:-]+)",$', re.M)
+_ENTRY = re.compile(rb'^"(run|sha256)": "([\w:-]+)",$', re.M)
 _STEP = re.compile(STEP + r"(\d{8,})")
 
 
@@ -160,40 +159,31 @@ def pointed(root: Place) -> Place | None:
     return _complete(root, name) if name and _STEP.fullmatch(name) else None
 
 
-def run_of(place: Place) -> str | None:
-    """Returns the name of the run that a checkpoint belongs to, or None if it is not known."""
-    with contextlib.suppress(OSError):
-        # It is in the first lines of an index, which can be large.
-        if match := _RUN.search(storage_of(place).read(place / INDEX, _HEAD)):
-            return match[1].decode()
-    return _identity(place)[0]
+def head_of(place: Place) -> tuple[str | None, str | None]:
+    """Returns the name of the run that a checkpoint belongs to, and the digest of its index. Each is None if it is not
+    known."""
+    try:
+        return head(storage_of(place).read(place / INDEX, _HEAD))
+    except OSError:
+        return None, None
+
+
+def head(index: bytes) -> tuple[str | None, str | None]:
+    """Returns what `head_of` does, from the first lines of an index, which can be large."""
+    found = {key: value.decode() for key, value in _ENTRY.findall(index[:_HEAD])}
+    return found.get(b"run"), found.get(b"sha256")
 
 
 def _highest(root: Place, complete: Mapping[int, Place], why: str) -> Place:
-    """Returns the checkpoint of the highest step. Raises an error if the checkpoints belong to several runs or
-    models. `why` says why `latest` does not tell."""
-    seen = {place: _identity(place) for _, place in sorted(complete.items())}
-    runs = {run for run, _ in seen.values()} - {None}
-    models = {leaves for _, leaves in seen.values()} - {None}
-    if len(runs) > 1 or len(models) > 1:
+    """Returns the checkpoint of the highest step. Raises an error if the checkpoints belong to several runs. `why` says
+    why `latest` does not tell."""
+    runs = {place: head_of(place)[0] for _, place in sorted(complete.items())}
+    if len({*runs.values()} - {None}) > 1:
         what = f"{root} has checkpoints of several runs, and nothing says which one is meant ({why})"
-        problems = [
-            f"{place.name}: {f'the run {run}' if run else 'an unnamed run'}" for place, (run, _) in seen.items()
-        ]
+        problems = [f"{place.name}: {f'the run {run}' if run else 'an unnamed run'}" for place, run in runs.items()]
         fix = f"write the name of one of them to {root / LATEST}, or give that directory"
         raise CheckpointError("checkpoint", what, problems, fix)
     return complete[max(complete)]
-
-
-def _identity(place: Place) -> tuple[str | None, str | None]:
-    """Returns the run of a checkpoint, and its tensors with their shapes and dtypes as text. Each is None if it is not
-    known."""
-    try:
-        content = parsed(storage_of(place).whole(place / INDEX, LONGEST_INDEX))
-        leaves = sorted((name, leaf["shape"], leaf["dtype"]) for name, leaf in content["leaves"].items())
-        return content.get("run"), repr(leaves)
-    except (OSError, Malformed, KeyError, TypeError, AttributeError):
-        return None, None  # a reader of this checkpoint reports what is wrong with it
 
 
 def _is_gone(directory: Place) -> bool:

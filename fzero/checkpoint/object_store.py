@@ -142,9 +142,7 @@ class Objects(Storage):
                 self._delete(files)
         return Staging(root / name, f".{uuid.uuid4().hex[:8]}")
 
-    def publish(
-        self, root: Url, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
-    ) -> list[Place]:
+    def publish(self, root: Url, staging: Staging, name: str, index: bytes) -> list[Place]:
         target, before = root / name, None
         # The index of the checkpoint that this one replaces. Its files have other names, so they are still there if
         # this save has to be undone.
@@ -152,13 +150,6 @@ class Objects(Storage):
             before = self.whole(target / INDEX, LONGEST_INDEX)
         try:
             self.write(target / INDEX, index)
-            here = [target / n for n in files]
-            with ThreadPool(_THREADS) as pool:  # now that the index exists, no other save deletes them as abandoned
-                there = pool.map(self.has, here)
-            if not all(there):
-                what = f"objects of this save to {root} were deleted while it was under way"
-                fix = "give each job a URL of its own; a save may not take longer than an hour for one object"
-                raise CheckpointError("checkpoint.save", what, fix=fix)
             self.write(root / LATEST, f"{name}\n".encode())
         except BaseException:
             with contextlib.suppress(Exception):
@@ -168,7 +159,7 @@ class Objects(Storage):
                     self._delete([target / INDEX])
             raise
         with contextlib.suppress(CheckpointError):  # leftover objects do no harm
-            self._delete([target / n for n in (*spare, *_files_of(before))])
+            self._delete([target / n for n in _files_of(before)])
         return []
 
     def undo(self, root: Url, staging: Staging) -> None:

@@ -3,7 +3,7 @@
     every rank   plan: what is stored, and which rank writes which part  (pure; compared between ranks by digest)
     rank 0       removes what killed saves have left, begins the staging   (storage.py)
     every rank   `write_rank_file`: its parts, with checksums
-    rank 0       `commit`: writes the index, publishes it, and deletes older checkpoints
+    rank 0       `commit`: writes the index, publishes it, and deletes older checkpoints of this run
 
 After each of these phases the ranks exchange success or failure, so that no rank waits for one that has failed. No
 tensor is gathered.
@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -30,7 +30,7 @@ from fzero._utils.arguments import flag, plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint import async_save, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
-from fzero.checkpoint.directory import complete_steps, pointed, run_of, step_name
+from fzero.checkpoint.directory import complete_steps, head, head_of, pointed, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
@@ -51,16 +51,29 @@ _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _warned: set[str] = set()  # roots under which older checkpoints could not be deleted
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What this process remembers of a checkpoint that it has saved."""
+class Saved(NamedTuple):
+    """The last checkpoint that a run has saved."""
 
     run: str
     step: int
     leaves: Expected
 
 
-_saved: dict[str, _Saved] = {}  # by root: the last checkpoint that this process saved there
+@dataclass
+class RunRecord:
+    """What a run knows of the directory that it saves to.
+
+    Attributes:
+        known: the digests of the checkpoints that it has written or restored. None for a run that may continue from
+            whatever it finds there: it has not saved yet, and its state may come from elsewhere.
+        last: the last checkpoint that it has saved.
+    """
+
+    known: set[str] | None = None
+    last: Saved | None = None
+
+
+_runs: dict[str, RunRecord] = {}  # by root: the run of the saves of this process that name no other
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Job:
     root: Place
     staging: Staging
     plan: SavePlan
+    run: RunRecord
     keep: int | None
     meta: Mapping[str, Any] | None
     check_replicas: bool
@@ -111,6 +125,12 @@ class Job:
     def run_on_all_ranks(self, act: Callable[[], object]) -> None:
         """Runs a phase of the save. If it fails on any rank, every rank removes the new checkpoint and raises."""
         run_on_all_ranks(self.ranks, "checkpoint.save", act, self.undo, what=self.what, failure=CheckpointError)
+
+    def gather(self, act: Callable[[], Any], form: Any) -> list[Any]:
+        """Runs a phase of the save like `run_on_all_ranks`, and returns the results of all ranks."""
+        return all_gather_values(
+            self.ranks, "checkpoint.save", act, self.undo, form=form, what=self.what, failure=CheckpointError
+        )
 
     def undo(self) -> None:
         """Removes everything of the new checkpoint."""
@@ -199,7 +219,8 @@ def save(
         CheckpointError: on every rank, if anything failed on any rank; names each failing rank. The previous checkpoint
             is then still valid and the latest, and nothing is left of the new one. Also for replicas that differ, by
             tensor and rank; and with the error of the previous asynchronous save, if a rank has not called its
-            `wait()`. If older checkpoints cannot be deleted, this is only a warning.
+            `wait()`; and after the first save of this process, if the latest checkpoint is another run's. If older
+            checkpoints cannot be deleted, this is only a warning.
         FzeroValueError: the code of the step has come to compute something different since it was traced, on some rank
             (docs/guides/verifying.md, Built-in checks). Nothing is written.
         DivergenceError: ranks did not call it within the mesh's timeout; they are named.
@@ -211,6 +232,20 @@ def save(
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
+    return save_as(None, path, state, keep, meta, check_replicas, wait, private)
+
+
+def save_as(
+    run: RunRecord | None,
+    path: str | os.PathLike[str],
+    state: Any,
+    keep: int | None,
+    meta: Mapping[str, Any] | None,
+    check_replicas: bool,
+    wait: bool,
+    private: bool,
+) -> Place | AsyncSave:
+    """Does `save` as a part of a run; None for the run of this process in that directory."""
     mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
     # `alone` keeps steps from changing the state while it is read or copied. The lock keeps two threads from starting
@@ -218,7 +253,7 @@ def save(
     with alone, async_save.one_at_a_time:
         check_computed(state, "checkpoint.save")
         job = begin(
-            world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
+            world(), path, state, run, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
         )
         if wait:
             return carry_out(job)
@@ -233,6 +268,7 @@ def begin(
     ranks: ControlGroup,
     path: str | os.PathLike[str],
     state: Any,
+    run: RunRecord | None = None,
     *,
     keep: int | None = None,
     meta: Mapping[str, Any] | None = None,
@@ -262,6 +298,7 @@ def begin(
                 raise CheckpointError(
                     "checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix
                 )
+            _check_latest(root, _run_of(root, run))  # before anything is written
             staging = storage.begin(root, step_name(plan.step), private)
         # Only rank 0 has begun a staging. Its name goes to the others together with the digests, which saves an
         # exchange.
@@ -283,7 +320,7 @@ def begin(
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
         raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-    return Job(ranks, root, staging, plan, keep, meta, check_replicas)
+    return Job(ranks, root, staging, plan, _run_of(root, run), keep, meta, check_replicas)
 
 
 def carry_out(job: Job) -> Place:
@@ -298,15 +335,12 @@ def carry_out(job: Job) -> Place:
             what = f"{job.what}: the ranks hold different values of the same tensors"
             raise CheckpointError("checkpoint.save", what, problems, fix)
     # Rank 0 commits only after every rank has reported its file as durable.
-    job.run_on_all_ranks(lambda: write_rank_file(job.staging, plan, ranks.rank))
-
-    def publish() -> str:
-        return str(commit(job.root, job.staging, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else ""
-
-    done = all_gather_values(
-        ranks, "checkpoint.save", publish, job.undo, form=str, what=job.what, failure=CheckpointError
-    )
-    return as_path(done[0])
+    written = job.gather(lambda: write_rank_file(job.staging, plan, ranks.rank), safetensors_format.Written)
+    name, digest = job.gather(lambda: commit(job, written) if ranks.rank == 0 else ("", ""), tuple[str, str])[0]
+    # On every rank, because another one may be rank 0 when a lost rank has been replaced.
+    job.run.known = {*(job.run.known or ()), digest}
+    job.run.last = Saved(name, plan.step, plan.leaves)
+    return job.root / step_name(plan.step)
 
 
 def _undo(ranks: ControlGroup, root: Place | None, staging: Staging | None) -> None:
@@ -408,8 +442,8 @@ def written_by(plan: SavePlan, rank: int) -> dict[str, Boxes]:
     return {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
 
-def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> None:
-    """Writes this rank's parts, and a JSON file for `commit` that says what was written."""
+def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> safetensors_format.Written:
+    """Writes this rank's parts."""
     mine = written_by(plan, rank)
 
     def entry(name: str) -> safetensors_format.Entry:
@@ -429,14 +463,12 @@ def write_rank_file(staging: Staging, plan: SavePlan, rank: int) -> None:
             yield data
 
     offsets = {name: {_OFFSETS: found} for name, boxes in mine.items() if (found := _saved_offsets(boxes)) is not None}
-    written = safetensors_format.write(
+    return safetensors_format.write(
         staging.directory / staging.name(file_name(rank, plan.size)),
         [entry(name) for name in mine],
         blocks,
         {_SHARDING: json.dumps(offsets, separators=(",", ":"))},
     )
-    note = {"bytes": written.bytes, "sha256": written.sha256, "crc32": written.crc32, "offsets": dict(written.offsets)}
-    storage_of(staging.directory).write(staging.directory / staging.name(_note(rank)), json.dumps(note).encode())
 
 
 def _saved_offsets(boxes: Boxes) -> list[int] | None:
@@ -451,73 +483,92 @@ def _saved_offsets(boxes: Boxes) -> list[int] | None:
     return None if any(len(ranges) > 1 for ranges in boxes.ranges) else [ranges[0][0] for ranges in boxes.ranges]
 
 
-def commit(
-    root: Place, staging: Staging, plan: SavePlan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
-) -> Place:
-    """Publishes the files that all ranks have written as the latest checkpoint."""
+def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str, str]:
+    """Publishes the files that the ranks have written as the latest checkpoint. Returns the name of its run, and the
+    digest of its index."""
+    root, staging, plan, run = job.root, job.staging, job.plan, job.run
     storage, target = storage_of(root), root / step_name(plan.step)
-    notes = [_read_note(staging, rank, plan.size) for rank in range(plan.size)]
     names = [staging.name(file_name(rank, plan.size)) for rank in range(plan.size)]
-    files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
+    for rank, (name, file) in enumerate(zip(names, written, strict=True)):
+        _check_visible(staging.directory / name, rank, file.bytes)
+    files = {name: File(w.bytes, w.sha256, w.crc32) for name, w in zip(names, written, strict=True)}
     parts = {
-        name: [StoredPart(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
+        name: [StoredPart(names[r], name, boxes, written[r].offsets[name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
-    # Before `publish`, because it compares with the checkpoint that is the latest until then.
-    run, warning = _run(root, plan)
-    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.treespec, dict(meta or {}), files, run))
-    spare = [staging.name(_note(rank)) for rank in range(plan.size)]
-    retired = storage.publish(root, staging, target.name, index, spare, names)
-    _saved[_absolute(root)] = _Saved(run, plan.step, plan.leaves)
+    # Before `publish`, because they look at the checkpoint that is the latest until then.
+    _check_latest(root, run)
+    run_name, warning = _run_name(root, plan, run)
+    index = dump(
+        to_json(plan.step, plan.leaves, parts, plan.aliases, plan.treespec, dict(job.meta or {}), files, run_name)
+    )
+    digest = head(index)[1] or ""
+    if run.known is not None:
+        run.known.add(digest)  # also if `publish` fails after the index was written
+    retired = storage.publish(root, staging, target.name, index)
     if warning is not None:
         logger.warning(warning)
     try:
         # After publishing: if the process is killed here, there are too many checkpoints, but never too few.
-        if keep is not None:
-            retired += _superseded(root, plan.step, run, keep)
+        if job.keep is not None:
+            retired += _superseded(root, plan.step, run_name, job.keep)
         for directory in retired:
             storage.retire(root, directory)
     except (OSError, CheckpointError) as error:
         _not_deleted(str(root), str(error))
-    return target
+    return run_name, digest
 
 
-def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
-    """Returns the name of the run that a new checkpoint belongs to, and a warning if `latest` belongs to another run.
+def _run_of(root: Place, run: RunRecord | None) -> RunRecord:
+    return (
+        _runs.setdefault(str(root if isinstance(root, Url) else root.absolute()), RunRecord()) if run is None else run
+    )
 
-    A save continues the run of the last checkpoint that this process has saved here, or else the run of the latest
-    checkpoint, if that has the same tensors and a step that is not later. This includes a run that was restarted,
-    wherever it got its state from. Any other save starts a new run, which takes over the directory.
+
+def _latest(root: Place) -> Place | None:
+    try:
+        return pointed(root)
+    except (CheckpointError, OSError):  # damaged: this save replaces it
+        return None
+
+
+def _check_latest(root: Place, run: RunRecord) -> None:
+    """Raises an error if the latest checkpoint was saved by another run: the two would replace each other's steps."""
+    if run.known is None or (latest := _latest(root)) is None:
+        return
+    name, digest = head_of(latest)
+    if digest is not None and digest not in run.known:  # None: damaged, and this save replaces it
+        what = f"another run saves to {root}, too: this run has neither saved nor restored its latest checkpoint"
+        problem = f"{latest.name} was saved by the run {name or '(unnamed)'}"
+        fix = f"give each run a directory of its own; or continue from {latest.name}: CheckpointManager.restore"
+        raise CheckpointError("checkpoint.save", what, [problem], fix)
+
+
+def _run_name(root: Place, plan: SavePlan, run: RunRecord) -> tuple[str, str | None]:
+    """Returns the name of the run that a new checkpoint belongs to, and a warning if it is a new run in a directory
+    that has checkpoints.
+
+    A save continues the run of the last checkpoint, if that has the same tensors and a step that is not later. This
+    includes a run that was restarted, wherever it got its state from.
     """
-    before, own = _before(root), _saved.get(_absolute(root))
-    name = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
-    # Another job may have saved here since this process has.
-    last = before if own is None else own
-    if last is not None and _continues(plan, last):
-        name = last.run or name
-    if before is None or before.run == name or (before.run is None and _continues(plan, before)):
+    name, latest = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}", _latest(root)
+    last: Saved | Index | None = run.last
+    if last is None and latest is not None:
+        with contextlib.suppress(CheckpointError):  # damaged: this save replaces it
+            last = read_index(latest)
+    if last is None or (last.leaves == plan.leaves and last.step <= plan.step):
+        return name if last is None else last.run or name, None
+    if latest is None:
         return name, None
-    differ = sum(before.leaves.get(n) != plan.leaves.get(n) for n in {*before.leaves, *plan.leaves})
+    differ = sum(last.leaves.get(n) != plan.leaves.get(n) for n in {*last.leaves, *plan.leaves})
     # A run that goes back to an earlier step and saves there again is indistinguishable from another run of the same
     # model, so it gets a new name and a warning.
-    why = (
-        f"has different tensors ({differ} differ)"
-        if differ
-        else "is of a later step"
-        if plan.step < before.step
-        else "is of another run"
-    )
+    why = f"has different tensors ({differ} differ)" if differ else "is of a later step"
     return name, (
         f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
-        f"{step_name(before.step)} was, which {why}: a run that continues from {root} finds the new one, and keep= "
+        f"{step_name(last.step)} was, which {why}: a run that continues from {root} finds the new one, and keep= "
         "neither counts nor deletes the others. Fix: save another run to another directory"
     )
-
-
-def _continues(plan: SavePlan, last: _Saved | Index) -> bool:
-    """Whether a state may be of the run that has saved this checkpoint: it has the same tensors, at a step that is not
-    earlier."""
-    return last.leaves == plan.leaves and plan.step >= last.step
 
 
 def _superseded(root: Place, step: int, run: str, keep: int) -> list[Place]:
@@ -526,25 +577,8 @@ def _superseded(root: Place, step: int, run: str, keep: int) -> list[Place]:
     Those of other runs are neither counted nor returned. A checkpoint without the name of a run, which fzero 0.2 or
     older wrote, counts as one of this run.
     """
-    earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < step and run_of(p) in (run, None))
+    earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < step and head_of(p)[0] in (run, None))
     return [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
-
-
-def _before(root: Place) -> _Saved | Index | None:
-    """Returns the latest checkpoint before a save. If this process wrote it, its index, which can be large, is not
-    read."""
-    known = _saved.get(_absolute(root))
-    try:
-        place = pointed(root)
-        if place is not None and known is not None and place.name == step_name(known.step):
-            return known
-        return None if place is None else read_index(place)
-    except (CheckpointError, OSError):  # damaged: this save replaces it
-        return None
-
-
-def _absolute(root: Place) -> str:
-    return str(root if isinstance(root, Url) else root.absolute())
 
 
 def _not_deleted(root: str, why: str) -> None:
@@ -634,23 +668,13 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: 
         raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
 
 
-def _note(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def _read_note(staging: Staging, rank: int, size: int) -> dict[str, Any]:
-    """Returns what a rank has reported about its file, after checking that the file is visible here with the reported
-    size."""
-    storage, file = storage_of(staging.directory), staging.directory / staging.name(file_name(rank, size))
+def _check_visible(file: Place, rank: int, nbytes: int) -> None:
+    """Raises an error if a file that another rank has written is not here, or has another size."""
     try:
-        note = parsed(storage.whole(staging.directory / staging.name(_note(rank))))
-        found = storage.size(file)
+        found = storage_of(file).size(file)
     except FileNotFoundError:
-        what, fix = (
-            f"the file that rank {rank} wrote is not visible from rank 0",
-            "save to a filesystem that all ranks share",
-        )
+        what = f"the file that rank {rank} wrote is not visible from rank 0"
+        fix = "save to a filesystem that all ranks share"
         raise CheckpointError("checkpoint.save", what, [str(file)], fix) from None
-    if found != note["bytes"]:
-        raise CheckpointError("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {note['bytes']}")
-    return note
+    if found != nbytes:
+        raise CheckpointError("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {nbytes}")

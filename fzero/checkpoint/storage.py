@@ -1,4 +1,4 @@
-"""Defines the storage of checkpoint files: directories of a filesystem, or objects in a store behind a URL.
+"""Stores checkpoints in directories of a filesystem, and defines the interface to other storage (object_store.py).
 
     path               a directory has another name while it is written; a rename publishes it
     scheme://bucket/…  through fsspec. Objects are not renamed, and each is there completely or not at all. The objects
@@ -10,14 +10,21 @@ may lag behind, only tells which objects to request. This file deals with names,
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import shutil
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero._utils.bounded_json import MOST, Malformed
-from fzero.checkpoint.storage_paths import Place
+from fzero._utils.bounded_json import MOST, Malformed, open_regular
+from fzero._utils.path_permissions import make_private_directory
+from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
+from fzero.errors import CheckpointError
 
 ABANDONED = 3600.0
 """The number of seconds without a write after which a staged checkpoint is assumed to be left by a save that was
@@ -62,83 +69,62 @@ class Reader(ABC):
         self.close()
 
 
-class Storage(ABC):
-    """The operations on files that checkpoints need. For a file that does not exist they raise FileNotFoundError."""
+class _File(Reader):
+    """An open regular file of a filesystem."""
 
-    span: int
-    """The number of bytes per read when an entire file is read."""
+    def __init__(self, path: Path):
+        self._file = open_regular(path)
 
-    @abstractmethod
+    def read_into(self, out: memoryview, offset: int) -> int:
+        return os.preadv(self._file.fileno(), [out], offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Storage:
+    """Storage in directories and files. For a file that does not exist, its methods raise FileNotFoundError.
+
+    Attributes:
+        span: the number of bytes per read when an entire file is read.
+    """
+
+    span = 1 << 20
+
     def names(self, directory: Any) -> list[str]:
         """Returns the names in a directory, or none if it does not exist.
 
         An object store may still list what was just deleted, and not yet list what was just written.
         """
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise CheckpointError("checkpoint", f"{directory} is not a directory", fix=GIVE) from None
 
-    @abstractmethod
     def size(self, file: Any) -> int:
-        """Returns the size of a file in bytes."""
+        return os.stat(file).st_size
 
-    @abstractmethod
-    def read(self, file: Any, nbytes: int) -> bytes:
-        """Returns the first `nbytes` bytes of a file, or all if there are fewer."""
+    def has(self, file: Any) -> bool:
+        try:
+            self.size(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
-    @abstractmethod
-    def is_directory(self, place: Any) -> bool: ...
+    def is_directory(self, place: Any) -> bool:
+        return place.is_dir()
 
-    @abstractmethod
     def is_published(self, directory: Any) -> bool:
         """Whether something with the name of a checkpoint is or was a checkpoint, and not a save that did not
         finish."""
+        return True
 
-    @abstractmethod
-    def reader(self, file: Any) -> Reader: ...
-
-    @abstractmethod
-    def writer(self, file: Any, nbytes: int) -> AbstractContextManager[Callable[[memoryview], object]]:
-        """Writes a new file of this many bytes, piece by piece. The file is on stable storage when the context ends
-        without an error."""
-
-    @abstractmethod
-    def write(self, file: Any, data: bytes) -> None:
-        """Writes an entire file at once."""
-
-    @abstractmethod
-    def link(self, directory: Any, name: str) -> str | None:
-        """Returns where a name leads if it does not lead to a file of this directory, else None."""
-
-    @abstractmethod
-    def stand_in(self, file: Any, nbytes: int) -> AbstractContextManager[Path]:
-        """Provides a local file with the same size and the same first bytes."""
-
-    @abstractmethod
-    def begin(self, root: Any, name: str, private: bool = False) -> Staging:
-        """Prepares a checkpoint of this name, after finishing or removing what killed saves have left behind.
-
-        Staged checkpoints that have not been written to for an hour are considered abandoned. One process calls it.
-        `private`: only this user can access the files.
-        """
-
-    @abstractmethod
-    def publish(
-        self, root: Any, staging: Staging, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
-    ) -> list[Place]:
-        """Makes a staged checkpoint the checkpoint of this name and the latest one, atomically. Returns the checkpoints
-        that may be deleted now.
-
-        Args:
-            index: the contents of the index, which is written last.
-            spare: staged files that the checkpoint does not need.
-            files: files that the checkpoint has.
-        """
-
-    @abstractmethod
-    def undo(self, root: Any, staging: Staging) -> None:
-        """Removes a staged checkpoint that was not published. Does not raise."""
-
-    @abstractmethod
-    def retire(self, root: Any, directory: Any) -> None:
-        """Deletes a checkpoint in such a way that a partly deleted one is never taken for a complete one."""
+    def read(self, file: Any, nbytes: int) -> bytes:
+        """Returns the first `nbytes` bytes of a file, or all if there are fewer."""
+        with open_regular(file) as opened:
+            return opened.read(min(nbytes, os.fstat(opened.fileno()).st_size))
 
     def whole(self, file: Any, most: int = MOST) -> bytes:
         """Returns the contents of an entire file.
@@ -152,12 +138,106 @@ class Storage(ABC):
             raise Malformed(f"more than {most} bytes")
         return data
 
-    def has(self, file: Any) -> bool:
+    def reader(self, file: Any) -> Reader:
+        return _File(file)
+
+    @contextlib.contextmanager
+    def writer(self, file: Any, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
+        """Writes a new file of this many bytes, piece by piece. The file is on stable storage when the context ends
+        without an error."""
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _mode(file.parent))
         try:
-            self.size(file)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            yield functools.partial(write_all, fd)
+            # Makes the contents durable. The name is durable only after the directory has been synced too (`publish`).
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write(self, file: Any, data: bytes) -> None:
+        """Writes an entire file at once."""
+        with self.writer(file, len(data)) as write:
+            write(memoryview(data))
+
+    def link(self, directory: Any, name: str) -> str | None:
+        """Returns where a name leads if it does not lead to a file of this directory, else None."""
+        home = os.path.realpath(directory)
+        real = os.path.realpath(os.path.join(home, name))
+        return None if os.path.dirname(real) == home else real
+
+    @contextlib.contextmanager
+    def stand_in(self, file: Any, nbytes: int) -> Iterator[Path]:
+        """Provides a local file with the same size and the same first bytes."""
+        yield file
+
+    def begin(self, root: Any, name: str, private: bool = False) -> Staging:
+        """Prepares a checkpoint of this name, after finishing or removing what killed saves have left behind.
+
+        Staged checkpoints that have not been written to for an hour are considered abandoned. One process calls it.
+        `private`: only this user can access the files.
+        """
+        if root.exists() and not root.is_dir():
+            fix = "give the directory in which checkpoints are to be made"
+            raise CheckpointError("checkpoint.save", f"{root} is not a directory", fix=fix)
+        if not root.is_dir():
+            if private:
+                make_private_directory(root)
+            else:
+                root.mkdir(parents=True)
+            sync(root.parent)
+        for entry in list(root.iterdir()):
+            if entry.name.startswith(TEMPORARY):
+                # A staged directory may belong to another job that saves here at this moment, so only old ones are
+                # removed.
+                if time.time() - _written(entry) > ABANDONED:
+                    _remove(entry)
+            elif entry.name.startswith(STEP) and entry.name.endswith(SET_ASIDE):
+                if entry.with_name(entry.name.removesuffix(SET_ASIDE)).exists():
+                    self.retire(root, entry)
+                else:
+                    # A save was killed between its two renames, so the old checkpoint of this step gets its name back.
+                    os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
+        directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
+        directory.mkdir(0o700 if private else 0o777)
+        return Staging(directory, "")
+
+    def publish(self, root: Any, staging: Staging, name: str, index: bytes) -> list[Place]:
+        """Writes the index of a staged checkpoint, and makes it the checkpoint of this name and the latest one,
+        atomically. Returns the checkpoints that may be deleted now."""
+        temporary, target = staging.directory, root / name
+        assert isinstance(temporary, Path)
+        self.write(temporary / INDEX, index)
+        # The names of the files have to be durable before the rename makes them reachable.
+        sync(temporary)
+        pointer = _pointer(root, staging)  # written before the rename: a full disk must not prevent it afterwards
+        self.write(pointer, f"{name}\n".encode())
+        pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
+        old = target.with_name(name + SET_ASIDE)
+        # A directory that is not empty cannot be replaced by a rename, so replacing a step takes two renames. `begin`
+        # repairs the state between them.
+        if target.exists():
+            os.rename(target, old)  # until the next rename, readers find this step under its other name
+        os.rename(temporary, target)
+        sync(root)
+        # Only now may `latest` name the checkpoint: the rename that published it is durable.
+        os.replace(pointer, root / LATEST)
+        sync(root)
+        return [old] if old.exists() else []
+
+    def undo(self, root: Any, staging: Staging) -> None:
+        """Removes a staged checkpoint that was not published. Does not raise."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(staging.directory, ignore_errors=True)
+            _pointer(root, staging).unlink(missing_ok=True)
+
+    def retire(self, root: Any, directory: Any) -> None:
+        """Deletes a checkpoint in such a way that a partly deleted one is never taken for a complete one."""
+        gone = root / f"{TEMPORARY}old-{directory.name}.{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(FileNotFoundError):  # another job has deleted it
+            os.rename(directory, gone)
+            _remove(gone)
+
+
+_FILES = Storage()
 
 
 def storage_of(place: Place) -> Storage:
@@ -168,9 +248,49 @@ def storage_of(place: Place) -> Storage:
             does not accept the configured options.
     """
     if isinstance(place, Path):
-        from fzero.checkpoint.filesystem import FILES
-
-        return FILES
+        return _FILES
     from fzero.checkpoint.object_store import objects_of
 
     return objects_of(place)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Calls `os.write` until all data is written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync(directory: Path) -> None:
+    """Makes the names in a directory durable (fsync)."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _mode(directory: Path) -> int:
+    """Returns the permissions of a new file, before the umask: only the user's own in a directory that only that user
+    can access."""
+    return 0o666 if directory.stat().st_mode & 0o077 else 0o600
+
+
+def _pointer(root: Path, staging: Staging) -> Path:
+    """Returns the temporary file that is renamed to `latest`."""
+    return root / f"{TEMPORARY}{LATEST}{Path(staging.directory).suffix}"
+
+
+def _written(path: Path) -> float:
+    """Returns when a file, or a directory or a file in it, was last written, in seconds since the epoch."""
+    times = [time.time()]
+    with contextlib.suppress(FileNotFoundError):  # it is being published at this moment
+        times = [p.lstat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ()))]
+    return max(times)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from fzero._utils.arguments import plain_numbers
-from fzero.checkpoint.filesystem import sync
 from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.reading import RunReader, damaged, missing
 from fzero.checkpoint.safetensors_format import CODES, ElementRun, Entry, FormatError, as_bytes, write
-from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage import storage_of, sync
 from fzero.checkpoint.storage_paths import local
 from fzero.errors import CheckpointError
 

@@ -50,9 +50,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
     write = saving.write_rank_file
 
-    def waits(*args: Any) -> None:
+    def waits(*args: Any) -> Any:
         assert go.wait(30)
-        write(*args)
+        return write(*args)
 
     monkeypatch.setattr(saving, "write_rank_file", waits)
     return go

@@ -50,6 +50,27 @@ def test_a_loop_that_saves_at_intervals_and_continues(tmp_path: Path, wait: bool
     assert steps_in(tmp_path) == [12, 13], "nothing was left to train, so nothing is saved"
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_two_runs_in_lockstep_in_one_directory(tmp_path: Path, restored: bool) -> None:
+    """Both begin from scratch, or both from the same checkpoint. The one that saves second is rejected."""
+    if restored:
+        with CheckpointManager(tmp_path, every=1) as saves:
+            loop(saves, 1)
+    train = compiled()
+    first, second = (CheckpointManager(tmp_path, every=1) for _ in range(2))
+    states = [saves.restore(train, {"w": torch.ones(2)}) for saves in (first, second)]
+    ours, _ = train(states[0], ONES)
+    first.step(ours)
+    index = checkpoint.describe(tmp_path)
+    said = rf"{index.directory.name} was saved by the run {index.run}\nFix: give each run a directory of its own"
+    with pytest.raises(CheckpointError, match=said):
+        second.step(train(states[1], 3 * ONES)[0])
+    assert checkpoint.verify(tmp_path) == index
+    first.step(train(ours, ONES)[0])
+    assert steps_in(tmp_path)[-1] == index.step + 1
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 def test_after_an_exception_nothing_more_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path, every=2) as saves:
         loop(saves, 3)
@@ -110,13 +131,13 @@ def test_a_full_disk_is_a_warning_until_the_last_save(
     def full(*_: Any, **__: Any) -> Any:
         raise StorageError("checkpoint.save", "no space is left")
 
-    saves, real = CheckpointManager(tmp_path, every=2), checkpoint_manager.save
-    monkeypatch.setattr(checkpoint_manager, "save", full)
+    saves, real = CheckpointManager(tmp_path, every=2), checkpoint_manager.save_as
+    monkeypatch.setattr(checkpoint_manager, "save_as", full)
     state = loop(saves, 5)
     assert caplog.text.count("the run continues without this checkpoint") == 2 and not steps_in(tmp_path)
     with pytest.raises(CheckpointError, match="no space is left"):
         saves.close()
-    monkeypatch.setattr(checkpoint_manager, "save", real)
+    monkeypatch.setattr(checkpoint_manager, "save_as", real)
     saves.close()
     assert steps_in(tmp_path) == [5] == [int(state.step)]
 

@@ -744,7 +744,7 @@ def test_a_checkpoint_beside_it_that_fits_is_named(tmp_path: Path) -> None:
 
 def saved_run(root: Path, step: int, size: int = 3) -> str | None:
     """Saves as a process does that has saved nothing yet. Returns the run of the checkpoint."""
-    saving._saved.clear()
+    saving._runs.clear()
     return checkpoint.describe(checkpoint.save(root, State(step, {"a": torch.ones(size)}))).run
 
 
@@ -795,6 +795,7 @@ def test_without_latest_a_run_is_not_guessed(tmp_path: Path) -> None:
 def test_checkpoints_without_a_run_are_read_and_continued(tmp_path: Path) -> None:
     """As an older fzero wrote them; and it reads those with one, since it passes unknown entries over."""
     for step in (1, 2):
+        saving._runs.clear()
         path = checkpoint.save(tmp_path, State(step, {"a": torch.ones(3)}))
         content = parsed((path / "index.json").read_bytes())
         (path / "index.json").write_bytes(index.dump({k: v for k, v in content.items() if k not in ("run", "sha256")}))
@@ -837,19 +838,21 @@ def test_keep_deletes_only_older_ones_of_its_run(tmp_path: Path) -> None:
     assert save(52, 1) == [3, 50, 52]
 
 
-def test_two_jobs_in_one_directory_keep_their_own_checkpoints(tmp_path: Path) -> None:
-    """Each continues its own run, and neither deletes what the other one has saved."""
-    jobs: dict[str, dict[str, Any]] = {"ours": {}, "theirs": {}}
-    runs: dict[str, set[str | None]] = {"ours": set(), "theirs": set()}
-    for job, step in (("ours", 10), ("theirs", 2), ("ours", 20), ("theirs", 4), ("theirs", 6), ("ours", 30)):
-        saving._saved.clear()
-        saving._saved.update(jobs[job])  # what that process remembers
-        path = checkpoint.save(tmp_path, State(step, {"a": torch.ones(3)}), keep=1)
-        jobs[job], found = dict(saving._saved), checkpoint.describe(path)
-        runs[job].add(found.run)
-        assert checkpoint.latest(tmp_path) == path
-    assert len(runs["ours"]) == len(runs["theirs"]) == 1 and runs["ours"] != runs["theirs"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000006", "step-00000030"]
+def test_two_jobs_in_one_directory_are_rejected_and_keep_their_own_checkpoints(tmp_path: Path) -> None:
+    """The second one is warned when it takes over; the first one finds a step that it has not saved."""
+    state = State(10, {"a": torch.ones(3)})
+    ours, theirs = saving.RunRecord(), saving.RunRecord()
+    for run, step in ((ours, 10), (theirs, 2), (theirs, 4)):
+        saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=step), run, keep=1))
+    assert ours.last is not None and theirs.last is not None and ours.last.run != theirs.last.run
+    raises(
+        lambda: saving.begin(world(), tmp_path, state._replace(step=20), ours),
+        f"another run saves to {tmp_path}, too",
+        f"step-00000004 was saved by the run {theirs.last.run}",
+        "Fix: give each run a directory of its own",
+    )
+    saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=6), theirs, keep=1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000006", "step-00000010"]
 
 
 def test_a_stale_step_of_another_run_is_not_taken_where_latest_was_deleted(tmp_path: Path) -> None:
@@ -902,7 +905,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, error: int, when: Any) -
         ("write", errno.ENOSPC, "rank-00001-of-00003.safetensors", "rank 1: OSError: [Errno 28]"),
         ("fsync", errno.EIO, "rank-00002-of-00003.safetensors", "rank 2: OSError: [Errno 5]"),
         ("open", errno.EACCES, "rank-00000-of-00003.safetensors", "rank 0: PermissionError"),
-        ("write", errno.ENOSPC, "rank-00002.json", "rank 2: OSError"),
         ("write", errno.ENOSPC, "index.json", "rank 0: OSError"),
         ("write", errno.ENOSPC, ".tmp-latest", "rank 0: OSError"),
         ("rename", errno.EIO, ".tmp-step-00000002", "rank 0: OSError"),
@@ -959,7 +961,7 @@ def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 1
-        staging = saving.begin(world(), tmp_path, theirs)
+        staging = saving.begin(world(), tmp_path, theirs, saving.RunRecord())
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 2
         saving.carry_out(staging)
         assert read_whole(tmp_path)["params.a"].tolist() == [2.0, 2.0]

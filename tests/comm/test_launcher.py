@@ -138,7 +138,7 @@ def test_an_error_after_torchruns_signal_is_told_at_once(tmp_path: Path) -> None
         tmp_path,
         "import errno",
         "from pathlib import Path",
-        "from fzero.checkpoint import filesystem as files",
+        "from fzero.checkpoint import storage as files",
         "FULL, write_all = Path('full'), files.write_all",
         "def full(fd, data):",
         "    if FULL.exists(): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))",
