@@ -26,8 +26,7 @@ error instead of being loaded. This folder knows nothing about programs: it impo
 | `object_store.py` | stores checkpoints as objects, through fsspec; the index, written last, publishes them |
 | `storage_paths.py` | represents the path or the URL of a checkpoint |
 | `weight_export.py` | exports a checkpoint to Hugging Face's layout of safetensors files |
-| `weight_files.py` | lists the tensors in pretrained safetensors files, without reading their values |
-| `weight_loading.py` | reads pretrained weights directly into shards; all ranks together read each byte once |
+| `weight_loading.py` | lists pretrained weights, and reads them into shards; all ranks together read each byte once |
 """
 
 from typing import Any

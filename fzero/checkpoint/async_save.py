@@ -57,7 +57,6 @@ class AsyncSave:
         self._result: Place | None = None
         self._error: BaseException | None = None
         self._heard = False
-        self._process = os.getpid()
         self._ended = threading.Event()  # `Thread.join`, once interrupted, reports that the thread has ended
 
         def act() -> None:
@@ -73,19 +72,12 @@ class AsyncSave:
         self._thread = threading.Thread(target=act, name=f"fzero-save-{step}")  # no daemon: awaited at exit
 
     def __repr__(self) -> str:
-        if self._process != os.getpid():
-            return f"AsyncSave(step {self.step}, of process {self._process})"
         how = "failed" if self._error is not None else str(self._result) if self.done else "under way"
         return f"AsyncSave(step {self.step}: {how})"
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended on this rank, successfully or not.
-
-        Raises:
-            CheckpointError: in a process that was forked from the one that saves.
-        """
-        self._check_process()
+        """Whether the save has ended on this rank, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> Place:
@@ -95,7 +87,6 @@ class AsyncSave:
             CheckpointError: on every rank if anything failed on any rank, as for `save`; and in a process that was
                 forked from the one that saves.
         """
-        self._check_process()
         self._await()
         # Before the error is raised: an error that the caller has seen is not raised again by the next save.
         self._heard = True
@@ -118,11 +109,12 @@ class AsyncSave:
             self._ended.set()
             raise
 
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            what = f"process {self._process} saves step {self.step}, and this one was forked from it"
-            fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
-            raise CheckpointError("checkpoint.AsyncSave", what, fix=fix)
+    def _abandon(self) -> None:
+        """Ends the save with an error, in a process that was forked while it was running."""
+        what = f"process {os.getppid()} saves step {self.step}, and this one was forked from it"
+        fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
+        self._error, self._ended = CheckpointError("checkpoint.AsyncSave", what, fix=fix), threading.Event()
+        self._ended.set()
 
 
 def start(
@@ -197,6 +189,8 @@ def _finish_and_let_go() -> None:
 def _forked() -> None:
     """Resets the module in a process that has just been forked, which has none of the threads."""
     global _last, _group, one_at_a_time
+    if _last is not None and not _last.done:
+        _last._abandon()
     _last, _group, one_at_a_time = None, None, threading.RLock()
 
 

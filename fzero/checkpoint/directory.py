@@ -64,27 +64,25 @@ def latest(path: str | os.PathLike[str]) -> Place:
     root = as_path(path)
     # A save of this process may be between two renames, or may have deleted an older checkpoint.
     settle()
-    storage, seen = storage_of(root), None
-    while True:
-        name = _pointer(root)
+    seen: str | None = ""
+    # Until it is the same twice: a save of another process may just be replacing the checkpoint that it names.
+    while (name := _pointer(root)) != seen:
         match = _STEP.fullmatch(name or "")
-        if match and name and (found := _complete(root, name)):
+        if match and (found := _complete(root, match[0])):
             return found
-        name, complete = now = name, complete_steps(root)
-        if name is None and complete:  # the first save was killed right after publishing, or someone copied a step here
-            return _highest(root, complete, f"no file {LATEST}")
-        # Not found by its name above, but listed now: a save is replacing this step, and was between its two renames.
-        if match and int(match[1]) in complete:
-            return complete[int(match[1])]
-        if now == seen:  # seen twice, so this is not just the moment between two renames by another process
-            if match and complete and _is_gone(root / match[0]):
-                found = _highest(root, complete, f"{LATEST} names {match[0]}, which was deleted")
-                text = "fzero.checkpoint: %s names %s, which was deleted, for example by another job that saves there"
-                logger.warning(text + ": %s is used instead", root / LATEST, match[0], found.name)
-                return found
-            break
-        seen = now
-    if name is None and not storage.is_directory(root):
+        seen = name
+    match, complete = _STEP.fullmatch(name or ""), complete_steps(root)
+    # Not found by its name above, but listed now: a save has replaced this step, and was between its two renames.
+    if match and int(match[1]) in complete:
+        return complete[int(match[1])]
+    if complete and name is None:  # the first save was killed right after publishing, or someone copied a step here
+        return _highest(root, complete, f"no file {LATEST}")
+    if complete and match and _is_gone(root / match[0]):
+        found = _highest(root, complete, f"{LATEST} names {match[0]}, which was deleted")
+        text = "fzero.checkpoint: %s names %s, which was deleted, for example by another job that saves there"
+        logger.warning(text + ": %s is used instead", root / LATEST, match[0], found.name)
+        return found
+    if name is None and not storage_of(root).is_directory(root):
         raise CheckpointError("checkpoint", f"{root} does not exist", fix=GIVE)
     if name is None:
         fix = f"{GIVE}; a .tmp- directory is a save that did not finish"

@@ -7,13 +7,12 @@ index is validated before any of it is used.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from fzero._utils.bounded_json import Malformed, parsed
 from fzero.checkpoint import treespec
-from fzero.checkpoint.directory import complete_steps, locate, step_number
+from fzero.checkpoint.directory import locate, step_number
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import CHUNK, CODES
 from fzero.checkpoint.storage import storage_of
@@ -34,7 +33,6 @@ from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
 from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
-_EXAMPLES = 3
 _SHOWN = 100  # the most lines of an error about tensors that differ
 VERSION = 2
 """The newest index version that this package reads. If no tensor is sharded along dimensions, the index is written as
@@ -324,60 +322,18 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
         Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
     """
     if problems := differences(index, expected, cast=cast):
-        fits = fitting(index, lambda other: not differences(other, expected, cast=cast))
-        raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()), fits)
+        raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()))
 
 
-def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
-    """Returns the checkpoints in the same root directory as one that does not match which do match, the highest step
-    first."""
-    if index.peer_reads is not None or step_number(index.directory.name) is None:
-        return []
-    found = list[Place]()
-    for _, place in sorted(complete_steps(index.directory.parent).items(), reverse=True):
-        with contextlib.suppress(CheckpointError):
-            if place != index.directory and fits(read_index(place)):
-                found.append(place)
-    return found
-
-
-def _grouped(problems: list[str], index: Index) -> list[str]:
-    """Combines the differences of one part of a state, such as the momenta of an optimizer, into one line each.
-    Differences of parameters stay separate."""
-    named = [p.partition(": ")[::2] for p in problems]
-    params = {n.removeprefix("params.") for n in (*index.leaves, *(n for n, _ in named)) if n.startswith("params.")}
-    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name, says in named:
-        kind, _, sides = says.partition(", ")
-        parts = name.split(".")
-        cuts = (i for i in range(1, len(parts)) if ".".join(parts[i:]) in params)
-        at = next(cuts, len(parts)) if parts[0] != "params" else len(parts)
-        groups.setdefault((".".join(parts[:at]), kind), []).append((".".join(parts[at:]), sides))
-    out = []
-    for (root, kind), leaves in groups.items():
-        if len(leaves) > _EXAMPLES:
-            first = "; ".join(f"{leaf}, {sides}" for leaf, sides in leaves[:_EXAMPLES])
-            out.append(f"{root}: {len(leaves)} tensors {kind}, the first: {first}")
-        else:
-            out += [f"{'.'.join(x for x in (root, leaf) if x)}: {kind}, {sides}" for leaf, sides in leaves]
-    return out
-
-
-def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place] = ()) -> CheckpointError:
-    """Returns the error for tensors that differ. `fits` are checkpoints in the same root directory that match."""
+def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
+    """Returns the error for tensors that differ."""
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
-    if fits:
-        others = f" ({', '.join(place.name for place in fits[1:3])} too)" if fits[1:] else ""
-        fix = f"restore {fits[0]}, which fits{others}; {index.directory.name} is of another model or optimizer"
     if index.peer_reads is not None:
         fix = "compile a step of the same model and optimizer"
-    num, problems = len(problems), _grouped(problems, index)
-    if len(problems) > _SHOWN:
-        more = len(problems) - _SHOWN
-        problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
-    if all(": different dtype, " in p for p in problems) and not fits:
+    elif all(": different dtype, " in p for p in problems):
         fix = "give the state the stored dtypes, or pass cast=True to convert"
-    return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} tensors differ", problems, fix)
+    shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"... and {len(problems) - _SHOWN} more"]
+    return CheckpointError(index.owner, f"{index} does not fit: {len(problems)} of {total} tensors differ", shown, fix)
 
 
 def dump(content: dict[str, Any]) -> bytes:

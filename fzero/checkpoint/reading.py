@@ -13,11 +13,11 @@ import torch
 
 from fzero._utils.progress import moved
 from fzero.checkpoint import safetensors_format
-from fzero.checkpoint.index import Index, agreed, describe, differences, fitting, is_gone, mismatch
+from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone, mismatch
 from fzero.checkpoint.peer_reads import Piece
 from fzero.checkpoint.storage import storage_of
 from fzero.comm import control_group
-from fzero.comm.control_group import ALONE, ControlGroup, run_on_all_ranks, world
+from fzero.comm.control_group import ALONE, run_on_all_ranks, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
 from fzero.mesh import Mesh
@@ -81,7 +81,15 @@ def read(
         tensor([3., 4., 0.])
     """
     ranks = ALONE if mesh.device_mesh is None else world()
-    return _read_as(ranks, path, wanted, mesh, cast, into)
+    # All ranks agree on the checkpoint first, and if one raises an error, all do.
+    index = agreed(ranks, path)
+    return run_on_all_ranks(
+        ranks,
+        _owner(index),
+        lambda: _read(index, wanted, mesh, cast, into or {}),
+        what=f"cannot read {index if index.peer_reads else index.directory}",
+        failure=CheckpointError,
+    )
 
 
 def verify(path: str | os.PathLike[str]) -> Index:
@@ -168,27 +176,6 @@ class RunReader:
         self._name, self._start, self._stop = name, start, start + wanted.numel
 
 
-def _read_as(
-    ranks: ControlGroup,
-    path: str | os.PathLike[str] | Index,
-    wanted: Mapping[str, Leaf],
-    mesh: Mesh,
-    cast: bool,
-    into: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Does `read` on these ranks: all of them agree on the checkpoint first, and if one raises an error, all do."""
-    out: dict[str, torch.Tensor] = {}
-    index = agreed(ranks, path)
-    run_on_all_ranks(
-        ranks,
-        _reader(index),
-        lambda: out.update(_read(index, wanted, mesh, cast, into or {})),
-        what=f"cannot read {index if index.peer_reads else index.directory}",
-        failure=CheckpointError,
-    )
-    return out
-
-
 def _read(
     index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -200,8 +187,7 @@ def _read(
     """
     expected = {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
     if problems := differences(index, expected, cast=cast, subset=True):
-        fits = fitting(index, lambda other: not differences(other, expected, cast=cast, subset=True))
-        raise mismatch(index, problems, len(wanted), fits)
+        raise mismatch(index, problems, len(wanted))
     # Names with an equal `Leaf`, path included, are one tied tensor in the new state. It can be filled only if the
     # checkpoint also has one tensor for them.
     first: dict[Leaf, str] = {}
@@ -213,7 +199,7 @@ def _read(
         if stored[name] != stored[tied[name]]
     ]:
         what = f"{index} ties different tensors than this state"
-        raise CheckpointError(_reader(index), what, problems, "build the state without that tie")
+        raise CheckpointError(_owner(index), what, problems, "build the state without that tie")
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
@@ -270,7 +256,7 @@ def _read(
     return {name: out[tied[name]] for name in wanted}
 
 
-def _reader(index: Index) -> str:
+def _owner(index: Index) -> str:
     return "checkpoint.read" if index.peer_reads is None else index.owner
 
 

@@ -3,7 +3,7 @@
 A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. All
 data goes through one staging buffer of `BLOCK` bytes, from and to any device, so the host never holds a copy of a
 complete tensor. The `safetensors` library, in contrast, writes tensors that are completely in memory, and has no
-checksums. It is used for what it can do: weight_files.py reads the headers of other people's files with it. This file
+checksums. It is used for what it can do: weight_loading.py reads the headers of other people's files with it. This file
 knows nothing of checkpoints or ranks.
 """
 
@@ -153,17 +153,13 @@ class Ranges:
             yield memoryview(self._buffer)[offset - self._start : here - self._start]
             offset = here
 
-    def blocks(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """Returns the same as `views`, as uint8 tensors."""
-        return (torch.frombuffer(view, dtype=torch.uint8) for view in self.views(offset, nbytes))
-
     def read_into(self, out: torch.Tensor, offset: int) -> list[int]:
         """Fills `out`, uint8[n] on any device, from `offset` on. Returns the damaged chunks among those that it has
         read."""
         done = 0
-        for block in self.blocks(offset, out.numel()):
-            out[done : done + block.numel()].copy_(block)
-            done += block.numel()
+        for view in self.views(offset, out.numel()):
+            out[done : done + len(view)].copy_(torch.frombuffer(view, dtype=torch.uint8))
+            done += len(view)
         # `bad` also has chunks of earlier ranges that were read with this object.
         return sorted(c for c in self.bad if c * CHUNK < offset + out.numel() and offset < (c + 1) * CHUNK)
 

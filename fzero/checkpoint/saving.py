@@ -35,7 +35,7 @@ from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
 from fzero.checkpoint.tensor_digests import differing, digested, replicas_of
-from fzero.comm.control_group import ControlGroup, all_gather_values, run_on_all_ranks, world
+from fzero.comm.control_group import ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
 from fzero.mesh import Mesh
@@ -122,19 +122,17 @@ class Job:
     def what(self) -> str:
         return f"cannot save step {self.plan.step} to {self.root}"
 
-    def run_on_all_ranks(self, act: Callable[[], object]) -> None:
-        """Runs a phase of the save. If it fails on any rank, every rank removes the new checkpoint and raises."""
-        run_on_all_ranks(self.ranks, "checkpoint.save", act, self.undo, what=self.what, failure=CheckpointError)
-
     def gather(self, act: Callable[[], Any], form: Any) -> list[Any]:
-        """Runs a phase of the save like `run_on_all_ranks`, and returns the results of all ranks."""
+        """Runs a phase of the save and returns the results of all ranks. If it fails on any rank, every rank removes
+        the new checkpoint and raises."""
         return all_gather_values(
             self.ranks, "checkpoint.save", act, self.undo, form=form, what=self.what, failure=CheckpointError
         )
 
     def undo(self) -> None:
         """Removes everything of the new checkpoint."""
-        _undo(self.ranks, self.root, self.staging)
+        if self.ranks.rank == 0:
+            storage_of(self.root).undo(self.root, self.staging)
 
 
 @overload
@@ -206,9 +204,9 @@ def save(
             otherwise files have the permissions that the umask leaves. Existing directories are not changed. Not for an
             object store, whose own policies determine who may read.
 
-    Communication: five exchanges of small objects; each rank writes the shards it holds,
+    Communication: six exchanges of small objects; each rank writes the shards it holds,
         and of the replicas of a shard or of an unsharded tensor one rank writes, spread over the ranks by size. With
-        `wait=False`, two of the exchanges take place before it returns, and the others go through a process group of
+        `wait=False`, three of the exchanges take place before it returns, and the others go through a process group of
         the thread.
 
     Memory: one buffer of at most 16 MiB on the host, and two if tensors are stored on disk; with an object store about
@@ -280,47 +278,43 @@ def begin(
 
     Arguments and errors are those of `save`. To be called with `async_save.one_at_a_time` held.
     """
-    root: Place | None = None
-    plan: SavePlan | None = None
-    staging: Staging | None = None
+    made: list[tuple[Place, SavePlan]] = []
 
-    def act() -> tuple[str, tuple[str, str] | None]:
-        nonlocal root, plan, staging
+    def plan_save() -> str:
         root = as_path(path)
         async_save.finish()  # it may raise only on some ranks: those that have not called `wait`
         check_whole(state, "checkpoint.save")
         plan = make_plan(state, ranks.rank, ranks.size)
         _check_arguments(keep, meta, wait, plan, not_private(root, private))
-        storage = storage_of(root)  # checks on every rank that it has the necessary packages
-        if ranks.rank == 0:
-            if storage.has(root / INDEX):
-                fix = f"give the directory that it is in: {root.parent}"
-                raise CheckpointError(
-                    "checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix
-                )
-            _check_latest(root, _run_of(root, run))  # before anything is written
-            staging = storage.begin(root, step_name(plan.step), private)
-        # Only rank 0 has begun a staging. Its name goes to the others together with the digests, which saves an
-        # exchange.
-        return plan.digest(), None if staging is None else (str(staging.directory), staging.mark)
+        storage_of(root)  # checks on every rank that it has the necessary packages
+        made.append((root, plan))
+        return plan.digest()
 
-    # The lambda reads these variables when it is called: `act` may fail before or after it begins the staging.
-    undo = lambda: _undo(ranks, root, staging)  # noqa: E731
     what = f"cannot save to {path}"
-    begun = all_gather_values(
-        ranks, "checkpoint.save", act, undo, form=tuple[str, tuple[str, str] | None], what=what, failure=CheckpointError
-    )
-    digests, staged = [digest for digest, _ in begun], begun[0][1]
-    assert root is not None and plan is not None and staged is not None
-    staging = Staging(as_path(staged[0]), staged[1])
+    digests = all_gather_values(ranks, "checkpoint.save", plan_save, form=str, what=what, failure=CheckpointError)
+    root, plan = made[0]
     # With different plans, some elements would be written twice and others not at all.
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        undo()
         problems = [
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
         raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-    return Job(ranks, root, staging, plan, _run_of(root, run), keep, meta, check_replicas)
+    run = _run_of(root, run)
+
+    def stage() -> tuple[str, str]:
+        if ranks.rank:
+            return "", ""
+        if storage_of(root).has(root / INDEX):
+            fix = f"give the directory that it is in: {root.parent}"
+            raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix)
+        _check_latest(root, run)
+        staging = storage_of(root).begin(root, step_name(plan.step), private)
+        return str(staging.directory), staging.mark
+
+    form = tuple[str, str]
+    begun = all_gather_values(ranks, "checkpoint.save", stage, form=form, what=what, failure=CheckpointError)
+    staging = Staging(as_path(begun[0][0]), begun[0][1])
+    return Job(ranks, root, staging, plan, run, keep, meta, check_replicas)
 
 
 def carry_out(job: Job) -> Place:
@@ -328,7 +322,7 @@ def carry_out(job: Job) -> Place:
     ranks, plan = job.ranks, job.plan
     if job.check_replicas and ranks.size > 1:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
-        job.run_on_all_ranks(lambda: held.update(digested(replicas_of(plan.tensors))))
+        job.gather(lambda: held.update(digested(replicas_of(plan.tensors))), Any)
         if problems := differing(held, plan.axes, ranks, "checkpoint.save"):
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
@@ -341,11 +335,6 @@ def carry_out(job: Job) -> Place:
     job.run.known = {*(job.run.known or ()), digest}
     job.run.last = Saved(name, plan.step, plan.leaves)
     return job.root / step_name(plan.step)
-
-
-def _undo(ranks: ControlGroup, root: Place | None, staging: Staging | None) -> None:
-    if ranks.rank == 0 and root is not None and staging is not None:
-        storage_of(root).undo(root, staging)
 
 
 def _read(job: Job) -> dict[str, torch.Tensor]:

@@ -91,16 +91,13 @@ def as_path(path: Any) -> Place:
         text = path if isinstance(path, str) else os.fspath(path)
         if isinstance(text, str) and (match := _SCHEME.match(text)):
             if match[1].lower() in ("file", "local"):
-                behind = re.sub("^localhost(?=/|$)", "", text[match.end() :])
-                if not behind.strip("/"):
+                host, slash, path = text[match.end() :].partition("/")
+                if host not in ("", "localhost"):
+                    what = f"{text!r} names the host {host!r}"
+                    raise CheckpointError("checkpoint", what, fix="file:///a/path has three slashes")
+                if not path.strip("/"):
                     raise CheckpointError("checkpoint", f"{text!r} has no path", fix=GIVE)
-                if not behind.startswith("/"):
-                    what, fix = (
-                        f"{text!r} names the host {behind.partition('/')[0]!r}",
-                        "file:///a/path has three slashes",
-                    )
-                    raise CheckpointError("checkpoint", what, fix=fix)
-                return Path(unquote(behind))
+                return Path(slash + unquote(path))
             if not text[match.end() :].strip("/"):
                 fix = "give the bucket and a name in it, e.g. s3://bucket/run"
                 raise CheckpointError("checkpoint", f"{text!r} has no path", fix=fix)

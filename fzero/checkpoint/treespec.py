@@ -81,63 +81,58 @@ def decode(treespec: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
     cannot be used."""
     problems: dict[str, None] = {}
 
-    def visit(node: Node) -> Any:
-        if node is None:
+    def build(kind: str, where: str, fields: dict[str, Any]) -> Any:
+        if where in _REMOVED:
             return None
-        (kind, body), *_ = node.items()
-        if kind == "leaf":
-            return leaf(body)
-        if kind == "value":
-            return body
-        if kind == "float":
-            return float.fromhex(body)
-        if kind in ("tuple", "list"):
-            return (tuple if kind == "tuple" else list)(visit(n) for n in body)
-        if kind in ("dict", "ordered_dict"):
-            return (dict if kind == "dict" else OrderedDict)((k, visit(n)) for k, n in body)
-        # Before the class is looked up, which would fail.
-        if body in _REMOVED:
-            return None
-        names = tuple(f for f, _ in node["fields"])
-        children = {f: visit(n) for f, n in node["fields"]}
-        cls, problem = _resolve(kind, body, names)
+        cls, problem = _resolve(kind, where, tuple(fields))
         if problem:
             problems[problem] = None
             return None
-        return cls(**children)
+        return cls(**fields)
 
-    return visit(treespec), list(problems)
+    return _visit(treespec, leaf, build), list(problems)
 
 
 def names(treespec: Node) -> list[str]:
     """Returns the names of all tensors in order. Raises ValueError for anything that `encode` does not write."""
-    match treespec:
+    found: list[str] = []
+    _visit(treespec, found.append, lambda *_: None)
+    return found
+
+
+def _visit(node: Node, leaf: Callable[[str], Any], build: Callable[[str, str, dict[str, Any]], Any]) -> Any:
+    """Makes the value of a node. `build` makes that of a class, from the values of its fields."""
+
+    def visit(nodes: list[Node]) -> list[Any]:
+        return [_visit(child, leaf, build) for child in nodes]
+
+    def items(nodes: list[Node], *types: type) -> dict[Any, Any]:
+        if odd := [key for key, _ in nodes if type(key) not in types]:
+            raise ValueError(f"not a key: {odd[0]!r}")
+        return {key: _visit(child, leaf, build) for key, child in nodes}
+
+    match node:
         case None:
-            return []
+            return None
         case {"leaf": str(name), **rest} if not rest:
-            return [name]
-        case {"value": bool() | int() | str(), **rest} if not rest:
-            return []
+            return leaf(name)
+        case {"value": bool() | int() | str() as value, **rest} if not rest:
+            return value
         case {"float": str(text), **rest} if not rest:
-            float.fromhex(text)
-            return []
-        case {"tuple": list(nodes), **rest} | {"list": list(nodes), **rest} if not rest:
-            return [n for node in nodes for n in names(node)]
-        case {"dict": list(items), **rest} | {"ordered_dict": list(items), **rest} if not rest:
-            return [n for key, node in items if _is(key, str, int) for n in names(node)]
-        case {"namedtuple": str(), "fields": list(items), **rest} | {
-            "dataclass": str(),
-            "fields": list(items),
-            **rest,
-        } if not rest:
-            return [n for key, node in items if _is(key, str) for n in names(node)]
-    raise ValueError(f"not a node of a treespec: {str(treespec)[:80]}")
-
-
-def _is(key: Any, *types: type) -> bool:
-    if type(key) not in types:
-        raise ValueError(f"not a key: {key!r}")
-    return True
+            return float.fromhex(text)
+        case {"tuple": list(nodes), **rest} if not rest:
+            return tuple(visit(nodes))
+        case {"list": list(nodes), **rest} if not rest:
+            return visit(nodes)
+        case {"dict": list(nodes), **rest} if not rest:
+            return items(nodes, str, int)
+        case {"ordered_dict": list(nodes), **rest} if not rest:
+            return OrderedDict(items(nodes, str, int))
+        case {"namedtuple": str(where), "fields": list(nodes), **rest} if not rest:
+            return build("namedtuple", where, items(nodes, str))
+        case {"dataclass": str(where), "fields": list(nodes), **rest} if not rest:
+            return build("dataclass", where, items(nodes, str))
+    raise ValueError(f"not a node of a treespec: {str(node)[:80]}")
 
 
 def _sorted(x: Mapping[Any, Any]) -> list[Any]:

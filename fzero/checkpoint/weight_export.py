@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -72,18 +71,16 @@ def export(
     out = local(out, "checkpoint.export", "models are exported to a directory")
     index = describe(path)
     names = [n for n in index.leaves if not prefix or n == prefix or n.startswith(prefix + ".")]
-    problems, fixes = [], []
+    problems = []
     if not names:
         prefixes = ", ".join(dict.fromkeys(n.split(".")[0] for n in index.leaves)) or "none"
         problems.append(f"prefix={prefix!r}: no tensor is under it; the prefixes are {prefixes}")
-        fixes.append("give one of these as prefix")
     first: dict[str, str] = {}
     kept = {n: first.setdefault(index.aliases.get(n, n), n) for n in names}
     tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
     shapes = {n: index.leaves[n][0] for n in names if kept[n] == n}
     tensors = {_short(n, prefix): (x, [ElementRun(0, math.prod(x), n, 0)]) for n, x in shapes.items()}
-    _check_arguments(index, out, max_shard_bytes, dtype, problems, fixes)
-    return export_tensors(index, out, tensors, "", max_shard_bytes, dtype, tied, "checkpoint.export")
+    return export_tensors(index, out, tensors, "", max_shard_bytes, dtype, tied, "checkpoint.export", problems)
 
 
 def export_tensors(
@@ -95,6 +92,7 @@ def export_tensors(
     dtype: torch.dtype | None,
     tied: Mapping[str, str] | None = None,
     owner: str = "hf.save_pretrained",
+    problems: Sequence[str] = (),
 ) -> list[Path]:
     """Exports, like `export`, tensors that are assembled from runs of stored tensors.
 
@@ -104,9 +102,21 @@ def export_tensors(
         prefix: what precedes the keys of the runs in the names of the checkpoint.
         tied: further names of tensors, for the metadata.
         owner: the public function, for errors.
+        problems: further problems with the arguments, which are reported with those found here.
     """
     index = describe(path)
-    _check_arguments(index, out, max_shard_bytes, dtype, [], [])
+    problems = [*problems]
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1, e.g. 5_000_000_000")
+    if dtype is not None and (dtype not in CODES or not dtype.is_floating_point):
+        problems.append(f"dtype={dtype}: not a floating-point dtype that can be stored, e.g. torch.bfloat16")
+    if found := [f for f in (WEIGHTS, WEIGHTS_INDEX) if (out / f).exists()]:
+        problems.append(f"{out} holds a model already: {', '.join(found)}")
+    elif out.exists() and not out.is_dir():
+        problems.append(f"{out} is a file")
+    if problems:
+        fix = "change these arguments; a model is exported to a directory that holds none"
+        raise CheckpointError(owner, f"cannot export {index.directory}", problems, fix)
     keys = {prefix + run.key for _, runs in tensors.values() for run in runs}
     if problems := missing(index, sorted({p.file for k in keys for p in index.parts[index.aliases.get(k, k)]})):
         raise damaged(index, problems)
@@ -153,26 +163,6 @@ def export_tensors(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / file for file in files]
-
-
-def _check_arguments(
-    index: Index, out: Path, max_shard_bytes: Any, dtype: Any, problems: list[str], fixes: list[str]
-) -> None:
-    """Raises one error for all arguments of `export` that are invalid, and for these problems."""
-    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1")
-        fixes.append("give a number of bytes, e.g. 5_000_000_000")
-    if dtype is not None and (dtype not in CODES or not dtype.is_floating_point):
-        problems.append(f"dtype={dtype}: not a floating-point dtype that can be stored")
-        fixes.append("give e.g. torch.bfloat16")
-    if found := [f for f in (WEIGHTS, WEIGHTS_INDEX) if (out / f).exists()]:
-        problems.append(f"{out} holds a model already: {', '.join(found)}")
-        fixes.append("export to another directory, or delete those files and the ones they name")
-    elif out.exists() and not out.is_dir():
-        problems.append(f"{out} is a file")
-        fixes.append("give a directory")
-    if problems:
-        raise CheckpointError("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes))
 
 
 def _short(name: str, prefix: str) -> str:

@@ -33,7 +33,7 @@ import fzero as fz
 from fzero import checkpoint, optim, tree
 from fzero._utils.bounded_json import dumped, parsed
 from fzero.checkpoint import index, reading, safetensors_format, saving, treespec
-from fzero.checkpoint.weight_files import entries_of
+from fzero.checkpoint.weight_loading import entries_of
 from fzero.comm.control_group import ControlGroup, world
 from fzero.errors import CheckpointError, FzeroError
 from fzero.mesh import Mesh, make_mesh
@@ -722,26 +722,6 @@ def test_another_models_leaves_are_listed_in_one_error(tmp_path: Path) -> None:
     assert "params.c" not in raises(lambda: checkpoint.check(found, expected, cast=True))
 
 
-def test_a_checkpoint_beside_it_that_fits_is_named(tmp_path: Path) -> None:
-    """As after a run of another model has taken over the directory."""
-    large = {"params.a": ((4,), torch.float32), "step": ((), torch.int64)}
-    for step, size in ((100, 4), (250, 4), (12, 3)):
-        checkpoint.save(tmp_path, State(torch.tensor(step), {"a": torch.ones(size)}))
-    found = checkpoint.describe(tmp_path)
-    assert found.step == 12
-    fix = (
-        f"Fix: restore {tmp_path / 'step-00000250'}, which fits (step-00000100 too); step-00000012 is of another model"
-    )
-    raises(lambda: checkpoint.check(found, large), "params.a: different shape", fix)
-    leaf = Leaf("a", "params", (4,), Layout(torch.float32, ()))
-    raises(lambda: checkpoint.read(tmp_path, {"params.a": leaf}, meshes(data=1)[0]), fix)
-    (tmp_path / "step-00000250" / "index.json").write_text("{")  # a damaged one is passed over
-    raises(
-        lambda: checkpoint.check(found, large), f"Fix: restore {tmp_path / 'step-00000100'}, which fits; step-00000012"
-    )
-    checkpoint.check(checkpoint.describe(tmp_path / "step-00000100"), large)
-
-
 def saved_run(root: Path, step: int, size: int = 3) -> str | None:
     """Saves as a process does that has saved nothing yet. Returns the run of the checkpoint."""
     saving._runs.clear()
@@ -1281,7 +1261,7 @@ def test_a_step_under_the_name_of_another(tmp_path: Path) -> None:
     assert checkpoint.describe(tmp_path / "the best one").step == 15
 
 
-def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_lists_every_tensor_that_differs(tmp_path: Path) -> None:
     model = fz.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
 
     def train(optimizer: Any) -> Any:
@@ -1292,16 +1272,9 @@ def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(
     with pytest.raises(FzeroError, match="31 of 43 tensors differ") as raised:
         train(optim.sgd(0.1, momentum=0.9)).restore(tmp_path)
     _, *lines, _ = str(raised.value).splitlines()
-    assert [line.split(" the first: ")[0] for line in lines] == [
-        "  opt_state.0.trace: 10 tensors missing in the checkpoint,",
-        "  opt_state.count: unexpected, the checkpoint has int64[]",
-        "  opt_state.mu: 10 tensors unexpected,",
-        "  opt_state.nu: 10 tensors unexpected,",
-    ]
-    assert lines[2].endswith(
-        "the first: 0.bias, the checkpoint has float32[4]; 0.weight, the checkpoint has float32[4, "
-        "4]; 1.bias, the checkpoint has float32[4]"
-    )
+    assert len(lines) == 31
+    assert "  opt_state.0.trace.0.bias: missing in the checkpoint, expected float32[4]" in lines
+    assert "  opt_state.mu.0.weight: unexpected, the checkpoint has float32[4, 4]" in lines
 
 
 def _saves_alone(folder: str) -> str:

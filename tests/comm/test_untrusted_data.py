@@ -23,7 +23,7 @@ import fzero
 import fzero as fz
 from fzero import checkpoint
 from fzero._utils.bounded_json import DEPTH, Malformed, contents, formed, parsed
-from fzero.checkpoint.weight_files import entries_of
+from fzero.checkpoint.weight_loading import entries_of
 from fzero.comm.control_messages import Notes
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError
 from fzero.plan.calibration import load_calibration
