@@ -322,7 +322,11 @@ class Answer:
         plan, of, out = self.plan, self.of or OfModel(), list[str]()
         hf = self.of is not None
         larger = f"--batch {2 * of.batch}" if hf else "a batch twice as large"
-        channels = plan.channels
+        channels, budget = plan.channels, self.lowered.budget
+        uses = budget.uses((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)) if budget else []
+        limited = {use.tier: use.peak < LITTLE * use.limit for use in uses if use.limit is not None}
+        # What the host and the disk hold of a step may grow with the batch too.
+        has_room = limited.get("host", True) and limited.get("disk", True)
         moved = {q for q in (DISK, "to_device", HOST) if q in channels and plan.busy[q] > plan.busy["compute"]}
         if moved:
             queue = max(moved, key=lambda q: plan.busy[q])
@@ -339,11 +343,10 @@ class Answer:
                 out.append(f"--accumulate {n} (not tried): compute then takes about as long as the {tier}")
         # Parameters and gradients do not grow with the batch, so a larger batch gives transfers more compute to hide
         # behind.
-        elif self.num_ranks > 1 and plan.exposed_seconds > MUCH * plan.step_seconds:
+        elif self.num_ranks > 1 and plan.exposed_seconds > MUCH * plan.step_seconds and has_room:
             share = plan.exposed_seconds / plan.step_seconds
             out.append(f"{larger}: {share:.0%} of a step waits for transfers, which stay the same")
-        limit = self.lowered.budget.nbytes if self.lowered.budget else None
-        if not out and limit and plan.peak_bytes < LITTLE * limit:
+        if not out and limited.get("device") and has_room:
             out.append(f"{larger}: more than half of the memory is free")
         if of.offload != "none" and not plan.disk_bytes and not plan.host_persistent_bytes and plan.device.asynchronous:
             out.append("without --offload: all of the state fits on the device")

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import fzero as fz
 from fzero.cli import main
+from fzero.cli.plan_summary import Answer
 from fzero.compiler.input_specs import params_inputs
 from fzero.compiler.state_budget import at_rest
 from fzero.errors import FzeroValueError
@@ -302,6 +304,17 @@ def test_tiers_and_what_would_be_better(run: Any, saved: Any) -> None:
     data = json.loads(out)
     assert code == 0 and "batch=batch" in data["code"] and "memory_budget=" in data["code"]
     assert "without --offload: all of the state fits on the device" in data["better"]
+
+
+def test_a_larger_batch_is_not_suggested_if_the_host_is_full() -> None:
+    step = fz.train_step(lambda w, x: (x @ w).square().mean(), fz.optim.sgd(0.1))
+    w, x = torch.empty(64, 64, device="meta"), torch.empty(8, 64, device="meta")
+    mesh = fz.AbstractMesh(data=1, device_type="cuda")
+    lowered = fz.lower(step, mesh, w, x, device="h100", memory_budget="1GB", host_budget="1GB")
+    for host_bytes, expected in ((400_000_000, True), (900_000_000, False)):
+        plan = replace(lowered.plan, host_peak_bytes=host_bytes)
+        answer = Answer(lowered, plan, (), 8, "samples", 1, known=True, includes_process=False)
+        assert any("a batch twice as large" in line for line in answer.better()) == expected
 
 
 def test_a_state_that_is_too_large_is_refused_before_a_trace(
