@@ -125,7 +125,7 @@ class _Prices:
     """The prices of assignments of shardings to a program's parameters.
 
     Attributes:
-        paths: the parameters of each position, in the order in which subgraphs read them.
+        paths: the parameters of each position, in the order of the calls.
         able: the possible shardings of each position.
         best, none: the lowest price so far, and the price of sharding nothing.
         each: the price of a collective in addition to its bytes.
@@ -188,8 +188,7 @@ class _Prices:
 
 
 def _paths(program: Program) -> dict[Position, list[str]]:
-    """Returns the parameters that are first read at each position, subgraph by subgraph, each in the order of its
-    ops."""
+    """Returns the parameters that are first read at each position, in the order of the calls."""
     params = {name for name, leaf in program.leaves.items() if leaf.role == "params"}
     casts = (op for op in program.instructions if op.op == "cast")
     origin = {v.name: a for op in casts for a, v in zip(op.args, op.out, strict=False)}
@@ -198,16 +197,9 @@ def _paths(program: Program) -> dict[Position, list[str]]:
         for i, a in enumerate(op.args if op.op == "call" else ()):
             if (path := origin.get(a, a)) in params:
                 readers.setdefault(path, (op.fn, i))
-    functions = list(dict.fromkeys(fn for fn, _ in readers.values()))
-
-    def first_read(position: Position) -> tuple[int, int]:
-        graph = program.functions[position[0]].graph
-        order = {x: i for i, x in enumerate(graph.graph.nodes)}
-        return functions.index(position[0]), min((order[u] for u in graph.inputs[position[1]].users), default=0)
-
-    found: dict[Position, list[str]] = {position: [] for position in sorted({*readers.values()}, key=first_read)}
+    found: dict[Position, list[str]] = {}
     for path, position in readers.items():
-        found[position].append(path)
+        found.setdefault(position, []).append(path)
     return found
 
 
