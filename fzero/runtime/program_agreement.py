@@ -41,7 +41,10 @@ def check_same_batch(mesh: Mesh, entries: Mapping[str, str], why: str, owner: st
     if (other := differing(mesh.control, "compile", json.dumps(list(entries.items())), why)) is not None:
         rank, *texts = other
         first, theirs = (dict(parsed(text, list[tuple[str, str]])) for text in texts)
-        fix = "give every rank a batch with the same entries, shapes and dtypes; drop or pad a shorter last batch"
+        fix = (
+            "give every rank a batch with the same entries, shapes and dtypes; drop or pad a shorter last batch; give "
+            "samples that lack an entry, such as an image, one of zeros (docs/guides/data.md)"
+        )
         what = f"the batch of rank {rank} differs from that of rank 0"
         raise DivergenceError(owner, what, differing_entries(first, theirs, "rank 0", f"rank {rank}"), fix)
 
