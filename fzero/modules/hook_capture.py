@@ -23,11 +23,22 @@ def _library() -> Any:
 
 
 def install(module: nn.Module) -> None:
-    """Installs the hooks that the library would install in the first forward that collects something."""
+    """Installs the hooks that the library would install in the first forward that collects something.
+
+    The module may have some from forwards before. They are removed first: the library installs the hooks of a model in
+    all of its parts, also in a part that has them, which would collect each output twice.
+    """
     library = _library()
-    for m in () if library is None else module.modules():
+    if library is None:
+        return
+    for m in module.modules():
+        vars(m).pop("_output_capturing_hooks_installed", None)
+        for number, hook in list(m._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == LIBRARY:
+                del m._forward_hooks[number]
+    for m in module.modules():
         if hasattr(m, "_can_record_outputs") and hasattr(m, "config"):
-            library.maybe_install_capturing_hooks(m)  # type: ignore[union-attr]
+            library.maybe_install_capturing_hooks(m)
 
 
 def wanted() -> tuple[str, ...] | None:

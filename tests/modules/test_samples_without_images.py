@@ -111,3 +111,19 @@ def test_a_rank_without_rows_of_an_entry_is_an_error_on_all_ranks(run_ranks: Any
         assert rank.type == "DivergenceError", rank.traceback
         assert f"batch['images']: float32[2, 3] on rank 0, {theirs} on rank 1" in rank.message
         assert "give samples that lack an entry, such as an image, one of zeros" in rank.message
+
+
+@pytest.mark.parametrize("selected", [-2, [-2, -1]])
+def test_a_model_that_has_been_called_before(selected: Any) -> None:
+    """The hooks for hidden states that transformers then has put into a part of the model are not put there twice."""
+    net, samples = setting()
+    net.config.vision_feature_layer = net.model.config.vision_feature_layer = selected
+    net.model.multi_modal_projector = type(net.model.multi_modal_projector)(net.config)
+    batch = default_collate([with_image(s) for s in samples])
+    expected = net(**batch).loss
+    num_hooks = sum(len(m._forward_hooks) for m in net.modules())
+    model = fz.functionalize(net)
+    assert sum(len(m._forward_hooks) for m in net.modules()) == num_hooks > 0
+    train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    _, metrics = train(train.init(model.params), batch)
+    torch.testing.assert_close(metrics["loss"], expected.detach())
