@@ -11,7 +11,7 @@ import torch
 
 from fzero._utils.arguments import count, python_numbers
 from fzero.data.tokens import as_tensor
-from fzero.errors import FzeroValueError
+from fzero.errors import FzeroTypeError, FzeroValueError
 
 IGNORED = -100
 """Label of a position that is no target, as in torch's `cross_entropy`."""
@@ -44,7 +44,8 @@ def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments
     Raises:
         FzeroValueError: there are no tokens, `seq` is not an integer of at least 1, or `labels` have another length
             than `input_ids`.
-        FzeroTypeError: tokens that are not integers; with `end` at once, otherwise when their row is read.
+        FzeroTypeError: documents that cannot be indexed; tokens that are not integers, with `end` at once, otherwise
+            when their row is read.
 
     Example:
         >>> import fzero as fz
@@ -60,6 +61,9 @@ def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments
     seq, end = python_numbers((seq, end))  # documents may be a long list
     if problems := count("seq", seq):
         raise FzeroValueError("data.pack", "cannot make rows", problems, "e.g. seq=2048")
+    if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
+        what = f"documents of a row are read when it is needed, which a {type(documents).__name__} does not allow"
+        raise FzeroTypeError("data.pack", what, fix="pass a list, a column of a data set, or one array with end=")
     if end is None:
         return PackedDocuments(documents, None, _lengths(documents), seq)
     tokens = as_tensor(documents, None)
@@ -100,8 +104,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
+        row = range(len(self))[row]
         ids, labels = torch.zeros(self.seq, dtype=torch.int64), torch.full((self.seq,), IGNORED)
         positions, at = torch.zeros(self.seq, dtype=torch.int64), 0
         for _, document, first, size in self.pieces[self._starts[row] : self._starts[row + 1]].tolist():

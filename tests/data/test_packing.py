@@ -95,3 +95,15 @@ def test_invalid_documents() -> None:
         pack([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1]}], seq=4)
     with pytest.raises(FzeroTypeError, match=r"float32\[2\]"):
         pack([[1, 2], [0.5, 0.5]], seq=4)[0]
+
+
+def test_documents_of_a_generator_are_rejected() -> None:
+    with pytest.raises(FzeroTypeError, match=r"fzero\.data\.pack: .*generator.*\nFix: pass a list"):
+        pack(([i] for i in range(3)), seq=4)
+
+
+def test_rows_are_counted_from_the_end_too() -> None:
+    rows = pack([[5, 6, 7], [8, 9, 1]], seq=4)
+    assert rows[-1]["input_ids"].tolist() == rows[1]["input_ids"].tolist()
+    with pytest.raises(IndexError):
+        rows[2]
