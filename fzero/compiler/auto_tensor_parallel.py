@@ -220,11 +220,14 @@ def _choose(prices: _Prices) -> Shardings:
             if (price := prices({**best, **change})) < prices.best:
                 best, prices.best = {**best, **change}, price
 
+    found = list[tuple[str, Chain]]()
     for fn in dict.fromkeys(fn for fn, _ in prices.paths):
         here = [i for f, i in prices.paths if f == fn and (f, i) in matrices]
-        for chain in chains(prices.program.functions[fn].graph, here):
-            kept.setdefault((fn, chain.last.matrix), chain.last.kept)  # by its product in the forward
-            try_all(_of_chain(prices, fn, chain))
+        found += [(fn, chain) for chain in chains(prices.program.functions[fn].graph, here)]
+    # Twice, because a later chain may have changed a matrix that ends an earlier one.
+    for fn, chain in found * 2:
+        kept.setdefault((fn, chain.last.matrix), chain.last.kept)  # by its product in the forward
+        try_all(_of_chain(prices, fn, chain))
     for position in sorted(prices.paths, key=lambda i: i not in matrices):
         follows = any(fn == position[0] for fn, _ in best)
         if position not in best and (position in matrices or follows):
