@@ -81,6 +81,13 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         padding: fraction of the rows' tokens that is padding.
         documents_per_row: the largest number of documents in a row, pieces of split ones included.
         pieces: int64[pieces, 4], the row, document, first token in the document, and size of each piece.
+
+    Example:
+        >>> rows = pack([[5, 6, 7], [8, 9, 1]], seq=4)
+        >>> len(rows), rows.num_documents, rows.padding, rows.documents_per_row
+        (2, 2, 0.25, 1)
+        >>> rows[-1]["input_ids"].tolist()
+        [8, 9, 1, 0]
     """
 
     def __init__(self, documents: Any, stops: torch.Tensor | None, lengths: torch.Tensor, seq: int):
