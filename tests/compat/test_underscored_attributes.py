@@ -42,7 +42,7 @@ READERS = {
     "_buffers": {"hf/models.py", "modules/meta_module.py", "modules/module_guard.py"},
     "_modules": {"modules/module_guard.py"},
     "_backward_hooks": {"modules/meta_module.py", "modules/module_guard.py"},
-    "_forward_hooks": {"modules/meta_module.py"},
+    "_forward_hooks": {"modules/hook_capture.py", "modules/meta_module.py"},
     "_forward_pre_hooks": {"modules/meta_module.py"},
     "_flat_weights": {"modules/meta_module.py"},
 }
