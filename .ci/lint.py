@@ -48,6 +48,7 @@ def main() -> int:
         guards_do_not_import_graphs,
         private_torch_names_stay_in_compat,
         class_names_are_unique,
+        test_files_have_different_names,
         folders_list_their_files,
         links_lead_somewhere,
         named_tests_exist,
@@ -173,6 +174,12 @@ def private_torch_names_stay_in_compat() -> Iterator[str]:
 def class_names_are_unique() -> Iterator[str]:
     names = Counter(n.name for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef))
     yield from (f"{name} is defined {times} times" for name, times in names.items() if times > 1)
+
+
+def test_files_have_different_names() -> Iterator[str]:
+    """pytest imports them by name, and fails if two have the same one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    yield from (f"{times} test files are named {name}" for name, times in names.items() if times > 1)
 
 
 def folders_list_their_files() -> Iterator[str]:
