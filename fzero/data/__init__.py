@@ -8,7 +8,7 @@ background thread can read batches ahead.
 | `sample_order.py` | decides which samples each step and rank reads, without shuffling or storing an order |
 | `tokens.py` | `TokenDataset`: windows of a token corpus, in memory or in a file |
 | `arrays.py` | `ArrayDataset`: samples from arrays or from a map-style PyTorch dataset |
-| `packing.py` | `pack`: packs documents of different lengths into rows of one length |
+| `packed_documents.py` | `pack`: packs documents of different lengths into rows of one length |
 | `prefetch.py` | `prefetch`: reads batches ahead in a background thread |
 | `stdlib_text.py` | `python_source`: the source code of Python's standard library, as text for examples |
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from fzero._utils.deprecation import warn
 from fzero.data.arrays import ArrayDataset
-from fzero.data.packing import PackedDocuments, pack
+from fzero.data.packed_documents import PackedDocuments, pack
 from fzero.data.prefetch import Prefetcher, prefetch
 from fzero.data.stdlib_text import python_source
 from fzero.data.tokens import TokenDataset, write_tokens

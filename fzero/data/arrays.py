@@ -13,7 +13,7 @@ import torch
 from fzero import random, tree
 from fzero._compat import compat
 from fzero._utils.arguments import count, function, python_numbers
-from fzero.data.packing import PackedDocuments
+from fzero.data.packed_documents import PackedDocuments
 from fzero.data.sample_order import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.guards.unsupported_operations import draws
