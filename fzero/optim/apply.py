@@ -69,5 +69,6 @@ def reject_passed_on(paths: list[str]) -> None:
             "the update of these parameters is their unchanged gradient, which would be added to them",
             paths,
             "optim.masked applies nothing to parameters outside its mask; choose an optimizer for each parameter: "
-            "optim.partition({'train': optim.adamw(3e-4), 'keep': optim.set_to_zero()}, labels)",
+            "optim.partition({'train': optim.adamw(3e-4), 'keep': optim.set_to_zero()}, labels); to add gradients on "
+            "purpose, return 1.0 * gradient",
         )
