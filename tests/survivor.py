@@ -25,7 +25,8 @@ import torch
 import fzero as fz
 from fzero._utils import procfs
 from fzero.checkpoint import saving
-from fzero.elastic import host_directory
+from fzero.checkpoint.index import Index
+from fzero.elastic import host_directory, memory_slots, recovery_source
 from fzero.elastic.run_context import Run
 
 
@@ -58,6 +59,12 @@ def strike(fault: str | None) -> None:
         shutil.rmtree(Path(os.environ[host_directory.MEMORY]).parent)
     if fault not in (None, "gone"):
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+
+def held(memory: Path) -> dict[tuple[int, int], Index]:
+    """What one host's memory holds: its states by step and number of ranks."""
+    states = recovery_source.states_of(memory, [memory_slots.stored(memory)], 0)
+    return {(step, size): index for (step, size, _), index in states.items()}
 
 
 def flip(memory: Path, rank: int, leaf: str = "params.w") -> None:

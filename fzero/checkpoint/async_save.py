@@ -101,14 +101,6 @@ class AsyncSave:
         while not self._ended.wait(_LOOK):
             pass
 
-    def _begin(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads
-            self._error = error
-            self._ended.set()
-            raise
-
     def _abandon(self) -> None:
         """Ends the save with an error, in a process that was forked while it was running."""
         what = f"process {os.getppid()} saves step {self.step}, and this one was forked from it"
@@ -142,10 +134,11 @@ def start(
         ranks, "checkpoint.save", lambda: copies.update(_copied(tensors)), undo, what=what, failure=CheckpointError
     )
     group = _group_of(ranks)
-    saving = _last = AsyncSave(step, lambda: save(group, copies))
+    saving = AsyncSave(step, lambda: save(group, copies))
+    saving._thread.start()
+    _last = saving
     # The thread uses a process group, so a rank must not leave before it ends.
     before_leaving(_finish_and_let_go)
-    saving._begin()
     return saving
 
 

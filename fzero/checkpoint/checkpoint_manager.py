@@ -153,15 +153,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: as for `fz.checkpoint.save`.
         """
-        self.settle()
-        if self._newest is not None and self.saved != self.seen:
-            self.save_last(self._newest)
+        if self._newest is not None:
+            self.save_last(self._newest, self.seen)
 
-    def save_last(self, state: State) -> Place:
-        """Saves the last state of a run, with the arguments of the last save, and waits until that is done."""
-        saved = self.save(state, **self._last, wait=True)
-        assert not isinstance(saved, AsyncSave)
-        return saved
+    def save_last(self, state: State, seen: int) -> Place | AsyncSave | None:
+        """Does `close` for a state that has seen `seen` batches, with the arguments of the last save. Returns the
+        checkpoint, or None if the state is saved already."""
+        self.settle()
+        self.seen = seen
+        return None if self.saved == seen else self.save(state, **self._last, wait=True)
 
     def newest(self, mesh: Mesh) -> tuple[Index | None, int | None]:
         """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is

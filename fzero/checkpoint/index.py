@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import Boxes, DimShard, part_shape, uneven
 from fzero.tree import dtype_name, form
+
+if TYPE_CHECKING:
+    from fzero.checkpoint.saving import SavePlan
 
 FORMAT = "fzero-checkpoint"
 _SHOWN = 100  # the most lines of an error about tensors that differ
@@ -286,16 +289,13 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
             if name not in expected
         ]
     for name, (shape, dtype) in expected.items():
-        stored = index.leaves.get(name)
-        if stored is not None and (tuple(shape) != stored[0] or (dtype != stored[1] and not cast)):
-            what = (
-                "shape and dtype"
-                if tuple(shape) != stored[0] and dtype != stored[1]
-                else "shape"
-                if tuple(shape) != stored[0]
-                else "dtype"
-            )
-            out.append(f"{name}: different {what}, {where} has {form(*stored)}, expected {form(shape, dtype)}")
+        if (stored := index.leaves.get(name)) is None:
+            continue
+        odd = ["shape"] if tuple(shape) != stored[0] else []
+        odd += ["dtype"] if dtype != stored[1] and not cast else []
+        if odd:
+            what = f"different {' and '.join(odd)}, {where} has {form(*stored)}, expected {form(shape, dtype)}"
+            out.append(f"{name}: {what}")
     return out
 
 
@@ -358,32 +358,25 @@ def dump(content: dict[str, Any]) -> bytes:
 
 
 def to_json(
-    step: int,
-    leaves: Expected,
+    plan: SavePlan,
     parts: Mapping[str, Iterable[StoredPart]],
-    aliases: Mapping[str, str],
-    treespec: Any,
-    meta: Any,
+    meta: Mapping[str, Any],
     files: Mapping[str, File],
     run: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the contents of an index as JSON values, for `dump`."""
-    stored = {
-        name: {
-            "shape": list(leaves[name][0]),
-            "dtype": dtype_name(leaves[name][1]),
-            "parts": [_part_json(p) for p in pieces],
-        }
-        for name, pieces in parts.items()
-    }
+    """Returns the contents of the index of a saved plan as JSON values, for `dump`."""
+    stored = {}
+    for name, pieces in parts.items():
+        shape, dtype = plan.leaves[name]
+        stored[name] = {"shape": [*shape], "dtype": dtype_name(dtype), "parts": [_part_json(p) for p in pieces]}
     return {
-        "step": step,
+        "step": plan.step,
         **({} if run is None else {"run": run}),
         "leaves": stored,
-        "aliases": dict(aliases),
+        "aliases": dict(plan.aliases),
         # The name of the treespec in the file format.
-        "skeleton": treespec,
-        "meta": meta,
+        "skeleton": plan.treespec,
+        "meta": dict(meta),
         "files": {name: {"bytes": f.bytes, "sha256": f.sha256, "crc32": f.crc32} for name, f in files.items()},
     }
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import Any
 
 from fzero._utils.bounded_json import Malformed, parsed
@@ -117,15 +115,6 @@ class Objects(Storage):
 
     def link(self, directory: Url, name: str) -> str | None:
         return None
-
-    @contextlib.contextmanager
-    def stand_in(self, file: Url, nbytes: int) -> Iterator[Path]:
-        size = self.size(file)
-        with tempfile.NamedTemporaryFile(prefix="fzero-", suffix="-" + file.name) as made:
-            made.write(self.read(file, min(nbytes, size)))
-            made.flush()
-            os.truncate(made.name, size)  # the rest is a hole in a sparse file, because it is not read
-            yield Path(made.name)
 
     def begin(self, root: Url, name: str, private: bool = False) -> Staging:
         if self.has(root):

@@ -3,13 +3,17 @@ others."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from fzero.comm.point_to_point import exchange
+from fzero.comm.collective_sequence import finish
 from fzero.mesh import Mesh
+
+WINDOW = 16 << 20  # bytes that a rank sends, and receives, at a time
 
 
 class Piece(NamedTuple):
@@ -56,7 +60,9 @@ class PeerReads:
         """Fills the pieces of each file, and returns the problems with those that this rank sent or read itself. Every
         rank calls it.
 
-        Communication: an exchange of what each rank requests from which other rank, and then these bytes, once.
+        Communication: an exchange of what each rank requests from which other rank, and then these bytes, once, through
+            gloo, from and to host memory.
+        Memory: 16 MiB for sending, and the same for receiving.
         """
         problems: dict[str, None] = {}
         asks: dict[int, list[Asked]] = {}
@@ -76,37 +82,61 @@ class PeerReads:
                     outs.setdefault(holder, []).append(piece.out)
         names = sorted({p.leaf for ps in jobs.values() for p in ps})
         gathered = self._ranks.all_gather((asks, names), tuple[dict[int, list[Asked]], list[str]], self.owner)
-        # bytes by (holder, requesting rank)
-        sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(gathered) for h, asked in of.items()}
-
-        def given(rank: int) -> _Pieces:
-            asked: list[Asked] = gathered[rank][0][self.mesh.rank]
-            ends = [n for *_, n in asked]
-            return _Pieces(ends, lambda i, at, data: fill(asked[i][0], asked[i][1] + at, data))
-
-        def taken(rank: int) -> _Pieces:
-            into = outs[rank]
-            return _Pieces([x.numel() for x in into], lambda i, at, data: into[i][at : at + data.numel()].copy_(data))
-
-        # Every rank knows all sizes, so each pair of ranks agrees on how many bytes pass between them without asking
-        # again.
-        exchange(self.mesh, sizes, given, taken)
+        self._transfer([asked for asked, _ in gathered], outs, fill)
         self._done(sorted({name for _, names in gathered for name in names}))
         return list(problems)
 
+    def _transfer(
+        self,
+        asked: Sequence[Mapping[int, Sequence[Asked]]],
+        outs: Mapping[int, Sequence[torch.Tensor]],
+        fill: Callable[[str, int, torch.Tensor], None],
+    ) -> None:
+        """Sends all requested bytes. `asked` has, for each rank, its requests by holder; `outs` is where those of this
+        rank go, by holder."""
+        sequence, rank, ranks = self.mesh.collective_sequence, self.mesh.rank, range(self.mesh.size)
+        # Every rank knows all sizes, so each pair of ranks agrees on how many bytes pass between them in which round.
+        sizes = {(r, h): sum(n for *_, n in requests) for r, of in enumerate(asked) for h, requests in of.items()}
+        peers = Counter(end for pair, nbytes in sizes.items() if nbytes for end in enumerate(pair))
+        if not peers:
+            return
+        # The rank with the most peers determines the share of all of them.
+        share = max(1, WINDOW // max(peers.values()))
+        mine = [asked[r].get(rank, ()) for r in ranks]
+        sends = [_rounds([n for *_, n in requests], share) for requests in mine]
+        receives = [_rounds([x.numel() for x in outs.get(r, ())], share) for r in ranks]
+        sequence.begin("moving", "moves a state between ranks")
+        for number in range(-(-max(sizes.values()) // share)):
+            out, into = ([cuts[number] if number < len(cuts) else [] for cuts in of] for of in (sends, receives))
+            counts = [[sum(n for *_, n in cuts) for cuts in of] for of in (out, into)]
+            given, taken = (torch.empty(sum(n), dtype=torch.uint8, device="cpu") for n in counts)
+            at = 0
+            for r in ranks:
+                for i, begin, n in out[r]:
+                    file, offset, _ = mine[r][i]
+                    fill(file, offset + begin, given[at : at + n])
+                    at += n
+            work = dist.all_to_all_single(taken, given, counts[1], counts[0], async_op=True)
+            finish(work, lambda: sequence.look("step"))
+            at = 0
+            for r in ranks:
+                for i, begin, n in into[r]:
+                    outs[r][i][begin : begin + n].copy_(taken[at : at + n])
+                    at += n
 
-class _Pieces:
-    """A stream of consecutive pieces with these lengths."""
 
-    def __init__(self, lengths: Sequence[int], act: Callable[[int, int, torch.Tensor], object]):
-        self._lengths, self._act = lengths, act
-        self._piece = self._at = 0
-
-    def move(self, data: torch.Tensor) -> None:
-        # The exchange moves buffers of a fixed size, whose boundaries do not coincide with those of the pieces.
-        while data.numel():
-            n = min(data.numel(), self._lengths[self._piece] - self._at)
-            self._act(self._piece, self._at, data[:n])
-            data, self._at = data[n:], self._at + n
-            if self._at == self._lengths[self._piece]:
-                self._piece, self._at = self._piece + 1, 0
+def _rounds(lengths: Sequence[int], share: int) -> list[list[tuple[int, int, int]]]:
+    """Cuts consecutive pieces of these lengths into rounds of `share` bytes. Lists for each round which bytes of which
+    pieces are in it: the piece, the offset in it, and their number."""
+    out: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for i, length in enumerate(lengths):
+        at = 0
+        while at < length:
+            if not room:
+                out.append([])
+                room = share
+            n = min(length - at, room)
+            out[-1].append((i, at, n))
+            at, room = at + n, room - n
+    return out

@@ -2,9 +2,8 @@
 
 A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. All
 data goes through one staging buffer of `BLOCK` bytes, from and to any device, so the host never holds a copy of a
-complete tensor. The `safetensors` library, in contrast, writes tensors that are completely in memory, and has no
-checksums. It is used for what it can do: weight_loading.py reads the headers of other people's files with it. This file
-knows nothing of checkpoints or ranks.
+complete tensor. The `safetensors` library, in contrast, writes tensors that are completely in memory, reads local files
+only, and has no checksums. This file knows nothing of checkpoints or ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._utils.bounded_json import Malformed, formed, parsed
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place
 
 CHUNK = 1 << 20
 """The number of bytes under one crc32. A restore that reads only a range reads and checks the full chunks around it."""
+
+_HEADER = 100 << 20  # bytes: the safetensors library rejects longer headers, too
 
 BLOCK = 16 * CHUNK
 """The size of the staging buffer in bytes, which is also the size of one read or write."""
@@ -250,3 +252,42 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
     # The format allows spaces after the JSON text. They make the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+class _Header(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(path: Place) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Returns the tensors of a file in the order of their bytes, and its metadata.
+
+    Raises:
+        FormatError: the file is no safetensors file, or has another size than its header says.
+        OSError: it cannot be read.
+    """
+    storage = storage_of(path)
+    size, begin = storage.size(path), 8 + int.from_bytes(storage.read(path, 8), "little")
+    if not 8 < begin <= min(size, _HEADER):
+        raise FormatError(f"{size} bytes, truncated or not safetensors")
+    try:
+        fields = parsed(storage.read(path, begin)[8:], dict[str, Any])
+        metadata = formed(fields.pop("__metadata__", {}), dict[str, str], "__metadata__")
+        told = {name: formed(x, _Header, name) for name, x in fields.items()}
+    except Malformed as error:
+        raise FormatError(f"{size} bytes, its header is damaged: {error}") from None
+    entries, at = {}, begin
+    for name, (dtype, shape, offsets) in sorted(told.items(), key=lambda item: item[1].data_offsets):
+        if dtype not in DTYPES:
+            raise FormatError(f"the dtype {dtype!r} of {name!r} is not one of PyTorch's")
+        entry = entries[name] = Entry(name, DTYPES[dtype], shape, at)
+        # Without gaps, so that no tensor has bytes of another one.
+        if offsets != (at - begin, at - begin + entry.nbytes) or min(shape, default=0) < 0:
+            raise FormatError(f"{size} bytes, its header is damaged: {name!r} does not follow the tensor before it")
+        at += entry.nbytes
+    if at != size:
+        raise FormatError(f"{size} bytes, truncated or damaged: its header says {at}")
+    return entries, metadata

@@ -34,11 +34,10 @@ from fzero.checkpoint.directory import complete_steps, head, head_of, pointed, s
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
-from fzero.checkpoint.tensor_digests import differing, digested, replicas_of
+from fzero.checkpoint.tensor_digests import differing, digested, holders_of, replicas_of
 from fzero.comm.control_group import ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
-from fzero.mesh import Mesh
 from fzero.sharding.layout import Only, Sharding, extent_of, leaf_of
 from fzero.sharding.shard_regions import Boxes, part_shape
 from fzero.train_state import check_computed, check_whole, lasting
@@ -48,7 +47,7 @@ logger = logging.getLogger("fzero")
 # The names of torch.distributed.checkpoint for where the parts of a file begin (its `hf_storage.py`).
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
-_warned: set[str] = set()  # roots under which older checkpoints could not be deleted
+_warned: set[Place] = set()  # roots under which older checkpoints could not be deleted
 
 
 class Saved(NamedTuple):
@@ -299,7 +298,8 @@ def begin(
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
         raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-    run = _run_of(root, run)
+    key = str(root if isinstance(root, Url) else root.absolute())
+    record = _runs.setdefault(key, RunRecord()) if run is None else run
 
     def stage() -> tuple[str, str]:
         if ranks.rank:
@@ -307,14 +307,14 @@ def begin(
         if storage_of(root).has(root / INDEX):
             fix = f"give the directory that it is in: {root.parent}"
             raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix)
-        _check_latest(root, run)
+        _check_latest(root, record)
         staging = storage_of(root).begin(root, step_name(plan.step), private)
         return str(staging.directory), staging.mark
 
     form = tuple[str, str]
     begun = all_gather_values(ranks, "checkpoint.save", stage, form=form, what=what, failure=CheckpointError)
     staging = Staging(as_path(begun[0][0]), begun[0][1])
-    return Job(ranks, root, staging, plan, run, keep, meta, check_replicas)
+    return Job(ranks, root, staging, plan, record, keep, meta, check_replicas)
 
 
 def carry_out(job: Job) -> Place:
@@ -386,7 +386,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
             assert tag is not None
             # Cached by axes, because computing it goes through all ranks of the mesh, and a state has thousands of
             # tensors.
-            holders[axes, only] = _holders(tag[1], axes, only)
+            holders[axes, only] = holders_of(tag[1].axes, axes, only)
         sharding = Sharding((), 1) if tag is None else tag[0].sharding(tag[1])
         for index, ranks in enumerate(holders[axes, only]):
             boxes = sharding.boxes(shape, index)
@@ -488,9 +488,7 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
     # Before `publish`, because they look at the checkpoint that is the latest until then.
     _check_latest(root, run)
     run_name, warning = _run_name(root, plan, run)
-    index = dump(
-        to_json(plan.step, plan.leaves, parts, plan.aliases, plan.treespec, dict(job.meta or {}), files, run_name)
-    )
+    index = dump(to_json(plan, parts, job.meta or {}, files, run_name))
     digest = head(index)[1] or ""
     if run.known is not None:
         run.known.add(digest)  # also if `publish` fails after the index was written
@@ -504,14 +502,11 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
         for directory in retired:
             storage.retire(root, directory)
     except (OSError, CheckpointError) as error:
-        _not_deleted(str(root), str(error))
+        if root not in _warned:
+            _warned.add(root)
+            text = "fzero.checkpoint.save: older checkpoints under %s could not be deleted: %s"
+            logger.warning(text, root, error)
     return run_name, digest
-
-
-def _run_of(root: Place, run: RunRecord | None) -> RunRecord:
-    return (
-        _runs.setdefault(str(root if isinstance(root, Url) else root.absolute()), RunRecord()) if run is None else run
-    )
 
 
 def _latest(root: Place) -> Place | None:
@@ -570,14 +565,6 @@ def _superseded(root: Place, step: int, run: str, keep: int) -> list[Place]:
     return [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
 
 
-def _not_deleted(root: str, why: str) -> None:
-    """Warns once per root that older checkpoints could not be deleted. The new checkpoint is not affected."""
-    if root not in _warned:
-        _warned.add(root)
-        text = "fzero.checkpoint.save: older checkpoints under %s could not be deleted: %s"
-        logger.warning(text, root, why)
-
-
 def _step(state: Any, problems: list[str]) -> int:
     """Returns the step of a state. If it is not a valid step number, adds a problem and returns 0."""
     step = getattr(state, "step", None)
@@ -608,17 +595,6 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
             f"{tree.form(leaf.stored_shape(mesh), leaf.dtype)}"
         )
     return None
-
-
-def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[int]]:
-    """Returns, for every shard, the ranks that hold it."""
-    out: list[list[int]] = [[] for _ in range(mesh.axis_size(axes))]
-    for rank in range(mesh.size):
-        # The mesh as that rank has it, for its index along axes.
-        there = Mesh(mesh.axes, rank, torch.device("cpu"))
-        if only is None or there.index(only.axis) == only.index:
-            out[there.index(axes)].append(rank)
-    return out
 
 
 def not_json(meta: Any) -> list[str]:

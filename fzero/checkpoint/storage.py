@@ -164,11 +164,6 @@ class Storage:
         real = os.path.realpath(os.path.join(home, name))
         return None if os.path.dirname(real) == home else real
 
-    @contextlib.contextmanager
-    def stand_in(self, file: Any, nbytes: int) -> Iterator[Path]:
-        """Provides a local file with the same size and the same first bytes."""
-        yield file
-
     def begin(self, root: Any, name: str, private: bool = False) -> Staging:
         """Prepares a checkpoint of this name, after finishing or removing what killed saves have left behind.
 

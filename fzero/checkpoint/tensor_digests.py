@@ -8,6 +8,7 @@ tensor that is not sharded has one on every rank of the mesh.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from fzero import tree
 from fzero.comm.control_group import ControlGroup, run_on_all_ranks
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
-from fzero.sharding.layout import leaf_of
+from fzero.sharding.layout import Only, leaf_of
 
 _COLUMNS = 4093
 """The number of 8-byte words in a row. The rows of a tensor are added up with weights. A prime, so that no usual width
@@ -82,22 +83,23 @@ def differing(
         groups["/".join(axes)].append(name)
     mine = {axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()}
     notes = group.all_gather(mine, dict[str, str], owner)
-    first = {axes: _first_holders(axes, sizes, group.size) for note in notes for axes in note}
+    # By axes: each group of ranks that hold the same shards.
+    everyone = [[*range(group.size)]]
+    groups_of = {a: holders_of(sizes, tuple(a.split("/"))) if a else everyone for note in notes for a in note}
     if all(
-        notes[rank].get(axes) == notes[holder].get(axes)
-        for axes, holders in first.items()
-        for rank, holder in enumerate(holders)
+        notes[rank].get(axes) == notes[ranks[0]].get(axes)
+        for axes, found in groups_of.items()
+        for ranks in found
+        for rank in ranks
     ):
         return []
     told = {n: (axes, digests[n][0]) for axes, names in groups.items() for n in names}
     tables = group.all_gather(told, dict[str, tuple[str, str]], owner)
     out = []
     for name in dict.fromkeys(n for table in tables for n in table):
-        others: dict[int, list[int]] = defaultdict(list)
-        for rank, holder in enumerate(first[next(table[name][0] for table in tables if name in table)]):
-            if tables[rank].get(name) != tables[holder].get(name):
-                others[holder].append(rank)
-        out += [f"{name}: {_unlike(tables, name, ranks, holder)}" for holder, ranks in others.items()]
+        for ranks in groups_of[next(table[name][0] for table in tables if name in table)]:
+            if odd := [rank for rank in ranks if tables[rank].get(name) != tables[ranks[0]].get(name)]:
+                out.append(f"{name}: {_unlike(tables, name, odd, ranks[0])}")
     return out
 
 
@@ -211,10 +213,16 @@ def _sha(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _first_holders(axes: str, sizes: Mapping[str, int], size: int) -> list[int]:
-    """Returns, for every rank, the first rank that holds the same shard of a tensor that is sharded over these axes."""
-    if not axes:
-        return [0] * size
-    found: dict[int, int] = {}
-    places = [Mesh(dict(sizes), rank, torch.device("cpu")).index(tuple(axes.split("/"))) for rank in range(size)]
-    return [found.setdefault(place, rank) for rank, place in enumerate(places)]
+def holders_of(sizes: Mapping[str, int], axes: tuple[str, ...], only: Only | None = None) -> list[list[int]]:
+    """Returns, for every shard of a tensor that is sharded over these axes, the ranks that hold it.
+
+    `sizes` are those of the axes of the mesh; `only` is the stage that has the tensor.
+    """
+    cpu = torch.device("cpu")
+    out: list[list[int]] = [[] for _ in range(math.prod(sizes[axis] for axis in axes))]
+    for rank in range(math.prod(sizes.values())):
+        # The mesh as that rank has it, for its index along axes.
+        there = Mesh(sizes, rank, cpu)
+        if only is None or there.index(only.axis) == only.index:
+            out[there.index(axes)].append(rank)
+    return out

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fzero._utils.arguments import path_like
 from fzero._utils.bounded_json import Malformed, formed, parsed
 from fzero.checkpoint import tensor_digests
-from fzero.checkpoint.safetensors_format import DTYPES, ElementRun, Entry
+from fzero.checkpoint.safetensors_format import ElementRun, Entry, FormatError, read_header
 from fzero.checkpoint.storage import Reader, storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
@@ -40,7 +39,6 @@ WINDOW = 4 << 20  # bytes, of all ranks together that hold the same data
 _PART = 1 << 20  # bytes that are converted at a time
 _ALIGNED = 16  # bytes: no element of any dtype crosses the boundary of two windows
 _THREADS = 4
-_HEADER = 100 << 20  # bytes: the safetensors library rejects longer headers
 _COPY = "copy or download the files again"
 
 Sources = Mapping[str, Sequence[ElementRun]]
@@ -333,16 +331,9 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
     problems, tied = [], {}
     for file in files:
         try:
-            header, metadata = _header(file)
-        except FileNotFoundError:
-            problems.append(f"{file.name}: missing")
-            continue
-        except SafetensorError as error:
-            size = storage.size(file)
-            problems.append(f"{file.name}: {size} bytes, truncated, damaged or not safetensors: {error}")
-            continue
-        except (OSError, ValueError) as error:
-            problems.append(f"{file.name}: {error}")
+            header, metadata = read_header(file)
+        except (OSError, FormatError) as error:
+            problems.append(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}")
             continue
         tied |= metadata
         for name, entry in header.items():
@@ -375,20 +366,3 @@ def _weight_map(file: Place) -> dict[str, str]:
     ]:
         raise CheckpointError("load", f"{file} names files outside its directory", odd, _COPY)
     return weight_map
-
-
-def _header(file: Place) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Returns the tensors of a file in the order of their bytes, and its metadata. The safetensors library checks
-    both."""
-    storage = storage_of(file)
-    # The library opens local files only. For an object in a store it gets a local file with the same header and size.
-    at = 8 + int.from_bytes(storage.read(file, 8), "little")
-    with storage.stand_in(file, min(at, _HEADER)) as here, safe_open(here, "np") as opened:
-        entries = {}
-        for name in opened.offset_keys():  # the library has checked that there are no gaps between them
-            part = opened.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                raise ValueError(f"the dtype {part.get_dtype()!r} of {name!r} is not one of PyTorch's")
-            entries[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()), at)
-            at += entries[name].nbytes
-        return entries, opened.metadata() or {}

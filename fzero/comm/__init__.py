@@ -19,5 +19,4 @@ imports only `errors.py`, `_compat/` and `_utils/`: the mesh is built on top of 
 | `transport.py` | chooses process groups or shared memory for a mesh |
 | `collectives.py` | runs collectives through process groups, each as a start and a wait |
 | `shared_memory.py` | runs collectives between the CPU ranks of one host through shared memory |
-| `point_to_point.py` | sends bytes between pairs of ranks outside programs, for checkpoints and recovery |
 """

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -22,26 +21,12 @@ from fzero.checkpoint.saving import SavePlan
 from fzero.checkpoint.tensor_digests import word_sum
 from fzero.elastic.memory_slots import MemorySlots
 from fzero.mesh import Mesh
-from fzero.sharding.layout import Leaf, leaf_of
-from fzero.sharding.shard_regions import Boxes
+from fzero.sharding.layout import leaf_of
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
 
 _SLOTS = 2
-
-
-class PeerReplica(NamedTuple):
-    """The rank whose state this rank receives, as the step defines it: the rank `shift` before this one along the
-    axis."""
-
-    spec: Redundant
-    shift: int
-
-    def owner(self, mesh: Mesh) -> dict[str, int]:
-        """Returns the mesh coordinates of the rank that sends to this one."""
-        here, axis = mesh.coordinate, self.spec.axis
-        return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
 
 
 class PeerReplicas:
@@ -56,32 +41,35 @@ class PeerReplicas:
         directory: of the states that the same number of ranks stored.
         plan: of this rank's state.
         mesh: of all ranks.
-        replica: which state is received.
+        redundant: how ranks send their states: this one receives from the rank `shift` before it along the axis.
         seen: the number of batches seen by the state from which the run continues.
 
     Raises:
         OSError: there is not enough memory.
     """
 
-    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, replica: PeerReplica, seen: int):
+    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, redundant: Redundant, seen: int):
         leaves = {
             name: (tag[0], x)
             for name, x in plan.tensors.items()
-            if name not in plan.aliases and (tag := leaf_of(x)) is not None and replica.spec.sends(tag[0])
+            if name not in plan.aliases and (tag := leaf_of(x)) is not None and redundant.sends(tag[0])
             if tag[0].is_on(mesh)  # the ranks along the axis belong to the same stage
         }
-        owner = replica.owner(mesh)
-        boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
+        axis, here = redundant.axis, mesh.coordinate
+        there = {**here, axis: (here[axis] - redundant.shift(mesh)) % mesh.axes[axis]}
+        # The mesh as the rank that sends to this one has it.
+        ranks = (Mesh(mesh.axes, rank, torch.device("cpu")) for rank in range(mesh.size))
+        owner = next(one for one in ranks if one.coordinate == there)
+        boxes = {name: leaf.boxes(owner) for name, (leaf, _) in leaves.items()}
         self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # those with checksums
-        stem = f"replica-{_index(mesh, tuple(mesh.axes), owner):05d}"
         entries = [Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
-        slots = MemorySlots(directory / f"{stem}.json", _SLOTS, entries, plan, boxes, seen)
-        self._slots = [{leaf.path: tensors[name] for name, (leaf, _) in leaves.items()} for tensors in slots.tensors]
-        self._sealed, self._sums = slots.sealed, slots.sums
+        path = directory / f"replica-{owner.rank:05d}.json"
+        self._slots = MemorySlots(path, _SLOTS, entries, plan, boxes, seen)
+        self._names = {leaf.path: name for name, (leaf, _) in leaves.items()}
         self._seen = seen  # batches seen by the state that the current step starts from
         self._coming: int | None = None  # the slot that the current step fills
         self._come: set[str] = set()  # tensors sent since the current step began
-        self._lasting: list[set[str]] = [set() for _ in self._slots]  # by slot: received tensors that no step writes
+        self._lasting: list[set[str]] = [set() for _ in range(_SLOTS)]  # by slot: received tensors that no step writes
         self._last: int | None = None  # the slot that was sealed last
         self._speaks = mesh.rank == 0  # False after the warning
 
@@ -111,8 +99,8 @@ class PeerReplicas:
         if self._coming is None and not self._come:
             # Never the slot that was sealed last: it has the newest complete state.
             known = range(_SLOTS) if self._last is None else [i for i in range(_SLOTS) if i != self._last]
-            self._coming = min(known, key=lambda i: int(self._sealed[i]))
-            self._sealed[self._coming].fill_(0)
+            self._coming = min(known, key=lambda i: int(self._slots.sealed[i]))
+            self._slots.open(self._coming)
         if self._coming is None:  # what was received in this step is sealed already
             return None
         if once and self._lasting[self._coming].issuperset(leaves):
@@ -123,7 +111,7 @@ class PeerReplicas:
                 lasting.difference_update(leaves)
             elif slot == self._coming:
                 lasting.update(leaves)
-        return [self._slots[self._coming][leaf] for leaf in leaves]
+        return [self._slots.tensors[self._coming][self._names[leaf]] for leaf in leaves]
 
     def seal(self, seen: int) -> None:
         """Marks the state that was being received as complete, and stores its checksums.
@@ -135,21 +123,7 @@ class PeerReplicas:
         # Incomplete, or of another step: the slot stays unsealed, and the one that was sealed before it stays valid.
         if slot is None or self._seen != seen - 1 or not self._come | self._lasting[slot] >= self._numel.keys():
             return
-        held = self._slots[slot]
-        self._sums[slot].copy_(torch.stack([word_sum(held[leaf][:num]) for leaf, num in self._numel.items()]))
-        # Last, as in `MemoryCheckpoint.keep`: it commits the slot.
-        self._sealed[slot].fill_(seen)
+        held = self._slots.tensors[slot]
+        sums = [word_sum(held[self._names[leaf]][:num]) for leaf, num in self._numel.items()]
+        self._slots.seal(slot, seen - 1, sums)
         self._coming, self._last = None, slot
-
-
-def _boxes_of(leaf: Leaf, mesh: Mesh, place: dict[str, int]) -> Boxes:
-    """Returns the elements of a tensor that the rank at the coordinates `place` holds."""
-    return leaf.sharding(mesh).boxes(leaf.shape, _index(mesh, leaf.layout.axes, place))
-
-
-def _index(mesh: Mesh, axes: Sequence[str], place: dict[str, int]) -> int:
-    """Returns the row-major index of the coordinates `place` along axes."""
-    index = 0
-    for axis in axes:
-        index = index * mesh.axes[axis] + place[axis]
-    return index

@@ -14,23 +14,24 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero.checkpoint.checkpoint_manager import CheckpointManager
 from fzero.checkpoint.index import Index
 from fzero.comm import collective_sequence, control_group
 from fzero.comm.launcher_environment import Processes
 from fzero.comm.transport import transport
 from fzero.elastic import host_directory, recovery_source
 from fzero.elastic.health import Finding
-from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint
-from fzero.elastic.peer_replicas import PeerReplica
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.recovery_source import InMemory
 from fzero.elastic.stop_request import STOPPED, StopSignals
-from fzero.errors import CheckpointError, FzeroError, FzeroValueError
+from fzero.errors import FzeroError, FzeroValueError
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.sharding.layout import extent_of
@@ -42,29 +43,16 @@ logger = logging.getLogger("fzero")
 
 _TRIES = 3  # attempts to bring the ranks together; all but the last may fail because a rank is lost
 _ANSWER = 5.0  # seconds to wait for an answer of the store's host
-_REMOVERS = "as logind does at the user's last logout, RemoveIPC, or a cleaner of temporary files"
-
-
-class InMemory(NamedTuple):
-    """What the memories of all hosts hold together.
-
-    Attributes:
-        kept: the newest complete state; None if there is none.
-        lost: if there is none, a message that says what is lost; "" if nothing is.
-        reached: the largest number of batches that a rank had seen before it began its last step.
-    """
-
-    kept: Index | None = None
-    lost: str = ""
-    reached: int = 0
 
 
 class Recovered(NamedTuple):
-    """A state, where it was found ("memory", "disk" or "init"), and the number of batches that it has seen."""
+    """A state, where it was found ("memory", "disk" or "init"), the number of batches that it has seen, and the damaged
+    slots in memory."""
 
     state: State
     source: str
     seen: int
+    damaged: list[Finding]
 
 
 class RecoveryManager:
@@ -134,47 +122,50 @@ class RecoveryManager:
         return self.mesh
 
     def restore(
-        self,
-        train: CompiledStep,
-        params: Any,
-        key: torch.Tensor | None,
-        newest: Callable[[], tuple[Index | None, int | None]],
-        path: str | os.PathLike[str] | None,
-        note: Callable[[Finding], None],
+        self, train: CompiledStep, params: Any, key: torch.Tensor | None, saves: CheckpointManager | None
     ) -> Recovered:
         """Returns the newest state that all ranks can have, and keeps it in memory from now on.
 
         Args:
             train, params, key: the step that restores or initializes the state, with the arguments of its `init`.
-            newest: returns the newest checkpoint, and the number of batches that its state has seen.
-            path: of the run's checkpoints.
-            note: called with a finding for each damaged slot.
+            saves: the run's checkpoints, which count from this state on.
         """
-        mesh, found = self.mesh, self._in_memory(note)
-        on_disk, saved = newest()
+        mesh, found = self.mesh, InMemory(None, "", 0, [])
+        if self._memory is not None:
+            watcher = collective_sequence.watcher
+            found = recovery_source.newest(self._memory, mesh, 0 if watcher is None else watcher.reached)
+        damaged = [_finding(*damage) for damage in found.damaged]
+        for finding in damaged if mesh.rank == 0 else ():
+            logger.warning("fzero.run: %s", finding.text)
+        # The newest checkpoint, and the number of batches that its state has seen.
+        on_disk, saved = (None, None) if saves is None else saves.newest(mesh)
         if found.lost:
-            _say_lost(found, path, mesh, on_disk, saved or 0)
-        recovered = self._recovered(train, params, key, found.kept, on_disk, saved)
-        state, source, seen = recovered
-        if source == "init" and not found.lost:
-            _say_from_scratch(mesh, path)
+            _say_lost(found, saves, mesh, on_disk, saved or 0)
+        newest, source, seen = found.kept, "memory", 0 if found.kept is None else found.kept.step
+        if newest is None or (saved is not None and newest.step < saved):
+            newest, source, seen = on_disk, "disk", saved or 0
+        if newest is None:
+            state, source = train.init(params, key), "init"
+            if not found.lost:
+                _say_from_scratch(mesh, saves)
+        else:
+            _check_resize(newest, mesh, self._refuse_resize)
+            state = train.restore(newest, params)
         logger.info("fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), source, mesh.size)
+        if saves is not None:
+            saves.begin(seen, saved)
         self.on_disk = [name for name, x in tree.with_names(state) if extent_of(x)]
         if self._checkpoint is not None and not self.on_disk:
             self._reserve(self._checkpoint, train, state, seen)
             # this rank does not store the state yet: it came from disk, another host or another number of ranks
             if source != "memory" or not self._checkpoint.has(seen):
                 self._checkpoint.keep(state, seen)
-        return recovered
+        return Recovered(state, source, seen, damaged)
 
     def begin(self, seen: int) -> None:
         """Marks the start of a step. `seen` is the number of batches that the state has consumed."""
         if self._checkpoint is not None and self._checkpoint.peer_replicas is not None:
             self._checkpoint.peer_replicas.begin(seen)
-
-    def is_due(self, seen: int) -> bool:
-        """Whether the state after this number of batches is kept."""
-        return self.keeps and seen % self._every == 0
 
     def commit(self, state: State, seen: int) -> None:
         """Copies this rank's shard of a state to its host's memory, if that is due, and marks the shards that another
@@ -183,7 +174,7 @@ class RecoveryManager:
             return
         if self._checkpoint.peer_replicas is not None and self._checkpoint.has(seen - 1):
             self._checkpoint.peer_replicas.seal(seen)
-        if self.is_due(seen):
+        if seen % self._every == 0:
             self._checkpoint.keep(state, seen)
 
     def leave(self) -> None:
@@ -197,68 +188,21 @@ class RecoveryManager:
         with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
             close_mesh()
 
-    def _in_memory(self, note: Callable[[Finding], None]) -> InMemory:
-        """Looks for the newest state in the memories of all hosts. `note` is called with a finding for each damaged
-        slot."""
-        memory, mesh, here = self._memory, self.mesh, Processes.of()
-        if memory is None:
-            return InMemory()
-        mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
-        # After this exchange no rank still writes a slot.
-        reached = max(control_group.all_gather_values(mesh.control, "run", lambda: mine))
-        what = "cannot check the memory of a host"
-        look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
-        damaged = control_group.all_gather_values(
-            mesh.control, "run", look, form=list[Damage], what=what, failure=CheckpointError
-        )
-        for rank, seen, leaves, sent in (x for those in damaged for x in those):
-            how = "sent of its state" if sent else "kept"
-            after = f"after {seen} batches" if seen >= 0 else "after an unknown number of batches"
-            text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
-            text += ", ".join(leaves[:5])
-            note(Finding("slot", seen, (rank,), text))
-        kept, lost = recovery_source.newest(memory, mesh, mesh.control)
-        if kept is None and not lost and reached:
-            ranks = ", ".join(map(str, range(mesh.size)))
-            who = f"rank{'s' * (mesh.size > 1)} {ranks}"
-            lost = f"of the state after {reached} batches no host's memory has the shards of {who}"
-            lost += f" (its files may have been removed: {_REMOVERS})"
-        return InMemory(kept, lost, reached)
-
-    def _recovered(
-        self,
-        train: CompiledStep,
-        params: Any,
-        key: torch.Tensor | None,
-        kept: Index | None,
-        on_disk: Index | None,
-        saved: int | None,
-    ) -> Recovered:
-        """Restores the newer of the states in memory and on disk, or initializes one if there is neither. The state on
-        disk has seen `saved` batches."""
-        if kept is not None and (saved is None or kept.step >= saved):
-            _check_resize(kept, self.mesh, self._refuse_resize)
-            return Recovered(train.restore(kept, params), "memory", kept.step)
-        if on_disk is not None:
-            _check_resize(on_disk, self.mesh, self._refuse_resize)
-            return Recovered(train.restore(on_disk, params), "disk", saved or 0)
-        return Recovered(train.init(params, key), "init", 0)
-
     def _reserve(self, checkpoint: MemoryCheckpoint, train: CompiledStep, state: State, seen: int) -> None:
         """Reserves the memory, and connects the ranks that send and receive copies."""
         mesh, every = self.mesh, self._every
-        replica = _received_replica(train, every, mesh)
+        redundant = _redundant(train, every, mesh)
 
         def reserve() -> None:
             try:
-                checkpoint.open(state, seen, every, mesh, replica)
+                checkpoint.open(state, seen, every, mesh, redundant)
             except OSError as error:
                 raise _no_room(self._memory, error) from error
 
         control_group.run_on_all_ranks(mesh.control, "run", reserve)
-        if replica is not None:
+        if redundant is not None:
             # Now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile.
-            transport(mesh).connect(replica.spec.axis)
+            transport(mesh).connect(redundant.axis)
         mesh.context.peer_replicas = checkpoint.peer_replicas
 
 
@@ -291,36 +235,42 @@ def _check_resize(found: Index, mesh: Mesh, refuse: bool) -> None:
     logger.info("fzero.run: from %d ranks to %d", before, now)
 
 
-def _say_lost(
-    found: InMemory, path: str | os.PathLike[str] | None, mesh: Mesh, on_disk: Index | None, seen: int
-) -> None:
+def _finding(rank: int, seen: int, leaves: list[str], sent: bool) -> Finding:
+    """Describes a damaged slot."""
+    how = "sent of its state" if sent else "kept"
+    after = f"after {seen} batches" if seen >= 0 else "after an unknown number of batches"
+    text = f"what rank {rank} {how} {after} has changed in memory, and is not used: {', '.join(leaves[:5])}"
+    return Finding("slot", seen, (rank,), text)
+
+
+def _say_lost(found: InMemory, saves: CheckpointManager | None, mesh: Mesh, on_disk: Index | None, seen: int) -> None:
     """Logs that no state in memory is complete, and from where the run continues.
 
     Raises:
         FzeroValueError: the run has no path, so no checkpoint could have a newer state than the initial one.
     """
-    if path is None:
+    if saves is None:
         fix = "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "
         fix += "fz.redundant does not"
         raise FzeroValueError("run.state", "the state of this run is lost", [found.lost], fix)
     if mesh.rank == 0:
-        anew = f"there is no checkpoint under {path}, and the run begins from scratch"
+        anew = f"there is no checkpoint under {saves.path}, and the run begins from scratch"
         where = anew if on_disk is None else f"the run goes back to {on_disk.directory}"
         more = found.reached - seen
         again = f", and does {more} batch{'es' * (more > 1)} again" if more > 0 else ""
         logger.warning("fzero.run: %s: %s%s", found.lost, where, again)
 
 
-def _say_from_scratch(mesh: Mesh, path: str | os.PathLike[str] | None) -> None:
+def _say_from_scratch(mesh: Mesh, saves: CheckpointManager | None) -> None:
     """Logs that the run begins from scratch, if this is not the first start of the ranks."""
     lives = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if mesh.rank == 0 and lives != "0":
         text = "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: "
-        logger.warning(text + "the run begins from scratch", lives, "" if path is None else f" or under {path}")
+        logger.warning(text + "the run begins from scratch", lives, "" if saves is None else f" or under {saves.path}")
 
 
-def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplica | None:
-    """Returns which rank sends its state to this rank in the step, or None if none does."""
+def _redundant(train: CompiledStep, every: int, mesh: Mesh) -> Redundant | None:
+    """Returns how ranks send their states to each other in the step, or None if they do not."""
     spec = find(train.resolved.transforms, Redundant)
     if spec is None:
         return None
@@ -335,7 +285,7 @@ def _received_replica(train: CompiledStep, every: int, mesh: Mesh) -> PeerReplic
         what = f"{spec} sends states that fz.run(every={every}) does not commit"
         fix = f"send every {every} steps, or a multiple: fz.redundant(every={every})"
         raise FzeroValueError("run", what, fix=fix)
-    return PeerReplica(spec, spec.shift(mesh))
+    return spec
 
 
 def _no_room(memory: Path | None, error: OSError) -> FzeroValueError:

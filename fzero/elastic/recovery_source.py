@@ -12,94 +12,143 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero._utils import procfs
-from fzero._utils.bounded_json import formed
-from fzero.checkpoint import safetensors_format
-from fzero.checkpoint.index import Index, StoredPart, parse, to_json
+from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.storage import storage_of
-from fzero.comm.control_group import ControlGroup, all_gather_values
-from fzero.elastic import memory_checkpoint
-from fzero.elastic.memory_checkpoint import held, is_whole
+from fzero.comm.control_group import all_gather_values
+from fzero.comm.launcher_environment import Processes
+from fzero.elastic.memory_slots import DAMAGED, Damage, Stored, let_go_of_damaged, stored
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
+from fzero.sharding.shard_regions import claimed, whole
 
 logger = logging.getLogger("fzero")
 
 _RANKS = "ranks"  # the key, in the meta of a state from memory, of the number of ranks that stored it
+_REMOVERS = "as logind does at the user's last logout, RemoveIPC, or a cleaner of temporary files"
 
-_WRONG = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors that reading a damaged memory can raise."""
-
-
-class Held(NamedTuple):
-    """What one host's memory holds: its states by step and number of ranks, or why it is unusable; and the ranks that
-    can read it."""
-
-    ranks: Sequence[int]
-    states: Mapping[tuple[int, int], Index]
-    problem: str | None
+Key = tuple[int, int, str]
+"""A state in memory: the number of batches that it has seen, the number of ranks that stored it, and a digest of its
+tensors and tree, so that shards of different models are not combined."""
 
 
-def newest(memory: Path, mesh: Mesh, ranks: ControlGroup) -> tuple[Index | None, str]:
-    """Returns the newest state that is complete in the memories of all hosts together, as this rank reads it.
+class InMemory(NamedTuple):
+    """What the memories of all hosts hold together.
 
-    If there is none, returns None and a message that says what is lost, or "" if nothing was stored. A damaged
-    memory is reported in the log and treated as lost.
+    Attributes:
+        kept: the newest complete state, as this rank reads it; None if there is none.
+        lost: if there is none, a message that says what is lost; "" if nothing is.
+        reached: the largest number of batches that a rank had seen before it began its last step.
+        damaged: the slots that have changed since they were written, and are not used.
+    """
+
+    kept: Index | None
+    lost: str
+    reached: int
+    damaged: Sequence[Damage]
+
+
+def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
+    """Returns the newest state that is complete in the memories of all hosts together.
+
+    A damaged memory is reported in the log and treated as lost.
 
     Args:
         memory: the run's directory on this host.
         mesh: the mesh whose ranks all call this.
-        ranks: of the mesh.
+        reached: the number of batches that this rank had seen before it began its last step.
 
-    Communication: two exchanges of what each memory holds, packed, about ten bytes per tensor and slot.
+    Communication: three exchanges of what each memory holds, packed, about ten bytes per tensor and rank.
     """
-    memories = found(memory, ranks)
-    for one in memories:
-        if one.problem is not None and ranks.rank == 0:
-            logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", one.ranks[0], one.problem)
-    mine = next(i for i, one in enumerate(memories) if ranks.rank in one.ranks)
-    states = _states(memories, mine)
+    ranks, here = mesh.control, Processes.of()
+    what, form = "cannot find the memory of a host", tuple[int, tuple[str, str, int, int]]
+    told = all_gather_values(
+        ranks, "run", lambda: (reached, _name(memory)), form=form, what=what, failure=CheckpointError
+    )
+    reached, names = max(at for at, _ in told), [name for _, name in told]
+    # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
+    readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
+    # After the first exchange no rank writes a slot. The ranks of a host share the work.
+    what = "cannot check the memory of a host"
+    check = lambda: let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+    checked = all_gather_values(ranks, "run", check, form=list[Damage], what=what, failure=CheckpointError)
+
+    def look() -> list[Stored] | str:
+        if not any(ranks.rank == those[0] for those in readers):
+            return []
+        try:
+            return stored(memory)
+        except DAMAGED as error:
+            return f"{memory}: {type(error).__name__}: {error}"
+
+    what, form = "cannot read the memory of a host", list[Stored] | str
+    found = all_gather_values(ranks, "run", look, form=form, what=what, failure=CheckpointError)
+    memories: list[list[Stored]] = []
+    for those in readers:
+        holds = found[those[0]]
+        if isinstance(holds, str) and ranks.rank == 0:
+            logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", those[0], holds)
+        memories.append([] if isinstance(holds, str) else holds)
+    mine = next(i for i, those in enumerate(readers) if ranks.rank in those)
+    kept, lost = None, ""
+    states = states_of(memory, memories, mine)
     # The newest state; of equally new ones, that of as many ranks as there are now. The rest only makes the order
     # total, so that all ranks choose the same.
-    better = lambda key: (key[0], key[1] == mesh.size, key[1:])  # noqa: E731
-    usable = [key for key, parts in states.items() if _is_whole(parts)]
-    if not usable:
-        return None, _lost(max(states, key=better), states) if states else ""
-    best = max(usable, key=better)
-    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]}), ""
+    order = sorted(states, key=lambda key: (key[0], key[1] == mesh.size, key[1:]), reverse=True)
+    if (best := next((key for key in order if is_whole(states[key])), None)) is not None:
+        peer_reads = None if len(readers) == 1 else _peer_reads(mesh, states[best], readers)
+        kept = replace(states[best], peer_reads=peer_reads)
+    elif order:
+        lost = _lost(order[0], states[order[0]])
+    elif reached:
+        who = f"rank{'s' * (mesh.size > 1)} {', '.join(map(str, range(mesh.size)))}"
+        lost = f"of the state after {reached} batches no host's memory has the shards of {who}"
+        lost += f" (its files may have been removed: {_REMOVERS})"
+    return InMemory(kept, lost, reached, [x for those in checked for x in those])
 
 
-def _lost(key: tuple[int, int, str], states: Mapping[tuple[int, int, str], Sequence[tuple[int, Index]]]) -> str:
-    """Returns a message that names the ranks whose shard of a state is lost.
+def states_of(memory: Path, memories: Sequence[Sequence[Stored]], mine: int) -> dict[Key, Index]:
+    """Returns the states that the slots of all memories hold together, as a rank reads them whose host has the memory
+    number `mine`.
 
-    It is "" for the first state (after 0 batches), because that can be made again.
+    `files` are those of its own host's memory. The names of other hosts' files are prefixed with the number of their
+    memory. Elements that several slots hold are listed in the order of the memories, its own first.
     """
-    files = {file for _, index in states[key] for parts in index.parts.values() for file in (p.file for p in parts)}
-    gone = [r for r in range(key[1]) if not any(f"-{r:05d}." in file for file in files)]
-    who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "some ranks"
-    return f"of the state after {key[0]} batches no host's memory has the shards of {who}" if key[0] else ""
-
-
-def _states(memories: Sequence[Held], mine: int) -> dict[tuple[int, int, str], list[tuple[int, Index]]]:
-    """Groups the states of all memories by step, number of ranks and form, each with the memories that hold shards of
-    it."""
-    states: dict[tuple[int, int, str], list[tuple[int, Index]]] = {}
-    for number in (*range(mine, len(memories)), *range(mine)):  # its own first; the order of the others differs by host
-        for (step, size), index in memories[number].states.items():
-            states.setdefault((step, size, _form(index)), []).append((number, index))
+    states: dict[Key, Index] = {}
+    for number in (*range(mine, len(memories)), *range(mine)):
+        for size, stem, content, sealed in memories[number]:
+            index = parse(memory / f"of-{size:05d}", content)
+            form = _form(index)
+            for slot, seal in enumerate(sealed):
+                if not seal:  # the process died while it wrote this slot
+                    continue
+                file = f"{stem}.{slot}.safetensors" if number == mine else f"{number}:{stem}.{slot}.safetensors"
+                files = {file: File(content["bytes"], "", None)} if number == mine else {}
+                key = seal - 1, size, form
+                state = states.get(key) or replace(index, step=seal - 1, parts=dict.fromkeys(index.parts, ()))
+                parts = {n: (*state.parts[n], *(replace(p, file=file) for p in ps)) for n, ps in index.parts.items()}
+                states[key] = replace(state, files={**state.files, **files}, parts=parts, meta={_RANKS: size})
     return states
 
 
-def _is_whole(states: Sequence[tuple[int, Index]]) -> bool:
-    return is_whole(replace(states[0][1], parts=_joined(states)))
+def is_whole(index: Index) -> bool:
+    """Whether every element of every tensor is present at least once."""
+    for name, parts in index.parts.items():
+        leaf = whole(index.leaves[name][0])
+        left = [(0, leaf.numel)] if leaf.numel else []
+        for part in parts:
+            _, left = claimed(left, leaf.runs(part.boxes))
+        if left:
+            return False
+    return True
 
 
 def ranks_of(index: Index) -> int:
@@ -107,52 +156,15 @@ def ranks_of(index: Index) -> int:
     return index.meta[_RANKS] if _RANKS in index.meta else len(index.files)
 
 
-def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[memory_checkpoint.Damage]:
-    """Calls `memory_checkpoint.let_go_of_damaged`, and returns no damage if the files do not even have the expected
-    form: `found` treats such a memory as lost."""
-    try:
-        return memory_checkpoint.let_go_of_damaged(memory, turn, num)
-    except _WRONG:
-        return []
+def _lost(key: Key, index: Index) -> str:
+    """Returns a message that names the ranks whose shard of a state is lost.
 
-
-def found(memory: Path, ranks: ControlGroup) -> list[Held]:
-    """Returns the contents of all memories, each reported by the first rank that can read it."""
-    what, form = "cannot find the memory of a host", tuple[str, str, int, int]
-    names = all_gather_values(ranks, "run", lambda: _name(memory), form=form, what=what, failure=CheckpointError)
-    # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
-    readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
-
-    def look() -> dict[str, Any] | None:
-        if not any(ranks.rank == those[0] for those in readers):
-            return None
-        try:
-            states, problem = held(memory), None
-        except _WRONG as error:
-            states, problem = {}, f"{memory}: {type(error).__name__}: {error}"
-        of_states = [[*key, str(index.directory), _told(index)] for key, index in states.items()]
-        return {"states": of_states, "problem": problem}
-
-    def heard(those: Sequence[int]) -> Held:
-        content = told[those[0]] or {}
-        states = formed(content["states"], list[tuple[int, int, str, Any]])
-        indices = {(step, size): parse(Path(directory), index) for step, size, directory, index in states}
-        return Held(those, indices, formed(content["problem"], str | None))
-
-    what = "cannot read the memory of a host"
-    told = all_gather_values(ranks, "run", look, what=what, failure=CheckpointError)
-    try:
-        return [heard(those) for those in readers]
-    except _WRONG as error:  # the same error on every rank: all have received the same data
-        raise CheckpointError("run", what, [f"its metadata is damaged: {type(error).__name__}: {error}"]) from None
-
-
-def _told(index: Index) -> dict[str, Any]:
-    """Serializes an index in the form that another rank parses."""
-    content = to_json(
-        index.step, index.leaves, index.parts, index.aliases, index.treespec, dict(index.meta), index.files
-    )
-    return {**content, "chunk": safetensors_format.CHUNK, "sha256": index.sha256}
+    It is "" for the first state (after 0 batches), because that can be made again.
+    """
+    files = {p.file for parts in index.parts.values() for p in parts}
+    gone = [r for r in range(key[1]) if not any(f"-{r:05d}." in file for file in files)]
+    who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "some ranks"
+    return f"of the state after {key[0]} batches no host's memory has the shards of {who}" if key[0] else ""
 
 
 def _name(memory: Path) -> tuple[str, str, int, int]:
@@ -162,57 +174,20 @@ def _name(memory: Path) -> tuple[str, str, int, int]:
 
 
 def _form(index: Index) -> str:
-    """Returns a digest of the tensors and the tree of a state, so that shards of different models are not combined."""
     facts = list(index.leaves.items()), list(index.aliases.items()), index.treespec
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _joined(
-    states: Sequence[tuple[int, Index]], named: Callable[[int, str], str] = lambda number, file: file
-) -> dict[str, tuple[StoredPart, ...]]:
-    """Concatenates the parts that several memories hold of one state, in the order of these memories."""
-    names = states[0][1].parts
-    return {
-        name: tuple(replace(p, file=named(number, p.file)) for number, index in states for p in index.parts[name])
-        for name in names
-    }
-
-
-def _read_by(
-    mesh: Mesh, memory: Path, memories: Sequence[Held], mine: int, states: Sequence[tuple[int, Index]]
-) -> Index:
-    """Returns the index of a state as this rank reads it.
-
-    `files` are those of its own host's memory. The names of other hosts' files are prefixed with the number of their
-    memory.
-    """
-    by_number = dict(states)
-    own = by_number.get(mine)
-    index = states[0][1] if own is None else own
-    what = f"the state in the hosts' memory of step {index.step}"
-    directory = memory if own is None else Path(own.directory)
-    return replace(
-        index,
-        directory=directory,
-        files={} if own is None else own.files,
-        parts=_joined(states, lambda number, file: file if number == mine else f"{number}:{file}"),
-        peer_reads=None if len(memories) == 1 else _peer_reads(mesh, directory, memories, what),
-    )
-
-
-def _peer_reads(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) -> PeerReads:
-    """Returns the reader of the files of all memories.
-
-    A file is named by the number of its memory and its name. `directory` holds the files of this host.
-    """
+def _peer_reads(mesh: Mesh, index: Index, readers: Sequence[Sequence[int]]) -> PeerReads:
+    """Returns the reader of the files of all memories. `readers` lists the ranks that can read each memory."""
 
     def holder(file: str) -> int:
-        ranks = memories[int(file.partition(":")[0])].ranks
+        ranks = readers[int(file.partition(":")[0])]
         # Spreads the requests over the ranks of that host.
         return ranks[mesh.rank % len(ranks)]
 
     def take(file: str, offset: int, out: torch.Tensor) -> str | None:
-        path = directory / file.partition(":")[2]
+        path = index.directory / file.partition(":")[2]
         try:
             with storage_of(path).reader(path) as reader:
                 got = reader.fill(memoryview(out.numpy()), offset)  # type: ignore[arg-type]
@@ -220,4 +195,4 @@ def _peer_reads(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str
             return f"{path.name}: {error}"
         return None if got == out.numel() else f"{path.name}: ends inside {offset} to {offset + out.numel()}"
 
-    return PeerReads(mesh, "run", what, holder, take)
+    return PeerReads(mesh, "run", f"the state in the hosts' memory of step {index.step}", holder, take)

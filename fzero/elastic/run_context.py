@@ -204,21 +204,11 @@ class Run:
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
-        saved: int | None = None
         if path is not None and not isinstance(path, CheckpointManager):
             path = CheckpointManager(path, data=data, private=private)
         self._train, self._checkpoints = train, path
-
-        def newest() -> tuple[checkpoint.Index | None, int | None]:
-            nonlocal saved
-            found, saved = (None, None) if path is None else path.newest(self.mesh)
-            return found, saved
-
-        where = None if path is None else path.path
-        self._newest, self.source, seen = self._recovery.restore(train, params, key, newest, where, self._note)
+        self._newest, self.source, seen, self.health = self._recovery.restore(train, params, key, path)
         self._counter = BatchCounter(train, seen)
-        if path is not None:
-            path.begin(seen, saved)
         return self._newest
 
     @plain_numbers
@@ -349,18 +339,15 @@ class Run:
         """
         if self._newest is None or (saves := self._checkpoints) is None:
             return
-        saves.settle()
-        if (seen := self._counter.count("save")) == saves.saved:
-            return
+        seen = self._counter.count("save")
         try:
-            saves.seen = seen
-            saved = saves.save_last(self._newest)
+            saved = saves.save_last(self._newest, seen)
         except CheckpointError as error:
             text, fix = parted(error)
             what = f"a stop of the run is requested, and its state after {seen} batches is not saved"
             problems = [line.strip() for line in text.splitlines()] + [self._next_start(saves)]
             raise type(error)("run", what, problems, fix or None) from error
-        if self.mesh.rank == 0:
+        if saved is not None and self.mesh.rank == 0:
             logger.warning("fzero.run: the state after %d batches is saved: %s", seen, saved)
 
     def _next_start(self, saves: CheckpointManager) -> str:
@@ -375,12 +362,6 @@ class Run:
         if found is None:
             return f"the next start begins from scratch: there is no checkpoint under {saves.path}"
         return f"the next start continues from {found}"
-
-    def _note(self, finding: Finding) -> None:
-        """Records a finding on every rank, and logs it once."""
-        self.health.append(finding)
-        if self.mesh.rank == 0:
-            logger.warning("fzero.run: %s", finding.text)
 
 
 def _check_arguments(

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import survivor
 import torch
+from survivor import held
 from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
-from fzero.elastic.memory_checkpoint import Damage, MemoryCheckpoint, held, let_go_of_damaged
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.memory_slots import Damage, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
 

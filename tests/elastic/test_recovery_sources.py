@@ -13,11 +13,11 @@ import survivor
 import torch
 
 import fzero as fz
+from fzero.checkpoint import peer_reads
 from fzero.checkpoint.index import Index, StoredPart
-from fzero.comm import point_to_point
-from fzero.comm.control_group import world
 from fzero.elastic import recovery_source
-from fzero.elastic.memory_checkpoint import MemoryCheckpoint, is_whole
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.recovery_source import is_whole
 from fzero.sharding.shard_regions import Boxes, DimShard, claimed, whole
 
 STAGES = ("shard_params", "shard_opt_state", "data_parallel")
@@ -44,7 +44,7 @@ def kept(root: str, hosts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         for index in range(3):
             state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
             if index == 2 and mesh.rank == mesh.size - 1:
-                memory_checkpoint._sealed[0].fill_(0)
+                memory_checkpoint._slots.sealed[0].fill_(0)
             else:
                 memory_checkpoint.keep(state, index + 1)
             if index == 1:
@@ -56,18 +56,18 @@ def kept(root: str, hosts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
 def found(root: str, hosts: Sequence[int], reading: str, window: int) -> dict[str, tuple[int, list[torch.Tensor]]]:
     """The state of each stage, as a step of another stage goes on from it."""
     mesh, out = fz.make_mesh(), {}
-    usual, point_to_point.WINDOW = point_to_point.WINDOW, window
+    usual, peer_reads.WINDOW = peer_reads.WINDOW, window
     for stage in STAGES:
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
-        index, _ = recovery_source.newest(memory, mesh, world())
+        index = recovery_source.newest(memory, mesh).kept
         if index is None:
             out[stage] = (-1, [])
             continue
         train = compiled(reading, mesh)
         state = train.restore(index, survivor.init)
         out[stage] = index.step, [x.clone() for x in fz.tree.leaves(train.gather(state))]
-    point_to_point.WINDOW = usual
+    peer_reads.WINDOW = usual
     fz.close_mesh()
     return out
 
@@ -101,7 +101,7 @@ def test_states_of_three_hosts_on_any_ranks_and_hosts(run_ranks: Any, tmp_path: 
 def failing(root: str, how: str) -> tuple[str, str, bool]:
     """The error of a restore in which something fails on rank 1, and whether the mesh can be used afterwards."""
     mesh = fz.make_mesh(timeout=30)
-    index, _ = recovery_source.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
+    index = recovery_source.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh).kept
     assert index is not None and index.peer_reads is not None
     if mesh.rank == 1 and how == "truncated":
         for file in index.files:
@@ -148,7 +148,7 @@ def test_a_damaged_memory_is_named_and_counts_as_lost(
         damage(memory / "of-00001")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fzero"):
-            assert (recovery_source.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
+            assert (recovery_source.newest(memory, mesh).kept is None) == bool(caplog.messages)
         return "".join(caplog.messages)
 
     def flip(path: Path, at: int) -> None:

@@ -26,7 +26,9 @@ from scripts import ROOT, environment
 
 import fzero as fz
 from fzero.elastic import host_directory, supervisor
-from fzero.elastic.memory_checkpoint import MemoryCheckpoint, held, is_whole, let_go_of_damaged
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.memory_slots import let_go_of_damaged
+from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
@@ -363,7 +365,7 @@ def kept(memory: str, stage: str) -> list[Any]:
         state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
         memory_checkpoint.keep(state, index + 1)
     if mesh.rank == 1:  # killed while it keeps the next
-        memory_checkpoint._sealed[0].fill_(0)
+        memory_checkpoint._slots.sealed[0].fill_(0)
     whole = train.gather(state)
     fz.close_mesh()
     return [x.clone() for x in fz.tree.leaves(whole)]
@@ -372,7 +374,7 @@ def kept(memory: str, stage: str) -> list[Any]:
 @pytest.mark.parametrize("stage", ["shard_params", "shard_opt_state", "data_parallel"])
 def test_states_kept_by_two_ranks_are_read_by_any_number(run_ranks: Any, tmp_path: Path, stage: str) -> None:
     before = run_ranks(2, kept, str(tmp_path), stage)[0]
-    found = held(tmp_path)
+    found = survivor.held(tmp_path)
     steps = sorted(step for step, _ in found)
     assert steps[0] in (1, 2) and all(size == 2 for _, size in found)
     whole = {step: is_whole(index) for (step, _), index in found.items()}
@@ -393,9 +395,9 @@ def test_a_slot_whose_number_is_damaged_is_let_go(tmp_path: Path) -> None:
     memory_checkpoint.open(state, 4)
     for number in (4, 5):
         memory_checkpoint.keep(state, number)
-    memory_checkpoint._sealed[1].fill_(-7202199355712626690)
+    memory_checkpoint._slots.sealed[1].fill_(-7202199355712626690)
     assert let_go_of_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
-    assert sorted(held(tmp_path)) == [(4, 1)]
+    assert sorted(survivor.held(tmp_path)) == [(4, 1)]
 
 
 def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> None:
@@ -408,9 +410,9 @@ def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> No
         memory_checkpoint.keep(state, number)
     again = MemoryCheckpoint(tmp_path, 0, 1, [0])
     again.open(state, 4)
-    assert sorted(held(tmp_path)) == [(4, 1)]
+    assert sorted(survivor.held(tmp_path)) == [(4, 1)]
     again.keep(state, 5)
-    assert sorted(held(tmp_path)) == [(4, 1), (5, 1)]
+    assert sorted(survivor.held(tmp_path)) == [(4, 1), (5, 1)]
 
 
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import survivor
 import torch
 
 import fzero as fz
-from fzero.comm import point_to_point
+from fzero.checkpoint import peer_reads
 
 
 def step(*transforms: Any) -> Any:
@@ -32,7 +32,7 @@ def resharded(root: str) -> list[str]:
         fz.compile(step(fz.shard_params(), fz.offload("cpu", "opt_state")), far, backend="eager"),
         fz.compile(step(fz.shard_params(axis=("data", "replica")), fz.accumulate(3)), grid, backend="eager"),
     ]
-    usual, point_to_point.WINDOW = point_to_point.WINDOW, 1000
+    usual, peer_reads.WINDOW = peer_reads.WINDOW, 1000
     state, wrong = chain[0].init(survivor.init, fz.random.key(0)), []
     for number, train in enumerate(chain):
         if number:
@@ -46,7 +46,7 @@ def resharded(root: str) -> list[str]:
             wrong += [f"{number}: memory is held" for x in before if x.numel()]
         for index in range(2):
             state, _ = train(state, survivor.batch_at(2 * number + index, flat.rank, 4))
-    point_to_point.WINDOW = usual
+    peer_reads.WINDOW = usual
     if flat.rank == 1:
         state = state._replace(step=torch.zeros((), dtype=torch.int64))
     try:

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from survivor import held
 from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
 from fzero.comm.transport import transport
-from fzero.elastic.memory_checkpoint import MemoryCheckpoint, held, is_whole
-from fzero.elastic.peer_replicas import PeerReplica
+from fzero.elastic.memory_checkpoint import MemoryCheckpoint
+from fzero.elastic.recovery_source import is_whole
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.ir.verifier import verify
 from fzero.testing import simulate
@@ -74,7 +75,7 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
     if memory is not None:
         memory_checkpoint = MemoryCheckpoint(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
         (memory / f"host-{mesh.rank}").mkdir()
-        memory_checkpoint.open(state, 0, 1, mesh, PeerReplica(spec, spec.shift(mesh)))
+        memory_checkpoint.open(state, 0, 1, mesh, spec)
         mesh.context.peer_replicas = memory_checkpoint.peer_replicas
 
         def counted(values: Any, *rest: Any) -> Any:
@@ -219,7 +220,7 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     for turn in range(10):
         if turn in (0, 7):  # a run that begins, and one that goes on
             memory_checkpoint = MemoryCheckpoint(here, mesh.rank, mesh.size, [mesh.rank])
-            memory_checkpoint.open(state, turn, 1, mesh, PeerReplica(step.transforms[-1], 1))
+            memory_checkpoint.open(state, turn, 1, mesh, step.transforms[-1])
             memory_checkpoint.keep(state, turn)
             mesh.context.peer_replicas = peer_replicas = memory_checkpoint.peer_replicas
         peer_replicas.begin(turn)
