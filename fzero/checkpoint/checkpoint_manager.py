@@ -15,7 +15,7 @@ from fzero._utils.arguments import count, flag, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import RunRecord, not_json, not_private, save_as
+from fzero.checkpoint.saving import RunRecord, SaveOptions, not_json, not_private, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError, StorageError
@@ -221,7 +221,8 @@ class CheckpointManager:
         if self._data is not None:
             note[_DATA] = {**self._cursor, "next": self._data.data_step(self.seen)}
         more, wait = {**(self._last["meta"] or {}), _NOTE: note}, self._wait if wait is None else wait
-        saved = save_as(self._run, self.path, state, self._last["keep"], more, True, wait, self._private)
+        options = SaveOptions(self._last["keep"], more, wait=wait, private=self._private)
+        saved = save_as(self.path, state, options, self._run)
         if isinstance(saved, AsyncSave):
             self._running = saved, self.seen
         else:

@@ -16,6 +16,7 @@ from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone, mismatch
 from fzero.checkpoint.peer_reads import Piece
 from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import Place
 from fzero.comm import control_group
 from fzero.comm.control_group import ALONE, run_on_all_ranks, world
 from fzero.errors import CheckpointError
@@ -280,12 +281,15 @@ class _Reading:
             jobs = {file: pieces for file, pieces in jobs.items() if file in here}
         batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
         for (file, pieces), (chunks, problem) in zip(
-            batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True
+            batches, self._pool.map(lambda job: self._fill(*job), batches), strict=True
         ):
             moved(sum(len(piece.out) for piece in pieces))
             self._problems += [problem] if problem else []
             for chunk, leaf in chunks:
                 self._bad.setdefault((file, chunk), {})[leaf] = None
+
+    def _fill(self, file: str, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
+        return fill(self._index.directory / file, self._index.files[file].crc32, pieces)
 
     def to_disk(self, name: str, held: Boxes, out: torch.Tensor) -> None:
         """Writes these elements of a tensor, followed by zeros, as the value of a tensor stored on disk."""
@@ -350,16 +354,16 @@ def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
         yield batch
 
 
-def _fill(index: Index, file: str, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
+def fill(file: Place, crc32: str | None, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
     """Reads pieces of one file. Returns the damaged chunks, each with the tensor that was read there, and any other
     problem."""
     try:
-        with safetensors_format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
+        with safetensors_format.Ranges(file, crc32) as ranges:
             return [
                 (chunk, piece.leaf) for piece in pieces for chunk in ranges.read_into(piece.out, piece.offset)
             ], None
     except (OSError, safetensors_format.FormatError) as error:
-        return [], f"{file}: {error}; it holds {_few([p.leaf for p in pieces])}"
+        return [], f"{file.name}: {error}; it holds {_few([p.leaf for p in pieces])}"
 
 
 def _damage(index: Index, name: str) -> list[str]:

@@ -76,6 +76,34 @@ _runs: dict[str, RunRecord] = {}  # by root: the run of the saves of this proces
 
 
 @dataclass(frozen=True)
+class SaveOptions:
+    """The options of a save, which `save` describes."""
+
+    keep: int | None = None
+    meta: Mapping[str, Any] | None = None
+    check_replicas: bool = True
+    wait: bool = True
+    private: bool = False
+
+    def check(self, root: Place, plan: SavePlan) -> None:
+        """Raises one error for all options that are invalid."""
+        problems = not_private(root, self.private)
+        if type(self.wait) is not bool:
+            problems.append(f"wait={self.wait!r}: True or False")
+        on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
+        if self.wait is False and on_disk:
+            problems.append(
+                f"wait=False: {len(on_disk)} tensors are stored on disk, and would be copied to memory ({on_disk[0]}, "
+                "…): save them with wait=True"
+            )
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            problems.append(f"keep={self.keep!r}: a whole number of at least 1, or None to keep all")
+        problems += not_json(self.meta)
+        if problems:
+            raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
+
+
+@dataclass(frozen=True)
 class SavePlan:
     """The plan of a save. `parts[name]` lists the ranks that write the tensor, each with the elements that it writes.
 
@@ -113,9 +141,7 @@ class Job:
     staging: Staging
     plan: SavePlan
     run: RunRecord
-    keep: int | None
-    meta: Mapping[str, Any] | None
-    check_replicas: bool
+    options: SaveOptions
 
     @property
     def what(self) -> str:
@@ -229,18 +255,11 @@ def save(
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
-    return save_as(None, path, state, keep, meta, check_replicas, wait, private)
+    return save_as(path, state, SaveOptions(keep, meta, check_replicas, wait, private))
 
 
 def save_as(
-    run: RunRecord | None,
-    path: str | os.PathLike[str],
-    state: Any,
-    keep: int | None,
-    meta: Mapping[str, Any] | None,
-    check_replicas: bool,
-    wait: bool,
-    private: bool,
+    path: str | os.PathLike[str], state: Any, options: SaveOptions, run: RunRecord | None = None
 ) -> Place | AsyncSave:
     """Does `save` as a part of a run; None for the run of this process in that directory."""
     mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
@@ -249,10 +268,8 @@ def save_as(
     # saves at the same time.
     with alone, async_save.one_at_a_time:
         check_computed(state, "checkpoint.save")
-        job = begin(
-            world(), path, state, run, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
-        )
-        if wait:
+        job = begin(world(), path, state, options, run)
+        if options.wait:
             return carry_out(job)
 
         def rest(ranks: ControlGroup, copies: dict[str, torch.Tensor]) -> Place:
@@ -265,17 +282,12 @@ def begin(
     ranks: ControlGroup,
     path: str | os.PathLike[str],
     state: Any,
+    options: SaveOptions,
     run: RunRecord | None = None,
-    *,
-    keep: int | None = None,
-    meta: Mapping[str, Any] | None = None,
-    check_replicas: bool = True,
-    wait: bool = True,
-    private: bool = False,
 ) -> Job:
     """Waits for the running save, makes the plan of the next one on all ranks, and begins the staging for its files.
 
-    Arguments and errors are those of `save`. To be called with `async_save.one_at_a_time` held.
+    Arguments and errors are those of `save_as`. To be called with `async_save.one_at_a_time` held.
     """
     made: list[tuple[Place, SavePlan]] = []
 
@@ -284,7 +296,7 @@ def begin(
         async_save.finish()  # it may raise only on some ranks: those that have not called `wait`
         check_whole(state, "checkpoint.save")
         plan = make_plan(state, ranks.rank, ranks.size)
-        _check_arguments(keep, meta, wait, plan, not_private(root, private))
+        options.check(root, plan)
         storage_of(root)  # checks on every rank that it has the necessary packages
         made.append((root, plan))
         return plan.digest()
@@ -308,19 +320,19 @@ def begin(
             fix = f"give the directory that it is in: {root.parent}"
             raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix)
         _check_latest(root, record)
-        staging = storage_of(root).begin(root, step_name(plan.step), private)
+        staging = storage_of(root).begin(root, step_name(plan.step), options.private)
         return str(staging.directory), staging.mark
 
     form = tuple[str, str]
     begun = all_gather_values(ranks, "checkpoint.save", stage, form=form, what=what, failure=CheckpointError)
     staging = Staging(as_path(begun[0][0]), begun[0][1])
-    return Job(ranks, root, staging, plan, record, keep, meta, check_replicas)
+    return Job(ranks, root, staging, plan, record, options)
 
 
 def carry_out(job: Job) -> Place:
     """Compares replicas, then writes and commits a save that has begun."""
     ranks, plan = job.ranks, job.plan
-    if job.check_replicas and ranks.size > 1:
+    if job.options.check_replicas and ranks.size > 1:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
         job.gather(lambda: held.update(digested(replicas_of(plan.tensors))), Any)
         if problems := differing(held, plan.axes, ranks, "checkpoint.save"):
@@ -341,7 +353,7 @@ def _read(job: Job) -> dict[str, torch.Tensor]:
     """Returns the tensors that this rank reads: those that it writes parts of, and those that are compared."""
     plan, rank = job.plan, job.ranks.rank
     names = {name for name, parts in plan.parts.items() if any(r == rank for r, _ in parts)}
-    if job.check_replicas and job.ranks.size > 1:
+    if job.options.check_replicas and job.ranks.size > 1:
         names.update(replicas_of(plan.tensors))
     return {name: x for name, x in plan.tensors.items() if name in names}
 
@@ -488,7 +500,7 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
     # Before `publish`, because they look at the checkpoint that is the latest until then.
     _check_latest(root, run)
     run_name, warning = _run_name(root, plan, run)
-    index = dump(to_json(plan, parts, job.meta or {}, files, run_name))
+    index = dump(to_json(plan, parts, job.options.meta or {}, files, run_name))
     digest = head(index)[1] or ""
     if run.known is not None:
         run.known.add(digest)  # also if `publish` fails after the index was written
@@ -497,8 +509,8 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
         logger.warning(warning)
     try:
         # After publishing: if the process is killed here, there are too many checkpoints, but never too few.
-        if job.keep is not None:
-            retired += _superseded(root, plan.step, run_name, job.keep)
+        if job.options.keep is not None:
+            retired += _superseded(root, plan.step, run_name, job.options.keep)
         for directory in retired:
             storage.retire(root, directory)
     except (OSError, CheckpointError) as error:
@@ -613,24 +625,6 @@ def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
     if not (problems := flag("private", private)) and private and isinstance(as_path(path), Url):
         problems = ["private=True: objects of a store have no permissions of files; its policies say who may read"]
     return problems
-
-
-def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: list[str]) -> None:
-    """Raises one error for all arguments of `save` that are invalid."""
-    if type(wait) is not bool:
-        problems.append(f"wait={wait!r}: True or False")
-    on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
-    if wait is False and on_disk:
-        problems.append(
-            f"wait=False: {len(on_disk)} tensors are stored on disk, and "
-            f"would be copied to memory ({on_disk[0]}, …): save "
-            "them with wait=True"
-        )
-    if keep is not None and (type(keep) is not int or keep < 1):
-        problems.append(f"keep={keep!r}: a whole number of at least 1, or None to keep all")
-    problems += not_json(meta)
-    if problems:
-        raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
 
 
 def _check_visible(file: Place, rank: int, nbytes: int) -> None:

@@ -24,8 +24,10 @@ import torch
 from fzero._utils.arguments import path_like
 from fzero._utils.bounded_json import Malformed, formed, parsed
 from fzero.checkpoint import tensor_digests
+from fzero.checkpoint.peer_reads import Piece
+from fzero.checkpoint.reading import fill
 from fzero.checkpoint.safetensors_format import ElementRun, Entry, FormatError, read_header
-from fzero.checkpoint.storage import Reader, storage_of
+from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
 from fzero.comm import control_group
@@ -159,13 +161,14 @@ def _place(weights: Weights, runs: Sequence[ElementRun]) -> tuple[str, int]:
     return file.name, entry.offset + runs[0].at * entry.dtype.itemsize
 
 
-class _Piece(NamedTuple):
-    """A range of bytes of a file that has the position `begin` in a stream."""
+class _StreamPiece(NamedTuple):
+    """A range of bytes of a file that has the position `begin` in a stream, and the tensor that it is part of."""
 
     begin: int
     file: Place
     offset: int
     nbytes: int
+    leaf: str
 
 
 class _Stream:
@@ -184,7 +187,7 @@ class _Stream:
         problems: list[str],
     ):
         self._mesh, self._axes, self._wanted = mesh, axes, wanted
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_StreamPiece] = []
         self._leaves: dict[str, list[tuple[int, int, torch.dtype]]] = {}  # for each piece: position, bytes, dtype
         at = 0
         for name, leaf in wanted.items():
@@ -199,19 +202,18 @@ class _Stream:
                     if low < high:
                         file, entry = weights.entries[run.key]
                         size = entry.dtype.itemsize
-                        piece = _Piece(at, file, entry.offset + (run.at + low - run.start) * size, (high - low) * size)
-                        self._pieces.append(piece)
-                        mine.append((at, piece.nbytes, entry.dtype))
+                        offset, nbytes = entry.offset + (run.at + low - run.start) * size, (high - low) * size
+                        self._pieces.append(_StreamPiece(at, file, offset, nbytes, name))
+                        mine.append((at, nbytes, entry.dtype))
                         # Gaps between pieces keep each one aligned to every dtype, so that the bytes of a window can be
                         # viewed as elements without a copy.
-                        at += -(-piece.nbytes // _ALIGNED) * _ALIGNED
+                        at += -(-nbytes // _ALIGNED) * _ALIGNED
         count = mesh.axis_size(axes)
         self._share = -(-min(WINDOW, max(at, 1)) // (count * _ALIGNED)) * _ALIGNED  # bytes that a rank reads
         self._window, self._total = self._share * count, at
         self._begins = [p.begin for p in self._pieces]
         self._current, self._loaded = torch.empty(0, dtype=torch.uint8, device="cpu"), -1
         self._problems = problems
-        self._readers: dict[Place, Reader] = {}
         # One window is read ahead, so that reading overlaps with gathering and converting the window before.
         self._pending: Any = None
 
@@ -219,11 +221,6 @@ class _Stream:
         with ExitStack() as stack:
             self._pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-load"))
             self._ahead = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="fzero-load-ahead"))
-            for file in dict.fromkeys(p.file for p in self._pieces):
-                try:
-                    self._readers[file] = stack.enter_context(storage_of(file).reader(file))
-                except OSError as error:
-                    self._problems.append(f"{file.name}: {error}")
             # Allocated once: allocating them again and again would leave holes between the tensors made meanwhile.
             sizes = itertools.accumulate((self._mesh.axes[a] for a in reversed(self._axes)), operator.mul)
             self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
@@ -278,27 +275,22 @@ class _Stream:
         # window.
         low = number * self._window + self._mesh.index(self._axes) * self._share
         high = min(low + self._share, self._total)
-        jobs: list[tuple[_Piece, int, int]] = []
+        jobs: list[tuple[Place, Piece]] = []
         at = max(bisect_right(self._begins, low) - 1, 0)
         for piece in self._pieces[at : bisect_right(self._begins, max(high - 1, 0))]:
             first, last = max(low, piece.begin), min(high, piece.begin + piece.nbytes)
-            jobs += [(piece, a, min(a + _PART, last)) for a in range(first, last, _PART)]
-        view = memoryview(out.numpy())  # type: ignore[arg-type]
-        for problem in self._pool.map(lambda job: self._fill(view[job[1] - low : job[2] - low], *job[:2]), jobs):
-            if problem:
-                self._problems.append(problem)
+            for start in range(first, last, _PART):
+                into = out[start - low : min(start + _PART, last) - low]
+                jobs.append((piece.file, Piece(piece.offset + start - piece.begin, into, piece.leaf)))
+        self._problems += [p for p in self._pool.map(lambda job: self._fill(*job), jobs) if p is not None]
         return out
 
-    def _fill(self, out: memoryview, piece: _Piece, first: int) -> str | None:
-        """Reads bytes of a piece, from position `first` of the stream on. Returns a message if that fails."""
-        if (reader := self._readers.get(piece.file)) is None:
-            return None  # reported when the file was opened
-        offset = piece.offset + first - piece.begin
+    def _fill(self, file: Place, piece: Piece) -> str | None:
+        """Reads a piece. Returns a message if that fails."""
         try:
-            got = reader.fill(out, offset)
-        except (OSError, CheckpointError) as error:
-            return f"{piece.file.name}: {error}"
-        return None if got == len(out) else f"{piece.file.name}: ends at byte {offset + got}, inside a tensor"
+            return fill(file, None, [piece])[1]
+        except CheckpointError as error:  # of an object store
+            return f"{file.name}: {error}"
 
 
 def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:

@@ -22,7 +22,7 @@ import torch
 from fzero._utils import procfs
 from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.peer_reads import PeerReads
-from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.safetensors_format import FormatError, Ranges
 from fzero.comm.control_group import all_gather_values
 from fzero.comm.launcher_environment import Processes
 from fzero.elastic.memory_slots import DAMAGED, Damage, Stored, let_go_of_damaged, stored
@@ -108,7 +108,7 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
         kept = replace(states[best], peer_reads=peer_reads)
     elif order:
         lost = _lost(order[0], states[order[0]])
-    elif reached:
+    if kept is None and not lost and reached:
         who = f"rank{'s' * (mesh.size > 1)} {', '.join(map(str, range(mesh.size)))}"
         lost = f"of the state after {reached} batches no host's memory has the shards of {who}"
         lost += f" (its files may have been removed: {_REMOVERS})"
@@ -189,10 +189,10 @@ def _peer_reads(mesh: Mesh, index: Index, readers: Sequence[Sequence[int]]) -> P
     def take(file: str, offset: int, out: torch.Tensor) -> str | None:
         path = index.directory / file.partition(":")[2]
         try:
-            with storage_of(path).reader(path) as reader:
-                got = reader.fill(memoryview(out.numpy()), offset)  # type: ignore[arg-type]
-        except OSError as error:
+            with Ranges(path, None) as ranges:
+                ranges.read_into(out, offset)
+        except (OSError, FormatError) as error:
             return f"{path.name}: {error}"
-        return None if got == out.numel() else f"{path.name}: ends inside {offset} to {offset + out.numel()}"
+        return None
 
     return PeerReads(mesh, "run", f"the state in the hosts' memory of step {index.step}", holder, take)

@@ -145,7 +145,7 @@ def as_ranks(size: int, act: Any) -> list[Any]:
 
 
 def save_as(ranks: ControlGroup, root: Any, state: Any) -> Any:
-    return saving.carry_out(saving.begin(ranks, root, state))
+    return saving.carry_out(saving.begin(ranks, root, state, saving.SaveOptions()))
 
 
 def save_on(root: Path, whole: Any, axes: tuple[str, ...] = ("data",), **sizes: int) -> Path:
@@ -823,15 +823,15 @@ def test_two_jobs_in_one_directory_are_rejected_and_keep_their_own_checkpoints(t
     state = State(10, {"a": torch.ones(3)})
     ours, theirs = saving.RunRecord(), saving.RunRecord()
     for run, step in ((ours, 10), (theirs, 2), (theirs, 4)):
-        saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=step), run, keep=1))
+        saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=step), saving.SaveOptions(keep=1), run))
     assert ours.last is not None and theirs.last is not None and ours.last.run != theirs.last.run
     raises(
-        lambda: saving.begin(world(), tmp_path, state._replace(step=20), ours),
+        lambda: saving.begin(world(), tmp_path, state._replace(step=20), saving.SaveOptions(), ours),
         f"another run saves to {tmp_path}, too",
         f"step-00000004 was saved by the run {theirs.last.run}",
         "Fix: give each run a directory of its own",
     )
-    saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=6), theirs, keep=1))
+    saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=6), saving.SaveOptions(keep=1), theirs))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000006", "step-00000010"]
 
 
@@ -941,7 +941,7 @@ def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 1
-        staging = saving.begin(world(), tmp_path, theirs, saving.RunRecord())
+        staging = saving.begin(world(), tmp_path, theirs, saving.SaveOptions(), saving.RunRecord())
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 2
         saving.carry_out(staging)
         assert read_whole(tmp_path)["params.a"].tolist() == [2.0, 2.0]

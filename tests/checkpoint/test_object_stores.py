@@ -140,7 +140,7 @@ def test_a_listing_that_lags_behind_hides_nothing(caplog: pytest.LogCaptureFixtu
 
     def save(ranks: Any, step: int) -> Any:
         state = on_rank(whole_state(step, step), mesh[ranks.rank], ("data",))
-        return saving.carry_out(saving.begin(ranks, RUN, state, keep=2))
+        return saving.carry_out(saving.begin(ranks, RUN, state, saving.SaveOptions(keep=2)))
 
     assert checkpoint.find(RUN) is None and caplog.text == ""
     for step in range(1, 8):
@@ -350,7 +350,7 @@ def test_two_jobs_that_save_one_step_delete_only_what_they_replace(monkeypatch: 
 
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
-        saving.carry_out(saving.begin(world(), RUN, theirs, saving.RunRecord()))
+        saving.carry_out(saving.begin(world(), RUN, theirs, saving.SaveOptions(), saving.RunRecord()))
         assert read_whole(RUN)["params.a"].tolist() == [2.0] * 3
         return commit(*args, **kwargs)
 
