@@ -213,7 +213,7 @@ def read_index(directory: Place) -> Index:
         raise _error(directory, [f"{INDEX}: version {version!r}, this fzero reads up to {VERSION}"], "update fzero")
     problems = (
         []
-        if content.get("sha256") == _digest(content)
+        if content.get("sha256") == digest(content)
         else [f"{INDEX}: corrupt, its contents do not match its own sha256"]
     )
     try:
@@ -342,7 +342,7 @@ def dump(content: dict[str, Any]) -> bytes:
     # The oldest version that can express the contents, so that older releases can still read checkpoints without shards
     # along dims.
     content = {"format": FORMAT, "version": 2 if cut else 1, "sha256": "", "chunk": CHUNK, **content}
-    content["sha256"] = _digest(content)
+    content["sha256"] = digest(content)
     lines = []
     for key, value in content.items():
         if key in ("leaves", "files"):
@@ -390,7 +390,8 @@ def _part_json(p: StoredPart) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest(content: Mapping[str, Any]) -> str:
+    """Returns the sha256 of the contents of an index, without its entry `sha256`."""
     rest = {k: v for k, v in content.items() if k != "sha256"}
     # Of a normal form, so that the digest does not depend on the formatting of the file.
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -34,7 +34,7 @@ from fzero.checkpoint.directory import complete_steps, head, head_of, pointed, s
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
-from fzero.checkpoint.tensor_digests import differing, digested, holders_of, replicas_of
+from fzero.checkpoint.tensor_digests import differing, holders_of, replicas_of
 from fzero.comm.control_group import ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError
 from fzero.memory import disk
@@ -229,7 +229,7 @@ def save(
             otherwise files have the permissions that the umask leaves. Existing directories are not changed. Not for an
             object store, whose own policies determine who may read.
 
-    Communication: six exchanges of small objects; each rank writes the shards it holds,
+    Communication: five exchanges of small objects; each rank writes the shards it holds,
         and of the replicas of a shard or of an unsharded tensor one rank writes, spread over the ranks by size. With
         `wait=False`, three of the exchanges take place before it returns, and the others go through a process group of
         the thread.
@@ -333,9 +333,7 @@ def carry_out(job: Job) -> Place:
     """Compares replicas, then writes and commits a save that has begun."""
     ranks, plan = job.ranks, job.plan
     if job.options.check_replicas and ranks.size > 1:
-        held: dict[str, tuple[str, tuple[str, ...]]] = {}
-        job.gather(lambda: held.update(digested(replicas_of(plan.tensors))), Any)
-        if problems := differing(held, plan.axes, ranks, "checkpoint.save"):
+        if problems := differing(lambda: replicas_of(plan.tensors), plan.axes, ranks.size, job.gather):
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
             what = f"{job.what}: the ranks hold different values of the same tensors"

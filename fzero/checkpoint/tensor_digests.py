@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm.control_group import ControlGroup, run_on_all_ranks
+from fzero.comm.control_group import all_gather_values
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.sharding.layout import Only, leaf_of
@@ -48,43 +48,39 @@ def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str,
     return out
 
 
-def digested(held: Held) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Replaces each value by its digest, dtype and shape.
-
-    If this raises on one rank, the others must be told before they exchange digests.
-    """
-    return {
-        name: (f"{digest(x)} {tree.describe(x) if isinstance(x, torch.Tensor) else 'another'}", axes)
-        for name, (x, axes) in held.items()
-    }
-
-
 def differing(
-    digests: Mapping[str, tuple[str, tuple[str, ...]]],
+    held: Callable[[], Held],
     sizes: Mapping[str, int],
-    group: ControlGroup,
-    owner: str,
+    size: int,
+    gather: Callable[[Callable[[], Any], Any], list[Any]],
 ) -> list[str]:
     """Returns a message for each name whose value differs between two ranks: the same messages on every rank.
 
     Args:
-        digests: what `digested` returned. The names should be the same on every rank; those that a rank lacks are
-            reported as well.
+        held: returns the values. The names should be the same on every rank; those that a rank lacks are reported as
+            well.
         sizes: of the axes of the mesh.
-        group: the ranks.
-        owner: the name of the public call, for errors.
+        size: the number of ranks.
+        gather: calls a function on every rank, and returns the results, which have the given type, of all ranks. If
+            the function raises an error on one rank, all ranks raise one.
 
     Communication: one exchange of about a hundred bytes; if anything differs, another one of 50 bytes per name.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, (_, axes) in digests.items():
+    digests: dict[str, tuple[str, str]] = {}  # by name: the axes, and the digest, dtype and shape
+
+    def digest_all() -> dict[str, str]:
         # One digest per group of axes, so that the first exchange is small. Digests of single tensors are exchanged
         # only if a group differs.
-        groups["/".join(axes)].append(name)
-    mine = {axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()}
-    notes = group.all_gather(mine, dict[str, str], owner)
+        groups: dict[str, list[bytes]] = defaultdict(list)
+        for name, (x, axes) in held().items():
+            told = f"{digest(x)} {tree.describe(x) if isinstance(x, torch.Tensor) else 'another'}"
+            digests[name] = "/".join(axes), told
+            groups["/".join(axes)].append(f"{name} {told}".encode())
+        return {axes: _sha(*told) for axes, told in groups.items()}
+
+    notes = gather(digest_all, dict[str, str])
     # By axes: each group of ranks that hold the same shards.
-    everyone = [[*range(group.size)]]
+    everyone = [[*range(size)]]
     groups_of = {a: holders_of(sizes, tuple(a.split("/"))) if a else everyone for note in notes for a in note}
     if all(
         notes[rank].get(axes) == notes[ranks[0]].get(axes)
@@ -93,8 +89,7 @@ def differing(
         for rank in ranks
     ):
         return []
-    told = {n: (axes, digests[n][0]) for axes, names in groups.items() for n in names}
-    tables = group.all_gather(told, dict[str, tuple[str, str]], owner)
+    tables = gather(lambda: digests, dict[str, tuple[str, str]])
     out = []
     for name in dict.fromkeys(n for table in tables for n in table):
         for ranks in groups_of[next(table[name][0] for table in tables if name in table)]:
@@ -112,8 +107,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     `held` returns them. It is called once, also on a mesh of one device. If it raises on one rank, the other ranks
     are told.
 
-    Communication: two exchanges of about a hundred bytes; if anything differs, 30 more bytes per name. Memory and
-        time: see `digest`.
+    Communication: that of `differing`. Memory and time: see `digest`.
 
     Raises:
         DivergenceError: naming the values that differ, and the ranks.
@@ -121,8 +115,11 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
     if mesh.size == 1:
         held()
         return
-    digests = run_on_all_ranks(mesh.control, owner, lambda: digested(held()), failure=DivergenceError)
-    if problems := differing(digests, mesh.axes, mesh.control, owner):
+
+    def gather(make: Callable[[], Any], form: Any) -> list[Any]:
+        return all_gather_values(mesh.control, owner, make, form=form, failure=DivergenceError)
+
+    if problems := differing(held, mesh.axes, mesh.size, gather):
         raise DivergenceError(
             owner, "the ranks hold different values of tensors that must be the same on all ranks", problems, fix
         )

@@ -15,7 +15,7 @@ continue from it. `supervisor.py` and `host_directory.py` do not import PyTorch.
 | `stop_request.py` | records stop signals, and makes all ranks stop before the same step |
 | `health.py` | `fz.Health`: the checks that a run makes while it trains, and their findings |
 | `memory_checkpoint.py` | stores the newest states in memory files that outlive the process |
-| `memory_slots.py` | makes the memory files of a state, which are overwritten in place |
+| `memory_slots.py` | makes, finds and checks the memory files of states, which are overwritten in place |
 | `host_directory.py` | finds the directory of a host's in-memory checkpoints, and shares each rank's progress |
 | `peer_replicas.py` | receives and stores the shards that another host sends (`fz.redundant`) |
 | `recovery_source.py` | finds the newest state that is complete across all hosts, and reads this rank's shard |

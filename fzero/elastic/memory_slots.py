@@ -8,7 +8,7 @@ The header and the pages of a slot are allocated once. Besides the tensors of a 
 
     sealed    int64[1]: 0 while the slot is written, otherwise the number of batches that its state has seen plus one
               (a skipped step also consumes a batch)
-    sums      int64[n]: a checksum of each tensor
+    sums      int64[n]: for each tensor, a checksum of its bits plus the value of `sealed`
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from fzero._utils.bounded_json import read
 from fzero.checkpoint import safetensors_format
-from fzero.checkpoint.index import StoredPart, parse, to_json
+from fzero.checkpoint.index import StoredPart, digest, parse, to_json
 from fzero.checkpoint.safetensors_format import Entry, header
 from fzero.checkpoint.saving import SavePlan
 from fzero.checkpoint.tensor_digests import word_sum
@@ -34,7 +34,6 @@ from fzero.sharding.shard_regions import Boxes
 
 SEALED = "sealed"
 _SUMS = "sums"
-_MOST = 1 << 48  # batches: a slot with a larger number is damaged
 
 DAMAGED = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged memory can raise."""
@@ -84,6 +83,8 @@ class MemorySlots:
             at.setdefault(x.device, []).append(i)
         for which in at.values():  # one copy per device
             self.tensors[slot][_SUMS][which] = torch.stack([sums[i] for i in which]).cpu()
+        # With the number, so that a state is never taken for that of another step.
+        self.tensors[slot][_SUMS].add_(seen + 1)
         # Last, because it makes the slot valid.
         self.sealed[slot].fill_(seen + 1)
 
@@ -109,8 +110,7 @@ def stored(memory: Path) -> list[Stored]:
     found = []
     for note in _notes(memory):
         with contextlib.suppress(FileNotFoundError):  # another rank may be removing it
-            content = read(note, dict[str, Any])
-            parse(note.parent, content)  # raises if the file is damaged
+            content = _content(note)
             sealed = [_sealed(path, content) for path in _slots(note, content)]
             found.append(Stored(int(note.parent.name.removeprefix("of-")), note.stem, content, sealed))
     return found
@@ -143,10 +143,10 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
     found: list[Damage] = []
     for note in _notes(memory)[first::num]:
         with contextlib.suppress(*DAMAGED):
-            content = read(note, dict[str, Any])
+            content = _content(note)
             index = parse(note.parent, content)
             for path in _slots(note, content):
-                if not (step := _sealed(path, content)):
+                if not (sealed := _sealed(path, content)):
                     continue
                 with path.open("r+b") as f:
                     data = torch.frombuffer(mmap.mmap(f.fileno(), 0), dtype=torch.uint8)
@@ -155,20 +155,28 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
                 for name, known in zip(content["summed"], sums, strict=True):
                     nbytes = index.leaves[name][1].itemsize
                     bits = [data[p.offset :][: p.boxes.numel * nbytes] for p in index.parts[name]]
-                    if (int(word_sum(bits[0])) if bits else 0) != known:
+                    if (sum(int(word_sum(x)) for x in bits) + sealed - known) % 2**64:
                         odd.append(name)
-                if step > _MOST:
-                    odd, step = [SEALED, *odd], 0
                 if odd:
                     # Invalidated in the mapped file itself, so that every rank of the host sees it.
                     data[content["sealed"] :][:8].zero_()
+                    if len(odd) == len(sums) > 1:  # the number has changed, which all sums have in common
+                        odd, sealed = [SEALED], 0
                     kind, _, rank = note.stem.partition("-")
-                    found.append(Damage(int(rank), step - 1, odd, kind != "rank"))
+                    found.append(Damage(int(rank), sealed - 1, odd, kind != "rank"))
     return found
 
 
 def _notes(memory: Path) -> list[Path]:
     return [note for kind in ("rank", "replica") for note in sorted(memory.glob(f"of-*/{kind}-*.json"))]
+
+
+def _content(note: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file, which must be as it was written."""
+    content = read(note, dict[str, Any])
+    if content["sha256"] != digest(content):
+        raise ValueError(f"{note.name} has changed in memory")
+    return content
 
 
 def _slots(note: Path, content: Mapping[str, Any]) -> Iterable[Path]:
@@ -243,8 +251,9 @@ def _note(plan: SavePlan, boxes: Mapping[str, Boxes], files: Sequence[_MemoryFil
     parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
     # Without the step, so that the file stays the same when a run continues (`_write`).
     content = to_json(replace(plan, step=0), parts, {}, {})
-    content |= {"chunk": safetensors_format.CHUNK, "sha256": "", "bytes": files[0].bytes, "slots": len(files)}
-    return content | {"sealed": offsets[SEALED], "sums": offsets[_SUMS], "summed": list(boxes)}
+    content |= {"chunk": safetensors_format.CHUNK, "bytes": files[0].bytes, "slots": len(files)}
+    content |= {"sealed": offsets[SEALED], "sums": offsets[_SUMS], "summed": list(boxes)}
+    return content | {"sha256": digest(content)}
 
 
 def _write(path: Path, text: str) -> None:

@@ -513,7 +513,7 @@ def edit(directory: Path, change: Any) -> None:
     """Changes an index and seals it again, as an attacker would."""
     content = json.loads((directory / "index.json").read_bytes())
     change(content)
-    content["sha256"] = index._digest(content)
+    content["sha256"] = index.digest(content)
     (directory / "index.json").write_text(json.dumps(content))
 
 

@@ -120,6 +120,28 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
     assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
 
 
+def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None:
+    """The number of batches, by which shards of different ranks are put together, and the JSON file, which says where
+    the elements belong."""
+    state = fz.State(torch.tensor(4), {"w": torch.ones(8), "v": torch.ones(3)}, {}, fz.random.key(0), {})
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
+    memory_checkpoint.open(state, 0)
+    for bit in range(63):
+        for number in (3, 4):
+            memory_checkpoint.keep(state, number)
+        memory_checkpoint._slots.sealed[1] ^= 1 << bit
+        assert let_go_of_damaged(tmp_path) == [Damage(0, -1, ["sealed"])], bit
+        assert sorted(held(tmp_path)) == [(3, 1)], bit
+    (note,) = tmp_path.glob("of-*/*.json")
+    text = note.read_text()
+    digits = [at for at, character in enumerate(text) if character.isdigit()]
+    assert len(digits) > 50
+    for at in digits:
+        note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+        with pytest.raises(ValueError):
+            held(tmp_path)
+
+
 @pytest.mark.full
 def test_a_run_goes_on_from_the_state_before_a_damaged_one(tmp_path: Path, run_ranks: Any) -> None:
     """Rank 1 flips a bit of what it kept and dies: all go back one step more, to the numbers of a run without
