@@ -332,12 +332,14 @@ def begin(
 def carry_out(job: Job) -> Place:
     """Compares replicas, then writes and commits a save that has begun."""
     ranks, plan = job.ranks, job.plan
+    problems = []
     if job.options.check_replicas and ranks.size > 1:
-        if problems := differing(lambda: replicas_of(plan.tensors), plan.axes, ranks.size, job.gather):
-            job.undo()
-            fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
-            what = f"{job.what}: the ranks hold different values of the same tensors"
-            raise CheckpointError("checkpoint.save", what, problems, fix)
+        problems = differing(lambda: replicas_of(plan.tensors), plan.axes, ranks.size, job.gather)
+    if problems:
+        job.undo()
+        fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
+        what = f"{job.what}: the ranks hold different values of the same tensors"
+        raise CheckpointError("checkpoint.save", what, problems, fix)
     # Rank 0 commits only after every rank has reported its file as durable.
     written = job.gather(lambda: write_rank_file(job.staging, plan, ranks.rank), safetensors_format.Written)
     name, digest = job.gather(lambda: commit(job, written) if ranks.rank == 0 else ("", ""), tuple[str, str])[0]

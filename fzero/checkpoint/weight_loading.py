@@ -8,6 +8,7 @@ all-gathered. The files are in Hugging Face's layout, or a single one. The calle
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import os
@@ -15,7 +16,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,12 +134,17 @@ def read_leaves(
     # one stream, whose windows these ranks gather.
     for name in sorted(sources, key=lambda n: _place(weights, sources[n])):
         groups.setdefault(_replicas(wanted[name], mesh), []).append(name)
-    # In the same order on every rank, because the streams contain collectives.
+    # In the same order on every rank, because the windows are gathered.
     for axes in sorted(groups):
-        with _Stream(weights, sources, {n: wanted[n] for n in groups[axes]}, mesh, axes, problems) as stream:
-            for name in groups[axes]:
-                yield name, stream.parts(name)
-            stream.finish()
+        leaves = {name: wanted[name] for name in groups[axes]}
+        pieces = _pieces(weights, sources, leaves, mesh)
+        with contextlib.closing(_windows([p for ps in pieces.values() for p in ps], mesh, axes, problems)) as windows:
+            stream = _Stream(windows)
+            for name, leaf in leaves.items():
+                yield name, _parts(stream, pieces[name], leaf, mesh)
+            # Without this, a rank that was not asked for all parts would leave the others waiting in a gather.
+            for _ in windows if axes else ():
+                pass
     if problems:
         raise CheckpointError("load", f"cannot read {weights.path}", dict.fromkeys(problems), _COPY)
 
@@ -169,128 +174,120 @@ class _StreamPiece(NamedTuple):
     offset: int
     nbytes: int
     leaf: str
+    dtype: torch.dtype
 
 
-class _Stream:
-    """The concatenated pieces of tensors, read one window at a time.
+def _pieces(
+    weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh
+) -> dict[str, list[_StreamPiece]]:
+    """Returns the pieces that make up this rank's shard of each tensor, one after the other."""
+    out: dict[str, list[_StreamPiece]] = {name: [] for name in wanted}
+    at = 0
+    for name, leaf in wanted.items():
+        for start, stop in held(leaf, mesh):
+            runs = sources[name]
+            # From the run on that contains `start`.
+            for run in runs[max(bisect_right(runs, start, key=lambda r: r.start) - 1, 0) :]:
+                low, high = max(start, run.start), min(stop, run.stop)
+                if run.start >= stop:
+                    break
+                if low < high:
+                    file, entry = weights.entries[run.key]
+                    size = entry.dtype.itemsize
+                    offset, nbytes = entry.offset + (run.at + low - run.start) * size, (high - low) * size
+                    out[name].append(_StreamPiece(at, file, offset, nbytes, name, entry.dtype))
+                    # Gaps between pieces keep each one aligned to every dtype, so that the bytes of a window can be
+                    # viewed as elements without a copy.
+                    at += -(-nbytes // _ALIGNED) * _ALIGNED
+    return out
 
-    Errors are added to `problems` instead of being raised, so that the other ranks still get their parts.
+
+def _windows(
+    pieces: Sequence[_StreamPiece], mesh: Mesh, axes: tuple[str, ...], problems: list[str]
+) -> Iterator[torch.Tensor]:
+    """Yields the bytes of a stream, one window at a time. Each must be used before the next one is requested.
+
+    The ranks along `axes` gather each window. Errors are added to `problems` instead of being raised, so that the other
+    ranks still get their parts.
     """
+    if not pieces:
+        return
+    total, count = pieces[-1].begin + pieces[-1].nbytes, mesh.axis_size(axes)
+    share = -(-min(WINDOW, total) // (count * _ALIGNED)) * _ALIGNED  # bytes that a rank reads
+    # Allocated once: allocating them again and again would leave holes between the tensors made meanwhile.
+    sizes = itertools.accumulate((mesh.axes[a] for a in reversed(axes)), operator.mul)
+    gathered = [torch.empty(share * n, dtype=torch.uint8, device=mesh.device) for n in sizes]
+    # Two buffers are enough: one holds the current window while the other is filled.
+    buffers = [torch.empty(share, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    begins, numbers = [p.begin for p in pieces], range(-(-total // (share * count)))
 
-    def __init__(
-        self,
-        weights: Weights,
-        sources: Sources,
-        wanted: Mapping[str, Leaf],
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        problems: list[str],
-    ):
-        self._mesh, self._axes, self._wanted = mesh, axes, wanted
-        self._pieces: list[_StreamPiece] = []
-        self._leaves: dict[str, list[tuple[int, int, torch.dtype]]] = {}  # for each piece: position, bytes, dtype
-        at = 0
-        for name, leaf in wanted.items():
-            mine = self._leaves.setdefault(name, [])
-            for start, stop in held(leaf, mesh):
-                runs = sources[name]
-                # From the run on that contains `start`.
-                for run in runs[max(bisect_right(runs, start, key=lambda r: r.start) - 1, 0) :]:
-                    low, high = max(start, run.start), min(stop, run.stop)
-                    if run.start >= stop:
-                        break
-                    if low < high:
-                        file, entry = weights.entries[run.key]
-                        size = entry.dtype.itemsize
-                        offset, nbytes = entry.offset + (run.at + low - run.start) * size, (high - low) * size
-                        self._pieces.append(_StreamPiece(at, file, offset, nbytes, name))
-                        mine.append((at, nbytes, entry.dtype))
-                        # Gaps between pieces keep each one aligned to every dtype, so that the bytes of a window can be
-                        # viewed as elements without a copy.
-                        at += -(-nbytes // _ALIGNED) * _ALIGNED
-        count = mesh.axis_size(axes)
-        self._share = -(-min(WINDOW, max(at, 1)) // (count * _ALIGNED)) * _ALIGNED  # bytes that a rank reads
-        self._window, self._total = self._share * count, at
-        self._begins = [p.begin for p in self._pieces]
-        self._current, self._loaded = torch.empty(0, dtype=torch.uint8, device="cpu"), -1
-        self._problems = problems
-        # One window is read ahead, so that reading overlaps with gathering and converting the window before.
-        self._pending: Any = None
-
-    def __enter__(self) -> _Stream:
-        with ExitStack() as stack:
-            self._pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-load"))
-            self._ahead = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="fzero-load-ahead"))
-            # Allocated once: allocating them again and again would leave holes between the tensors made meanwhile.
-            sizes = itertools.accumulate((self._mesh.axes[a] for a in reversed(self._axes)), operator.mul)
-            self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
-            self._buffers = [torch.empty(self._share, dtype=torch.uint8, device="cpu") for _ in range(2)]
-            self._pending = self._ahead.submit(self._read, 0) if self._total else None
-            # Only now, when everything could be opened, does it stay open.
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def finish(self) -> None:
-        """Reads the remaining windows that were not requested, if other ranks wait for them."""
-        # Without this, a rank that was not asked for all parts would leave the others waiting in a gather.
-        while self._axes and (self._loaded + 1) * self._window < self._total:
-            self._load()
-
-    def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yields this rank's shard of a tensor in pieces of up to 1 MiB, followed by zeros for the padding."""
-        leaf, filled = self._wanted[name], 0
-        for begin, nbytes, dtype in self._leaves[name]:
-            at = begin
-            while at < begin + nbytes:
-                while at >= (self._loaded + 1) * self._window:
-                    self._load()
-                here = at - self._loaded * self._window
-                num = min(_PART, begin + nbytes - at, self._window - here)
-                part = self._current[here : here + num].view(dtype).to(leaf.dtype)
-                yield part
-                at, filled = at + num, filled + part.numel()
-        rest, size = leaf.shard_numel(self._mesh) - filled, _PART // leaf.dtype.itemsize
-        for start in range(0, rest, size):
-            yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
-
-    def _load(self) -> None:
-        """Makes the next window the current one, and starts reading the one after it."""
-        self._loaded += 1
-        part = self._pending.result()
-        # Two buffers are enough: one holds the current window while the other is filled.
-        following = self._loaded + 1
-        self._pending = self._ahead.submit(self._read, following) if following * self._window < self._total else None
-        # The last axis varies fastest in `Mesh.index`, so gathering over it first puts the shares in order.
-        for axis, whole in zip(reversed(self._axes), self._gathered, strict=True):
-            part = gather(self._mesh, part.to(self._mesh.device), axis, whole)
-        self._current = part
-
-    def _read(self, number: int) -> torch.Tensor:
+    def read(number: int) -> torch.Tensor:
         """Reads this rank's share of a window."""
-        out = self._buffers[number % 2]
         # Consecutive shares of a window belong to consecutive ranks, so concatenating the gathered shares gives the
         # window.
-        low = number * self._window + self._mesh.index(self._axes) * self._share
-        high = min(low + self._share, self._total)
+        low, out = (number * count + mesh.index(axes)) * share, buffers[number % 2]
+        high = min(low + share, total)
         jobs: list[tuple[Place, Piece]] = []
-        at = max(bisect_right(self._begins, low) - 1, 0)
-        for piece in self._pieces[at : bisect_right(self._begins, max(high - 1, 0))]:
+        at = max(bisect_right(begins, low) - 1, 0)
+        for piece in pieces[at : bisect_right(begins, max(high - 1, 0))]:
             first, last = max(low, piece.begin), min(high, piece.begin + piece.nbytes)
             for start in range(first, last, _PART):
                 into = out[start - low : min(start + _PART, last) - low]
                 jobs.append((piece.file, Piece(piece.offset + start - piece.begin, into, piece.leaf)))
-        self._problems += [p for p in self._pool.map(lambda job: self._fill(*job), jobs) if p is not None]
+        problems.extend(p for p in pool.map(lambda job: _fill(*job), jobs) if p is not None)
         return out
 
-    def _fill(self, file: Place, piece: Piece) -> str | None:
-        """Reads a piece. Returns a message if that fails."""
-        try:
-            return fill(file, None, [piece])[1]
-        except CheckpointError as error:  # of an object store
-            return f"{file.name}: {error}"
+    with (
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-load") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="fzero-load-ahead") as ahead,
+    ):
+        # One window is read ahead, so that reading overlaps with gathering and converting the window before.
+        pending = ahead.submit(read, 0)
+        for number in numbers:
+            part = pending.result()
+            if number + 1 in numbers:
+                pending = ahead.submit(read, number + 1)
+            # The last axis varies fastest in `Mesh.index`, so gathering over it first puts the shares in order.
+            for axis, whole in zip(reversed(axes), gathered, strict=True):
+                part = gather(mesh, part.to(mesh.device), axis, whole)
+            yield part
+
+
+def _fill(file: Place, piece: Piece) -> str | None:
+    """Reads a piece. Returns a message if that fails."""
+    try:
+        return fill(file, None, [piece])[1]
+    except CheckpointError as error:  # of an object store
+        return f"{file.name}: {error}"
+
+
+class _Stream:
+    """Consecutive windows, one of which is the current one."""
+
+    def __init__(self, windows: Iterator[torch.Tensor]):
+        self._windows, self._begin = windows, 0
+        self._current = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def read(self, at: int, most: int) -> torch.Tensor:
+        """Returns bytes from a position on: at most this many, and those of one window."""
+        while at >= self._begin + self._current.numel():
+            self._begin += self._current.numel()
+            self._current = next(self._windows)
+        return self._current[at - self._begin :][:most]
+
+
+def _parts(stream: _Stream, pieces: Sequence[_StreamPiece], leaf: Leaf, mesh: Mesh) -> Iterator[torch.Tensor]:
+    """Yields this rank's shard of a tensor in pieces of up to 1 MiB, followed by zeros for the padding."""
+    filled = 0
+    for piece in pieces:
+        at, end = piece.begin, piece.begin + piece.nbytes
+        while at < end:
+            data = stream.read(at, min(_PART, end - at))
+            yield data.view(piece.dtype).to(leaf.dtype)
+            at, filled = at + data.numel(), filled + data.numel() // piece.dtype.itemsize
+    rest, size = leaf.shard_numel(mesh) - filled, _PART // leaf.dtype.itemsize
+    for start in range(0, rest, size):
+        yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
 
 
 def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:

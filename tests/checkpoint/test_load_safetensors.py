@@ -346,14 +346,14 @@ def failing(path: str, scratch: str, case: str) -> None:
                 os.preadv = real
                 raise OSError(5, "Input/output error")
 
-            agree_read = weight_loading._Stream._fill
+            agree_read = weight_loading._fill
 
-            def fill(self: Any, *args: Any) -> Any:
-                weight_loading._Stream._fill = agree_read
+            def fill(*args: Any) -> Any:
+                weight_loading._fill = agree_read
                 os.preadv = broken
-                return agree_read(self, *args)
+                return agree_read(*args)
 
-            weight_loading._Stream._fill = fill
+            weight_loading._fill = fill
         if mesh.rank == 1 and case == "write":
             from fzero.state import tensor_storage as storage
 
