@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from fzero.mesh import Mesh
 from fzero.sharding import shard_regions
 from fzero.sharding.layout import Leaf, place
 from fzero.sharding.shard_regions import Boxes, claimed
+
+T = TypeVar("T")
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
@@ -229,7 +232,7 @@ def _read(
             for name in todo
             if wanted[name].layout.tier != "disk"
         }
-        for group in _groups(sizes):
+        for group in grouped(sizes, sizes.__getitem__, _GROUP):
             jobs: dict[str, list[Piece]] = defaultdict(list)
             for name in group:
                 leaf, dtype = wanted[name], index.leaves[name][1]
@@ -339,19 +342,14 @@ def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[s
 
 
 def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
-    """Yields the pieces of one file in file order, split so that several threads can share a large file."""
-    batch, total = [], 0
+    """Splits the pieces of one file, in file order, so that several threads can share a large file."""
     # In file order, so that pieces in the same chunk share one read and one checksum.
-    for piece in sorted(pieces, key=lambda p: p.offset):
-        for at in range(0, piece.out.numel(), nbytes):
-            cut = piece.out[at : at + nbytes]
-            if batch and total + cut.numel() > nbytes:
-                yield batch
-                batch, total = [], 0
-            batch.append(Piece(piece.offset + at, cut, piece.leaf))
-            total += cut.numel()
-    if batch:
-        yield batch
+    cut = (
+        Piece(piece.offset + at, piece.out[at : at + nbytes], piece.leaf)
+        for piece in sorted(pieces, key=lambda p: p.offset)
+        for at in range(0, piece.out.numel(), nbytes)
+    )
+    return grouped(cut, lambda piece: piece.out.numel(), nbytes)
 
 
 def fill(file: Place, crc32: str | None, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
@@ -412,15 +410,16 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more tensors" if len(names) > 5 else "")
 
 
-def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
-    """Yields names in groups whose tensors have at most `_GROUP` bytes together, or one larger tensor."""
-    group, total = [], 0
-    for name, size in nbytes.items():
-        if group and total + size > _GROUP:
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Splits items, in order, into groups of at most `limit` bytes, or of one larger item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + nbytes(item) > limit:
             yield group
             group, total = [], 0
-        group.append(name)
-        total += size
+        group.append(item)
+        total += nbytes(item)
     if group:
         yield group
 

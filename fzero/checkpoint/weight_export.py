@@ -14,7 +14,7 @@ import torch
 
 from fzero._utils.arguments import plain_numbers
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.reading import RunReader, damaged, missing
+from fzero.checkpoint.reading import RunReader, damaged, grouped, missing
 from fzero.checkpoint.safetensors_format import CODES, ElementRun, Entry, FormatError, as_bytes, write
 from fzero.checkpoint.storage import storage_of, sync
 from fzero.checkpoint.storage_paths import local
@@ -134,7 +134,7 @@ def export_tensors(
             for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
                 yield block if stored == one.dtype else as_bytes(block.clone().view(stored).to(one.dtype))
 
-    shards = _shards([entry(name) for name in tensors], max_shard_bytes)
+    shards = [*grouped([entry(name) for name in tensors], lambda one: one.nbytes, max_shard_bytes)]
     files = [WEIGHTS]
     if len(shards) > 1:
         files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -170,16 +170,3 @@ def _short(name: str, prefix: str) -> str:
     if name == prefix:
         return name.rpartition(".")[2]
     return name[len(prefix) + 1 :] if prefix else name
-
-
-def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
-    """Splits entries, in order, into shards of at most `limit` bytes (or one larger entry)."""
-    shards: list[list[Entry]] = [[]]
-    total = 0
-    for entry in entries:
-        if shards[-1] and total + entry.nbytes > limit:
-            shards.append([])
-            total = 0
-        shards[-1].append(entry)
-        total += entry.nbytes
-    return shards
