@@ -219,7 +219,7 @@ def holders_of(sizes: Mapping[str, int], axes: tuple[str, ...], only: Only | Non
     out: list[list[int]] = [[] for _ in range(math.prod(sizes[axis] for axis in axes))]
     for rank in range(math.prod(sizes.values())):
         # The mesh as that rank has it, for its index along axes.
-        there = Mesh(sizes, rank, cpu)
+        there = Mesh(dict(sizes), rank, cpu)
         if only is None or there.index(only.axis) == only.index:
             out[there.index(axes)].append(rank)
     return out

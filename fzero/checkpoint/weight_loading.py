@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -204,7 +204,7 @@ def _pieces(
 
 def _windows(
     pieces: Sequence[_StreamPiece], mesh: Mesh, axes: tuple[str, ...], problems: list[str]
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     """Yields the bytes of a stream, one window at a time. Each must be used before the next one is requested.
 
     The ranks along `axes` gather each window. Errors are added to `problems` instead of being raised, so that the other
