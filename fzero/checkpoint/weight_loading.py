@@ -26,7 +26,7 @@ from fzero._utils.bounded_json import Malformed, formed, parsed
 from fzero.checkpoint import tensor_digests
 from fzero.checkpoint.peer_reads import Piece
 from fzero.checkpoint.reading import fill
-from fzero.checkpoint.safetensors_format import ElementRun, Entry, FormatError, read_header
+from fzero.checkpoint.safetensors_format import ElementRun, Entry, read_header
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
@@ -321,7 +321,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
     for file in files:
         try:
             header, metadata = read_header(file)
-        except (OSError, FormatError) as error:
+        except (OSError, ValueError) as error:  # also for a name that no file can have
             problems.append(f"{file.name}: {'missing' if isinstance(error, FileNotFoundError) else error}")
             continue
         tied |= metadata
