@@ -192,6 +192,12 @@ TIGHT = 0.85
 """The memory budgets of the small steps of `plan_memory`: this share of the peak without a limit."""
 
 
+BF16_ROWS = (
+    "bf16 rows of plan_memory depend on the CPU that plans: one without bf16 products computes them in float32, with "
+    "larger temporaries. There the first of these rows is refused, by 0.4 of 35 MiB."
+)
+
+
 def plan_search(args: argparse.Namespace) -> Table:
     """The program that is chosen within memory budgets: its planned seconds and peaks, and the CPU seconds of planning.
 
@@ -216,7 +222,7 @@ def plan_search(args: argparse.Namespace) -> Table:
         both = old.get("step_seconds") and case.get("step_seconds")
         ratio = f"{case['step_seconds'] / old['step_seconds'] - 1:+.1%}" if both else ""
         rows.append([name, *columns[0], ratio, *columns[1], *columns[2]])
-    notes = [PREDICTED, "peak: GB of the device, of the host and of the disk, if they are used."]
+    notes = [PREDICTED, "peak: GB of the device, of the host and of the disk, if they are used.", BF16_ROWS]
     notes += [f"{name}: {x['refused'].splitlines()[0]}" for name, x in found.items() if "refused" in x]
     columns = ("plan", "s before", "s", "", "peak before", "peak", "planned in CPU s before", "planned in CPU s")
     return Table("Programs chosen within memory budgets", columns, rows, notes, {"cases": found, "before": before})

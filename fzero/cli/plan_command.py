@@ -106,7 +106,7 @@ class PlanCommand(StepCommand):
         if script is None:
             process, (samples, unit) = plan.process, samples_of(found.batch)
         else:
-            process = parts(plan.device, plan.peak_bytes, found.interpreter, num_ranks > 1)
+            process = parts(plan.device, plan.peak_bytes, self.interpreter, num_ranks > 1)
             samples, unit = script.samples, script.unit
         return Answer(
             lowered,

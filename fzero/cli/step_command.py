@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -36,14 +37,13 @@ class LoweredTarget(NamedTuple):
     """A lowered target.
 
     Attributes:
-        script, interpreter: for a transformers model, its script, and the bytes of the process that made it.
+        script: for a transformers model, its script.
         short: without a budget, what a state needs that alone is larger than the device's memory.
         step, params, batch: those that were lowered.
     """
 
     lowered: Lowered
     script: Script | None = None
-    interpreter: int = 0
     short: str = ""
     step: Any = None
     params: Any = None
@@ -94,14 +94,22 @@ class StepCommand:
     @property
     def budget_bytes(self) -> int | None:
         """The budget of the program, without the process."""
-        return self._budgets()[0]
+        return self.budgets[0]
 
-    def _budgets(self, interpreter: int | None = None) -> tuple[int | None, int | None, int | None]:
-        """Returns the budgets of the program on the device, on the host and on disk, without the process if the given
-        ones include it.
+    @functools.cached_property
+    def interpreter(self) -> int:
+        """The bytes that are resident before there is a state. For a transformers model they are measured here."""
+        if self.model.hf is None:
+            return self._devices()[1].process_bytes or INTERPRETER
+        from fzero.hf.transformers_import import library
 
-        Args:
-            interpreter: bytes that are resident before there is a state, if they were measured.
+        library("plan --hf")  # imported now, so that the resident memory includes it
+        return resident()
+
+    @functools.cached_property
+    def budgets(self) -> tuple[int | None, int | None, int | None]:
+        """The budgets of the program on the device, on the host and on disk, without the process if the given ones
+        include it.
 
         Raises:
             UsageError: if the process alone needs more.
@@ -109,12 +117,11 @@ class StepCommand:
         device_bytes, host_bytes, disk_bytes = map(bytes_of, (self.budget, self.host_budget, self.disk_budget))
         if self.counts_process:
             axes, device = self._devices()
-            several, interpreter = math.prod(axes.values()) > 1, interpreter or device.process_bytes or INTERPRETER
             if device_bytes:
-                rest = left(device, device_bytes, several, interpreter)
+                rest = left(device, device_bytes, math.prod(axes.values()) > 1, self.interpreter)
                 device_bytes = _for_program("--budget", device_bytes, rest)
             if host_bytes:
-                rest = left_on_host(device, host_bytes, interpreter)
+                rest = left_on_host(device, host_bytes, self.interpreter)
                 host_bytes = _for_program("--host-budget", host_bytes, rest)
         return device_bytes, host_bytes, disk_bytes
 
@@ -128,13 +135,12 @@ class StepCommand:
             self._check()
             axes, device = self._devices()
             mesh = AbstractMesh(**axes).of_type(device.type)
-            limits = parse_budgets(*(n and f"{n}B" for n in self._budgets()))  # a unit was given, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(
                 f"{self.device} was not measured on this machine, and is used unchanged: {'; '.join(found)}",
                 file=sys.stderr,
             )
-        made, interpreter, likely = None, 0, 0.0
+        made, likely = None, 0.0
         begun = time.monotonic()
 
         def about() -> float:
@@ -148,21 +154,18 @@ class StepCommand:
         short, stage = "", "making the model" if self.model.hf else "tracing and planning"
         unknown = list[str]()
         with unknown_keys_named(unknown), shown("fzero.plan", lambda: stage, about=about):
+            with usage_errors():
+                nbytes = self.budgets
+                limits = _parsed(nbytes)
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
-                with usage_errors():
-                    from fzero.hf.transformers_import import library
-
-                    library("plan --hf")  # imported now, so that the resident memory includes it
-                interpreter = resident()
-                device_bytes, *others = self._budgets(interpreter)
-                nbytes = (device_bytes or room(device, mesh.size > 1, interpreter), *others)
+                nbytes = (nbytes[0] or room(device, mesh.size > 1, self.interpreter), *nbytes[1:])
                 budgets = dict(zip(_BUDGETS, (None if n is None else _rounded(n) for n in nbytes), strict=True))
                 made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
                 unknown += made.unknown
                 # The budgets of the program become part of the script, so the plan must use them as well.
-                limits = parse_budgets(*(n and f"{n}B" for n in map(bytes_of, budgets.values())))
+                limits = _parsed([*map(bytes_of, budgets.values())])
                 stage = "tracing and planning"
                 likely = _likely(blocks, self.model.offload == "auto")
             limits = limits if limited else (None, None, None)
@@ -187,7 +190,7 @@ class StepCommand:
                     backend=self.backend,
                     skip=skip,
                 )
-        return LoweredTarget(lowered, made, interpreter, short, step, params, batch)
+        return LoweredTarget(lowered, made, short, step, params, batch)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
         """Returns the axes of the mesh, and its device. Without a mesh, all devices are along one axis."""
@@ -256,6 +259,11 @@ def unknown_keys_named(unknown: Sequence[str]) -> Iterator[None]:
     finally:
         for line in unknown:
             print(f"config.json: {line}", file=sys.stderr)
+
+
+def _parsed(nbytes: Sequence[int | None]) -> tuple[int | None, int | None, int | None]:
+    """Returns budgets of the program after the checks of `lower`. Each was given with a unit, or has many bytes."""
+    return parse_budgets(*(n and f"{n}B" for n in nbytes))
 
 
 _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
