@@ -35,8 +35,8 @@ from fzero.sharding.shard_regions import Boxes
 SEALED = "sealed"
 _SUMS = "sums"
 
-DAMAGED = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors that reading a damaged memory can raise."""
+_DAMAGED = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that reading damaged files can raise."""
 
 
 class MemorySlots:
@@ -105,15 +105,20 @@ class Stored(NamedTuple):
     sealed: list[int]
 
 
-def stored(memory: Path) -> list[Stored]:
-    """Returns all slots in this host's memory: those of its own ranks, then those received from other hosts."""
-    found = []
+def stored(memory: Path) -> tuple[list[Stored], list[str]]:
+    """Returns all slots in this host's memory, those of its own ranks before those received from other hosts, and a
+    message for each rank whose files are damaged."""
+    found, problems = [], []
     for note in _notes(memory):
-        with contextlib.suppress(FileNotFoundError):  # another rank may be removing it
+        try:
             content = _content(note)
             sealed = [_sealed(path, content) for path in _slots(note, content)]
             found.append(Stored(int(note.parent.name.removeprefix("of-")), note.stem, content, sealed))
-    return found
+        except FileNotFoundError:  # another rank may be removing it
+            pass
+        except _DAMAGED as error:
+            problems.append(f"{note}: {type(error).__name__}: {error}")
+    return found, problems
 
 
 class Damage(NamedTuple):
@@ -133,7 +138,7 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
     """Compares the slots in this host's memory with the checksums stored with them, and invalidates those that differ.
 
     No rank restores a slot that is invalidated. To be called while no rank writes a slot. Files that do not even have
-    the expected form are passed over: `stored` raises an error for them.
+    the expected form are passed over: `stored` reports them.
 
     Args:
         first, num: this process checks every `num`-th file, starting with file `first`.
@@ -142,7 +147,7 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
     """
     found: list[Damage] = []
     for note in _notes(memory)[first::num]:
-        with contextlib.suppress(*DAMAGED):
+        with contextlib.suppress(*_DAMAGED):
             content = _content(note)
             index = parse(note.parent, content)
             for path in _slots(note, content):

@@ -25,7 +25,7 @@ from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import FormatError, Ranges
 from fzero.comm.control_group import all_gather_values
 from fzero.comm.launcher_environment import Processes
-from fzero.elastic.memory_slots import DAMAGED, Damage, Stored, let_go_of_damaged, stored
+from fzero.elastic.memory_slots import Damage, Stored, let_go_of_damaged, stored
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
@@ -59,7 +59,7 @@ class InMemory(NamedTuple):
 def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
     """Returns the newest state that is complete in the memories of all hosts together.
 
-    A damaged memory is reported in the log and treated as lost.
+    Damaged files are reported in the log and treated as lost.
 
     Args:
         memory: the run's directory on this host.
@@ -81,25 +81,17 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
     check = lambda: let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
     checked = all_gather_values(ranks, "run", check, form=list[Damage], what=what, failure=CheckpointError)
 
-    def look() -> list[Stored] | str:
-        if not any(ranks.rank == those[0] for those in readers):
-            return []
-        try:
-            return stored(memory)
-        except DAMAGED as error:
-            return f"{memory}: {type(error).__name__}: {error}"
+    def look() -> tuple[list[Stored], list[str]]:
+        return stored(memory) if any(ranks.rank == those[0] for those in readers) else ([], [])
 
-    what, form = "cannot read the memory of a host", list[Stored] | str
+    what, form = "cannot read the memory of a host", tuple[list[Stored], list[str]]
     found = all_gather_values(ranks, "run", look, form=form, what=what, failure=CheckpointError)
-    memories: list[list[Stored]] = []
-    for those in readers:
-        holds = found[those[0]]
-        if isinstance(holds, str) and ranks.rank == 0:
-            logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", those[0], holds)
-        memories.append([] if isinstance(holds, str) else holds)
+    for those in readers if ranks.rank == 0 else ():
+        for problem in found[those[0]][1]:
+            logger.warning("fzero.run: in the memory of rank %d's host, this counts as lost: %s", those[0], problem)
     mine = next(i for i, those in enumerate(readers) if ranks.rank in those)
     kept, lost = None, ""
-    states = states_of(memory, memories, mine)
+    states = states_of(memory, [found[those[0]][0] for those in readers], mine)
     # The newest state; of equally new ones, that of as many ranks as there are now. The rest only makes the order
     # total, so that all ranks choose the same.
     order = sorted(states, key=lambda key: (key[0], key[1] == mesh.size, key[1:]), reverse=True)

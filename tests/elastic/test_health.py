@@ -14,7 +14,8 @@ from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint
-from fzero.elastic.memory_slots import Damage, let_go_of_damaged
+from fzero.elastic.memory_slots import Damage, let_go_of_damaged, stored
+from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
 
@@ -138,8 +139,22 @@ def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None
     assert len(digits) > 50
     for at in digits:
         note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
-        with pytest.raises((ValueError, KeyError)):
-            held(tmp_path)
+        assert stored(tmp_path)[0] == [] and note.name in stored(tmp_path)[1][0]
+
+
+def test_damaged_files_of_one_rank_leave_those_of_the_others(tmp_path: Path) -> None:
+    state = fz.State(torch.tensor(4), {"w": torch.ones(8), "v": torch.ones(6)}, {}, fz.random.key(0), {})
+    for rank in range(2):
+        memory_checkpoint = MemoryCheckpoint(tmp_path, rank, 2, [0, 1])
+        memory_checkpoint.open(state, 0)
+        memory_checkpoint.keep(state, 4)
+    assert is_whole(held(tmp_path)[4, 2])
+    (tmp_path / "of-00002" / "rank-00001.json").write_text("{")
+    (problem,) = stored(tmp_path)[1]
+    assert "rank-00001.json" in problem and not is_whole(held(tmp_path)[4, 2])
+    assert {part.file for parts in held(tmp_path)[4, 2].parts.values() for part in parts} == {
+        "rank-00000.0.safetensors"
+    }
 
 
 @pytest.mark.full
