@@ -231,8 +231,8 @@ def save(
 
     Communication: five exchanges of small objects; each rank writes the shards it holds,
         and of the replicas of a shard or of an unsharded tensor one rank writes, spread over the ranks by size. With
-        `wait=False`, three of the exchanges take place before it returns, and the others go through a process group of
-        the thread.
+        `wait=False`, there is one more, three of them take place before it returns, and the others go through a process
+        group of the thread.
 
     Memory: one buffer of at most 16 MiB on the host, and two if tensors are stored on disk; with an object store about
         80 MiB, or five 9000ths of this rank's file if that is more. With `wait=False`, also the tensors that this rank

@@ -50,32 +50,28 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     here = procfs.pid_namespace()  # containers may share this memory but not process ids
     name = f"{here}-{owner}-{procfs.start_time(owner)}"  # with the start time, because process ids are used again
-    root = (base if given is None else Path(given).absolute()) / f"fzero-{os.getuid()}"
-    make_private_directory(root)
-    if (why := exposed(root, 0o077)) is not None:
-        raise PermissionError(why)
-    for other in root.iterdir():
+    found = (base if given is None else Path(given).absolute()) / f"fzero-{os.getuid()}" / name
+    make_directory(found)
+    for other in found.parent.iterdir():
         names, _, process = other.name.partition("-")
         pid, _, born = process.partition("-")
         if names == here and pid.isdigit() and born != procfs.start_time(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
-    found = root / name
-    found.mkdir(mode=0o700, exist_ok=True)
     return found
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory of a run's memory if it does not exist.
+    """Makes the directory of a run on this host if it does not exist.
 
     It may have been removed by somebody other than its owner, such as a cleaner of temporary files.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be made, or another user could read it.
     """
-    missing = make_private_directory(directory)
-    for root in (d for d in missing if d.name.startswith(f"fzero-{os.getuid()}")):
-        if (why := exposed(root, 0o077)) is not None:
-            raise PermissionError(why)
+    make_private_directory(directory.parent)
+    if (why := exposed(directory.parent, 0o077)) is not None:
+        raise PermissionError(why)
+    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def logout_removes(memory: Path) -> bool:

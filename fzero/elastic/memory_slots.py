@@ -63,9 +63,12 @@ class MemorySlots:
         self, path: Path, num: int, entries: Sequence[Entry], plan: SavePlan, boxes: Mapping[str, Boxes], seen: int
     ):
         own = [Entry(SEALED, torch.int64, (1,)), Entry(_SUMS, torch.int64, (len(boxes),))]
-        files = [_reserve(path.with_suffix(f".{i}.safetensors"), [*own, *entries]) for i in range(num)]
-        _write(path, json.dumps(_note(plan, boxes, files)))
-        self.tensors = [file.tensors for file in files]
+        entries = sorted([*own, *entries], key=lambda e: -e.dtype.itemsize)  # each is aligned to its own dtype
+        head, offsets = header(entries, {})
+        size = len(head) + sum(e.nbytes for e in entries)
+        data = [_reserve(path.with_suffix(f".{i}.safetensors"), head, size) for i in range(num)]
+        _write(path, json.dumps(_note(plan, boxes, offsets, size, num)))
+        self.tensors = [{e.name: x[offsets[e.name] :][: e.nbytes].view(e.dtype) for e in entries} for x in data]
         self.sealed = [tensors[SEALED] for tensors in self.tensors]
         for sealed in self.sealed:
             if int(sealed) > seen + 1:
@@ -197,17 +200,8 @@ def _sealed(path: Path, content: Mapping[str, Any]) -> int:
         return int.from_bytes(f.read(8), "little")
 
 
-class _MemoryFile(NamedTuple):
-    """A file whose tensors are memory-mapped: each flat tensor by name, its offset in the file, and the size of the
-    file."""
-
-    tensors: Mapping[str, torch.Tensor]
-    offsets: Mapping[str, int]
-    bytes: int
-
-
-def _reserve(path: Path, entries: Sequence[Entry]) -> _MemoryFile:
-    """Makes, or opens, a file for these tensors.
+def _reserve(path: Path, head: bytes, size: int) -> torch.Tensor:
+    """Makes, or opens, a file of this size with this header. Returns its bytes, uint8[size], mapped to memory.
 
     An existing file with the same header is used with its content. A new file is filled with zeros, and gets its
     name only when it is complete.
@@ -215,9 +209,6 @@ def _reserve(path: Path, entries: Sequence[Entry]) -> _MemoryFile:
     Raises:
         OSError: there is not enough space. Nothing has been given its final name then.
     """
-    entries = sorted(entries, key=lambda e: -e.dtype.itemsize)  # each tensor is aligned to its own dtype
-    head, offsets = header(entries, {})
-    size = len(head) + sum(e.nbytes for e in entries)
     # An equal header means that the file has the same tensors at the same offsets, so its states can be continued from
     # and its pages need not be allocated again.
     is_new = not _begins(path, head, size)
@@ -230,15 +221,13 @@ def _reserve(path: Path, entries: Sequence[Entry]) -> _MemoryFile:
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, head, 0)
             os.replace(where, path)
-        data = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError:
         if is_new:
             where.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
-    tensors = {e.name: data[offsets[e.name] : offsets[e.name] + e.nbytes].view(e.dtype) for e in entries}
-    return _MemoryFile(tensors, offsets, size)
 
 
 def _begins(path: Path, head: bytes, size: int) -> bool:
@@ -250,13 +239,14 @@ def _begins(path: Path, head: bytes, size: int) -> bool:
         return False
 
 
-def _note(plan: SavePlan, boxes: Mapping[str, Boxes], files: Sequence[_MemoryFile]) -> dict[str, Any]:
+def _note(
+    plan: SavePlan, boxes: Mapping[str, Boxes], offsets: Mapping[str, int], size: int, num: int
+) -> dict[str, Any]:
     """Returns the content of the JSON file."""
-    offsets = files[0].offsets
     parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
     # Without the step, so that the file stays the same when a run continues (`_write`).
     content = to_json(replace(plan, step=0), parts, {}, {})
-    content |= {"chunk": safetensors_format.CHUNK, "bytes": files[0].bytes, "slots": len(files)}
+    content |= {"chunk": safetensors_format.CHUNK, "bytes": size, "slots": num}
     content |= {"sealed": offsets[SEALED], "sums": offsets[_SUMS], "summed": list(boxes)}
     return content | {"sha256": digest(content)}
 
