@@ -106,7 +106,8 @@ CASES = {
     "plan_time": Case(
         "planned and measured step time", 10, steps.plan_time, steps.plan_worker,
         flags={**dict.fromkeys(TINY, int), "numbers": list(range(len(steps.PLANNED))), "device": str, "seconds": 5.0,
-               "picture": str, "processes": 2, "warmup": 3, "rounds": 5, "steps": 3, "backend": "inductor"},
+               "picture": str, "path": TEMPORARY, "processes": 2, "warmup": 3, "rounds": 5, "steps": 3,
+               "backend": "inductor"},
         small={**EAGER, "numbers": [0, 3], "device": "cpu", "rounds": 2, "steps": 1, "warmup": 1},
     ),
     "plan_memory": Case(

@@ -89,8 +89,8 @@ class Live:
         self.batches = [self.part(batch) for batch in make_batches(self.config, num_batches)]
 
     def part(self, batch: Any) -> Any:
-        """This rank's part of a global batch."""
-        return shard(batch, self.mesh.rank, self.mesh.size)
+        """This rank's part of a global batch: all of it on a mesh that does not shard the batch."""
+        return shard(batch, self.mesh.rank, self.mesh.size) if "data" in self.mesh.axes else batch
 
     def step(self, *transforms: Any, optimizer: Any = None) -> Any:
         """A training step under transforms, by default with AdamW after clipping."""

@@ -288,10 +288,8 @@ def _faster(device: Any, share: str, factor: float) -> Any:
     """A device that reaches a larger share of its peaks."""
     times = lambda rates: {name: rate * factor for name, rate in rates.items()}  # noqa: E731
     if share == "compute":
-        attention = times(device.attention)
-        return replace(
-            device, flops=times(device.flops), transcendentals=device.transcendentals * factor, attention=attention
-        )
+        faster = {"flops": times(device.flops), "attention": {k: times(v) for k, v in device.attention.items()}}
+        return replace(device, transcendentals=device.transcendentals * factor, **faster)
     if share == "memory":
         return replace(device, memory_bandwidth=device.memory_bandwidth * factor)
     links = {name: replace(link, bandwidth=link.bandwidth * factor) for name, link in device.links.items()}

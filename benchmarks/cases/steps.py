@@ -211,16 +211,28 @@ PLANNED: list[dict[str, Any]] = [
     {"stage": 1, "size": "small"},
     {"stage": 3, "size": "small", "precision": "bf16"},
     {"stage": 3, "size": "small", "remat": "full"},
+    {"stage": 3, "size": "small", "accumulate": 2},
+    {"stage": 2, "size": "small", "accumulate": 4, "precision": "bf16"},
+    {"stage": 3, "size": "small", "disk": ("opt_state",)},
+    {"stage": 3, "size": "small", "disk": ("opt_state", "params"), "remat": "full"},
+    {"parallel": "tensor_parallel", "size": "small"},
+    {"parallel": "sequence_parallel", "size": "small"},
+    {"parallel": "pipeline", "size": "small", "accumulate": 4},
     {"stage": 3, "size": "large"},
     {"stage": 0, "size": "large"},
+    {"stage": 3, "size": "large", "remat": "full", "accumulate": 2},
+    {"parallel": "tensor_parallel", "size": "large"},
 ]
 
 
 def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    import torch
+
     import fzero as fz
     from fzero.plan.device_lookup import get_device
     from fzero.plan.plan import plan
     from fzero.runtime.calibrate import calibrate
+    from fzero.runtime.op_timers import allocated
 
     started: list[tuple[Any, Any]] = []
     mesh = fz.make_mesh(device="cpu")
@@ -231,13 +243,28 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         rates.append(get_device(args.device) if args.device else calibrate(mesh, args.seconds))
         return json.loads(rates[0].to_json())
 
-    def build(stage: int, size: dict[str, int], precision: str = "fp32", remat: str = "min_cut") -> dict[str, Any]:
+    def build(
+        size: dict[str, int],
+        stage: int = 0,
+        precision: str = "fp32",
+        remat: str = "min_cut",
+        accumulate: int = 1,
+        disk: list[str] | None = None,
+        parallel: str = "",
+    ) -> dict[str, Any]:
         """Adds a configuration and returns its plan's seconds."""
-        live = Live(argparse.Namespace(**{**vars(args), **size}), mesh=mesh)
-        transforms = getattr(fz, ZERO[stage])(axis="data"), fz.mixed_precision(precision), fz.remat(remat)
-        program = fz.lower(live.step(*transforms), live.mesh, live.init, live.batches[0]).program
+        axis = {"tensor_parallel": "model", "sequence_parallel": "seq", "pipeline": "pipe"}.get(parallel)
+        own = fz.make_mesh(device="cpu", **{axis: args.processes}) if axis else mesh
+        live = Live(argparse.Namespace(**{**vars(args), **size}), mesh=own)
+        transforms = [getattr(fz, parallel)()] if parallel else [getattr(fz, ZERO[stage])(axis="data")]
+        transforms += [fz.mixed_precision(precision), fz.remat(remat)]
+        transforms += [fz.offload("nvme", tuple(disk), path=args.path)] if disk else []
+        schedule: Any = {"schedule": "layerwise"} if parallel == "pipeline" else {}
+        transforms += [fz.accumulate(accumulate, **schedule)] if accumulate > 1 else []
+        program = fz.lower(live.step(*transforms), own, live.init, live.batches[0]).program
         found = plan(program, rates[0], backend=args.backend)
-        started.append((live.start(*transforms), found))
+        given = {"batch": live.batches[0]} if axis else {}
+        started.append((live.start(*transforms, **given), found))
         steps(len(started) - 1, args.warmup)
         return {"step_s": found.step_seconds, "compute_s": found.compute_seconds, "exposed_s": found.exposed_seconds}
 
@@ -255,7 +282,18 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         transfers = {i for i, x in enumerate(ops) if x.op == "wait" or x.op.endswith("_start")}
         return sum(e.seconds for e in events if e.queue == "compute" and e.line in transfers)
 
-    return {"learn": learn, "build": build, "steps": steps, "exposed": exposed}
+    def peak(which: int) -> dict[str, int]:
+        """Bytes of one configuration's tensors at the peak of a step, as `plan_memory` counts them."""
+        running, found = started[which]
+        state, (batch,) = running.state, running.live.batches
+        tensors = [x for x in fz.tree.leaves((state, batch)) if isinstance(x, torch.Tensor)]
+        inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        results: list[Any] = []
+        temporary = allocated(lambda: results.append(running.train(state, batch)), running.live.mesh.device)
+        running.state = results[0][0]
+        return {"planned": found.peak_bytes, "measured": sum(inputs.values()) + found.pool_bytes + temporary}
+
+    return {"learn": learn, "build": build, "steps": steps, "exposed": exposed, "peak": peak}
 
 
 def plan_time(args: argparse.Namespace) -> Table:
@@ -280,23 +318,31 @@ def plan_time(args: argparse.Namespace) -> Table:
         for which, point in enumerate(points):
             point["measured_s"] = statistics.median(point["rounds"])
             point["measured_exposed_s"] = statistics.mean(group.ask("exposed", which=which))
+            point["peak"] = max(group.ask("peak", which=which), key=lambda x: x["measured"])
     rows = []
     for x in points:
         x["off"] = x["planned"]["step_s"] / x["measured_s"] - 1
+        x["peak_off"] = x["peak"]["planned"] / x["peak"]["measured"] - 1
         numbers = [f"{s:.3f}" for s in (x["planned"]["step_s"], x["measured_s"], x["planned"]["exposed_s"])]
-        rows.append((_planned(x), *numbers[:2], f"{x['off']:+.1%}", numbers[2], f"{x['measured_exposed_s']:.3f}"))
-    worst = max(abs(x["off"]) for x in points)
+        seconds = (*numbers[:2], f"{x['off']:+.1%}", numbers[2], f"{x['measured_exposed_s']:.3f}")
+        peaks = (f"{x['peak']['planned'] / 1e6:.1f}", f"{x['peak']['measured'] / 1e6:.1f}", f"{x['peak_off']:+.1%}")
+        rows.append((_planned(x), *seconds, *peaks))
+    worst, fullest = (max(abs(x[k]) for x in points) for k in ("off", "peak_off"))
     named = {x["size"]: f"{x['size']}: {sizes(argparse.Namespace(**x))}" for x in points}
     notes = [
         f"{'; '.join(named.values())}. {args.processes} processes with one thread each, {args.backend} backend; "
         f"medians of {args.rounds} interleaved rounds of {args.steps} steps, the slower rank.",
         f"Planned for {device['name']}: {device['source']}. Transfers: seconds that a step waits for them; measured "
         "with a clock around every line.",
-        f"the largest difference between planned and measured step time is {worst:.1%}",
+        "Peak: bytes of tensors alive at once, of the fuller rank, as `plan_memory` measures them.",
+        f"the largest difference between planned and measured step time is {worst:.1%}, of peaks {fullest:.1%}",
     ]
-    columns = ("", "planned s", "measured s", "planned - measured", "transfers planned s", "measured s")
-    return Table("Step time, planned and measured", columns, rows, notes, {"device": device, "points": points})
+    columns = ("", "planned s", "measured s", "difference", "transfers planned s", "measured s",
+               "peak planned MB", "measured MB", "difference")  # fmt: skip
+    return Table("Steps, planned and measured", columns, rows, notes, {"device": device, "points": points})
 
 
 def _planned(x: dict[str, Any]) -> str:
-    return ", ".join([ZERO[x["stage"]], *(f"{k} {x[k]}" for k in ("precision", "remat") if k in x), x["size"]])
+    options = [f"{k} {x[k]}" for k in ("precision", "remat", "accumulate") if k in x]
+    on_disk = [f"{' and '.join(x['disk'])} on disk"] if "disk" in x else []
+    return ", ".join([x.get("parallel") or ZERO[x["stage"]], *options, *on_disk, x["size"]])

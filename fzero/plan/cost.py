@@ -52,7 +52,8 @@ class Cost:
 
     Attributes:
         flops: floating point operations of its products, by the dtype they run in.
-        attention: the part of `flops` that is fused attention, by dtype and "forward" or "backward".
+        attention: the part of `flops` that is fused attention, by dtype, "forward" or "backward", and the number of
+            positions that are attended to.
         product_bytes: bytes that products read and write.
         bytes: bytes that all kernels read and write.
         transcendentals: for each kernel that computes transcendental functions, its bytes and the number of elementwise
@@ -62,7 +63,7 @@ class Cost:
     """
 
     flops: Mapping[torch.dtype, float] = field(default_factory=dict)
-    attention: Mapping[tuple[torch.dtype, str], float] = field(default_factory=dict)
+    attention: Mapping[tuple[torch.dtype, str, int], float] = field(default_factory=dict)
     bytes: float = 0.0
     product_bytes: float = 0.0
     transcendentals: tuple[tuple[float, float], ...] = ()
@@ -75,8 +76,8 @@ class Cost:
         # `flops` includes attention at the rate of other products; here, its time is replaced by
         # that at the rate of attention.
         products += sum(
-            flops * (1 / device.rate(dtype, way) - 1 / device.rate(dtype))
-            for (dtype, way), flops in self.attention.items()
+            flops * (1 / device.rate(dtype, way, positions) - 1 / device.rate(dtype))
+            for (dtype, way, positions), flops in self.attention.items()
         )
         products = max(products, self.product_bytes / device.memory_bandwidth)
         rest = (self.bytes - self.product_bytes) / device.memory_bandwidth
@@ -110,12 +111,12 @@ def _cost(function: Function, backend: str) -> Cost:
     """Computes the cost of a subgraph, from its graph and its predicted kernels."""
     found = kernels(given_to(backend, function.graph, function.into), backend)
     flops: dict[torch.dtype, float] = defaultdict(float)
-    attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+    attention: dict[tuple[torch.dtype, str, int], float] = defaultdict(float)
     for node in function.graph.graph.nodes:
         if amount := product_flops(node):
             flops[_dtype(node)] += amount
             if way := attention_of(node):
-                attention[_dtype(node), way] += amount
+                attention[_dtype(node), way, _positions(node, way)] += amount
     return Cost(
         flops=dict(flops),
         attention=dict(attention),
@@ -129,6 +130,12 @@ def _cost(function: Function, backend: str) -> Cost:
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.all_input_nodes[-1 if packet(node) in (aten.addmm, aten.baddbmm) else 0].meta["val"]
     return value.dtype
+
+
+def _positions(node: fx.Node, way: str) -> int:
+    """Returns the number of positions of the keys of fused attention."""
+    keys = node.args[1 if way == "forward" else 2]
+    return keys.meta["val"].shape[-2]  # type: ignore[union-attr]
 
 
 # --- ops ---

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fzero._utils.bounded_json import parsed
 from fzero.errors import FzeroValueError
 from fzero.tree import dtype_name
 
-FORMAT = 4
+FORMAT = 5
 """Format of a calibration file. A file of another format is rejected, and has to be measured again."""
 
 
@@ -55,6 +56,16 @@ def _no_rates(data: Any, name: str) -> list[str]:
     if isinstance(data, bool) or not isinstance(data, (int, float)):
         return []
     return [] if 0 < data < math.inf or (data == 0 and name in _MAY_BE_ZERO) else [f"{name} is {data}"]
+
+
+def _interpolated(rates: Mapping[int, float], at: int) -> float:
+    known = sorted(rates)
+    at = min(max(at, known[0]), known[-1])
+    for low, high in pairwise(known):
+        if low <= at < high:
+            part = math.log(at / low) / math.log(high / low)
+            return rates[low] ** (1 - part) * rates[high] ** part
+    return rates[at]
 
 
 @dataclass(frozen=True)
@@ -95,8 +106,8 @@ class Device:
             were using them.
         source: where the numbers come from.
         machine: for a calibration, the machine that it is valid for.
-        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if
-            nothing were masked; the rate of products if it is not listed.
+        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), each by the
+            number of positions ("512"), as if nothing were masked; the rate of products if it is not listed.
         peak_flops: FLOP/s of products that the vendor states, by dtype name; utilization is a fraction of it. Empty
             if it is not known.
         process_bytes: memory of a process that has imported what a step needs, before it has a state; 0 if it was not
@@ -120,7 +131,7 @@ class Device:
     host: Host | None = None
     source: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
-    attention: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     process_bytes: int = 0
 
@@ -129,15 +140,18 @@ class Device:
         """The device type, as PyTorch names it."""
         return "cuda" if self.asynchronous else "cpu"
 
-    def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
+    def rate(self, dtype: torch.dtype, attention: str | None = None, positions: int = 0) -> float:
         """Returns the FLOP/s of products of a dtype; for a dtype that is not listed, the rate of float32 scaled by
-        the sizes. `attention`: the rate of fused attention instead, "forward" or "backward".
+        the sizes. `attention`: the rate of fused attention instead, "forward" or "backward", to a number of positions:
+        between two numbers that were measured the rate grows by the logarithm of the positions, and beyond them it is
+        that of the nearest.
         """
         name = dtype_name(dtype)
-        fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
+        if attention and (fused := self.attention.get(f"{name} backward" if attention == "backward" else name)):
+            return _interpolated({int(n): rate for n, rate in fused.items()}, positions)
         # A dtype that is not listed has no faster hardware path than float32. At most its bytes make it slower, never
         # faster.
-        return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
+        return self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def measured(self, link: str) -> bool:
         """Returns whether the rate of a link, "intra" or "inter", was measured. Otherwise it is that of a known

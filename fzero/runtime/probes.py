@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ Progress = Callable[[str], None]
 
 # rows, columns and inner dimension of a matrix product
 _SIZES = [(512, 512, 512), (512, 2048, 512), (512, 512, 2048), (1024, 1024, 1024), (2048, 512, 2048)]
+_POSITIONS = (128, 512, 2048)  # of attention, whose kernels reach higher rates with more positions
 _COPY = 1 << 24  # bytes: more than the caches that belong to one rank, but not so many that it takes long
 _PAST_CACHES = 4 * _COPY  # for copies within memory: more than shared caches, like the values of a step together
 _ELEMENTS = 1 << 18  # for functions on a CPU: 1 MiB, so that memory is not the bottleneck
@@ -64,10 +66,10 @@ def rates(
         progress(f"products in {name}")
         out["flops"][name] = product_rate(dtype, device, each)
         if dtype in _FUSED[device.type].dtypes:
-            out["attention"] |= {
-                name + way: rate
-                for way, rate in zip(("", " backward"), attention_rates(dtype, device, each / 2), strict=True)
-            }
+            for positions in _POSITIONS:
+                forward, backward = attention_rates(dtype, device, each / 2 / len(_POSITIONS), positions)
+                out["attention"].setdefault(name, {})[str(positions)] = forward
+                out["attention"].setdefault(f"{name} backward", {})[str(positions)] = backward
     progress("memory")
     out["memory_bandwidth"] = copy_rate(device, each / 2)
     progress("functions")
@@ -87,26 +89,32 @@ def rates(
 
 def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Measures the FLOP/s of matrix products as in a layer: the forward product and those of both gradients, in typical
-    sizes, as the runtime runs them."""
+    sizes, as the runtime runs them. Operands are taken in turns, so that they come from memory, as those of a layer do
+    while the other layers run in between."""
     scale = 1 if device.type == "cpu" else 4  # a device with more processors needs more work to fill them
     total = taken = 0.0
     started = time.perf_counter()
     for rows, columns, inner in (tuple(n * scale for n in size) for size in _SIZES):
-        x, w, dy = (
-            torch.randn(shape, device=device).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns))
-        )
-        for a, b in ((x, w.T), (dy, w), (dy.T, x)):
-            taken += best(as_run(aten.mm, a, b), device, seconds / len(_SIZES) / 3)
+        shapes = ((rows, inner), (columns, inner), (rows, columns))
+        count = 1 + _PAST_CACHES // (sum(map(math.prod, shapes)) * dtype.itemsize)
+        sets = [[torch.randn(shape, device=device).to(dtype) for shape in shapes] for _ in range(count)]
+        for product in (lambda x, w, dy: (x, w.T), lambda x, w, dy: (dy, w), lambda x, w, dy: (dy.T, x)):
+            runs = itertools.cycle([as_run(aten.mm, *product(*operands)) for operands in sets])
+            times = [_timed(next(runs), device) for _ in range(1 + count)][1:]
+            while sum(times) < seconds / len(_SIZES) / 3:
+                times.append(_timed(next(runs), device))
+            taken += statistics.median(times)
             total += 2.0 * rows * columns * inner
         if time.perf_counter() - started > 2 * seconds:  # on a slow machine the larger sizes would take too long
             break
     return total / taken
 
 
-def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[float, float]:
+def attention_rates(dtype: torch.dtype, device: torch.device, seconds: float, positions: int) -> tuple[float, float]:
     """Measures the FLOP/s of causal attention and of its backward for heads of 64. The FLOPs are counted as if nothing
     were masked."""
-    shape = (4, 8, 256, 64) if device.type == "cpu" else (4, 16, 2048, 64)
+    largest, heads = _POSITIONS[-1], 2 if device.type == "cpu" else 64
+    shape = (largest // positions, heads, positions, 64)
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     forward, backward, _ = _FUSED[device.type]
     out, logsumexp, *rest = forward(q, k, v, 0.0, True)
@@ -259,12 +267,17 @@ def best(run: Callable[[], Any], device: torch.device, seconds: float, times: in
     _settle(device)
     quickest, spent, done = float("inf"), 0.0, 0
     while done < times if times else done < 3 or spent < seconds:
-        start = time.perf_counter()
-        run()
-        _settle(device)
-        took = time.perf_counter() - start
+        took = _timed(run, device)
         quickest, spent, done = min(quickest, took), spent + took, done + 1
     return quickest
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds of one run."""
+    start = time.perf_counter()
+    run()
+    _settle(device)
+    return time.perf_counter() - start
 
 
 def fitted(measured: Mapping[int, float]) -> Link:

@@ -290,7 +290,7 @@ def test_a_damaged_deepspeed_configuration_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_calibration_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
-    for data in [*DAMAGED, b'{"machine": 3, "format": 4, "torch": ""}']:
+    for data in [*DAMAGED, b'{"machine": 3, "format": 5, "torch": ""}']:
         file.write_bytes(data)
         for read in (load_calibration, get_device, lambda path: Device.from_json(path.read_bytes())):
             with pytest.raises(FzeroValueError, match="is not a calibration file"):

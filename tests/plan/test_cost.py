@@ -458,11 +458,19 @@ def test_a_kernel_takes_its_bytes_or_its_functions():
 
 
 def test_attention_has_a_rate_of_its_own():
-    found = cost.Cost(flops={torch.float32: 2e9}, attention={(torch.float32, "backward"): 1e9})
+    found = cost.Cost(flops={torch.float32: 2e9}, attention={(torch.float32, "backward", 128): 1e9})
     device = dataclasses.replace(
-        CPU, flops={"float32": 1e9}, call_seconds=0.0, attention={"float32": 1e9, "float32 backward": 5e8}
+        CPU,
+        flops={"float32": 1e9},
+        call_seconds=0.0,
+        attention={"float32": {"128": 1e9}, "float32 backward": {"128": 5e8, "512": 2e9}},
     )
     assert found.seconds(device) == pytest.approx(1 + 2)
+    between = dataclasses.replace(found, attention={(torch.float32, "backward", 256): 1e9})
+    assert between.seconds(device) == pytest.approx(1 + 1)
+    for positions, seconds in ((1, 2), (512, 0.5), (4096, 0.5)):  # outside of what was measured: the nearest
+        beyond = dataclasses.replace(found, attention={(torch.float32, "backward", positions): 1e9})
+        assert beyond.seconds(device) == pytest.approx(1 + seconds)
 
 
 def test_a_program_of_a_thousand_layers_costs_as_many_times_what_two_do():

@@ -261,6 +261,6 @@ def test_attention_is_measured_as_cuda_has_it(monkeypatch):
         return cpu.backward(dout + 0 * seed.float().sum(), q, k, v, out, logsumexp, p, causal)
 
     monkeypatch.setitem(probes._FUSED, "cpu", probes._Fused(forward, backward, (torch.float32,)))
-    rates = probes.attention_rates(torch.float32, torch.device("cpu"), 1e-3)
+    rates = probes.attention_rates(torch.float32, torch.device("cpu"), 1e-3, 128)
     assert all(rate > 0 for rate in rates) and shapes == {((2,), ())}
     assert torch.float32 not in probes._FUSED["cuda"].dtypes
