@@ -245,9 +245,15 @@ def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
     return Target(found["step"], model.params, found["batch"], len(model.blocks)), is_mixture(model.module)
 
 
-def as_flags(refusal: str) -> str:
-    """Adds the flags that correspond to the calls that an error message suggests."""
+def as_flags(refusal: str, of: OfModel) -> str:
+    """Adds the flags that correspond to the calls that an error message suggests, and `--loss chunked` if the peak is
+    where the loss is computed."""
     flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
+    if (fewer := re.search(r"num_micro_batches=(\d+)", refusal)) and of.batch >= (n := int(fewer[1])):
+        flags.insert(0, f"--batch {of.batch // n} --accumulate {of.accumulate * n}")
+    # behind the embedding, only the loss reads the batch
+    if of.loss == "full" and re.search(r"^ +at: (?!.*embed).*batch\[", refusal, re.MULTILINE):
+        flags.insert(0, "--loss chunked")
     ranks = re.search(r"at least (\d+) ranks", refusal)
     # No cluster has more devices: in that case the budget is too small, and other flags are the way out.
     flags += [f"--devices {ranks[1]}xNAME"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []

@@ -75,7 +75,7 @@ class PlanCommand(StepCommand):
         try:
             found = self.lowered()
         except BudgetError as error:
-            text = as_flags(str(error)) if self.model.hf else str(error)
+            text = as_flags(str(error), self.model) if self.model.hf else str(error)
             if self.html is not None:
                 self._write_page_over_budget(self.html, text)
             if self.json:

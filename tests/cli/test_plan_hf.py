@@ -168,6 +168,20 @@ def test_a_loss_in_chunks_takes_less_memory(run: Any, tmp_path: Path) -> None:
     assert plans["chunked"]["peak_bytes"] < plans["full"]["peak_bytes"] / 1.5
 
 
+def test_a_batch_that_is_too_large_is_advised_to_be_divided(run: Any, tmp_path: Path) -> None:
+    config = SMALL["llama"]()
+    config.vocab_size = 20_000
+    config.save_pretrained(tmp_path)
+    given = ("--hf", str(tmp_path), "--devices", "1xh100", "--budget", "2GiB")
+    code, _, err = run(*given, "--batch", "4096")
+    divided = re.search(r"with fz\.accumulate\(num_micro_batches=(\d+)\)", err)
+    assert code == 1 and divided, err
+    flags = ("--loss chunked", f"--batch {4096 // int(divided[1])} --accumulate {divided[1]}")
+    assert f"\nAs flags: {'; '.join(flags)}" in err, err
+    code, out, _ = run(*given, *" ".join(flags).split())
+    assert code == 0 and "fits" in out
+
+
 @pytest.mark.full
 def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     """With the library's own way every token would bring copies of its experts' weights."""
