@@ -155,12 +155,12 @@ class StepCommand:
         unknown = list[str]()
         with unknown_keys_named(unknown), shown("fzero.plan", lambda: stage, about=about):
             with usage_errors():
-                nbytes = self.budgets
-                limits = _parsed(nbytes)
+                limits = _parsed(nbytes := self.budgets)
+                if self.target is None:
+                    nbytes = (nbytes[0] or room(device, mesh.size > 1, self.interpreter), *nbytes[1:])
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
-                nbytes = (nbytes[0] or room(device, mesh.size > 1, self.interpreter), *nbytes[1:])
                 budgets = dict(zip(_BUDGETS, (None if n is None else _rounded(n) for n in nbytes), strict=True))
                 made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
                 unknown += made.unknown
