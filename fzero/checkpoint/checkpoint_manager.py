@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,10 +109,10 @@ class CheckpointManager:
             fix = "fz.checkpoint.CheckpointManager('runs/gpt', every=1000, minutes=30, keep=2)"
             raise FzeroValueError("checkpoint.CheckpointManager", "invalid arguments", problems, fix)
         self.seen, self._every, self._minutes = 0, every, minutes
-        self._data, self._private, self._wait = data, private, wait
+        self._data = data
         self._cursor: Mapping[str, Any] = {} if data is None else data.cursor(0)  # before the first batch
-        self._defaults: dict[str, Any] = {"keep": keep, "meta": meta}
-        self._last = self._defaults  # the arguments of the last save
+        self._options = SaveOptions(keep, meta, wait=wait, private=private)
+        self._last = self._options  # the options of the last save
         self._run = RunRecord(set())
         self.begin(0)
 
@@ -161,7 +162,7 @@ class CheckpointManager:
         checkpoint, or None if the state is saved already."""
         self.settle()
         self.seen = seen
-        return None if self.saved == seen else self.save(state, **self._last, wait=True)
+        return None if self.saved == seen else self._save(state, replace(self._last, wait=True))
 
     def newest(self, mesh: Mesh) -> tuple[Index | None, int | None]:
         """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is
@@ -213,15 +214,17 @@ class CheckpointManager:
             CheckpointError: as for `fz.checkpoint.save`.
         """
         self.check(state, meta)
-        given = {"keep": keep, "meta": meta}
-        # Set before the save, which may fail: the last save of a run uses the same arguments.
-        self._last = {name: self._defaults[name] if x is None else x for name, x in given.items()}
+        given: dict[str, Any] = {"keep": keep, "meta": meta, "wait": wait}
+        # Set before the save, which may fail: the last save of a run uses the same options.
+        self._last = replace(self._options, **{name: x for name, x in given.items() if x is not None})
+        return self._save(state, self._last)
+
+    def _save(self, state: State, options: SaveOptions) -> Place | AsyncSave:
         self._since, self._tried, self._look = time.monotonic(), self.seen, self.seen
         note: dict[str, Any] = {"seen": self.seen}
         if self._data is not None:
             note[_DATA] = {**self._cursor, "next": self._data.data_step(self.seen)}
-        more, wait = {**(self._last["meta"] or {}), _NOTE: note}, self._wait if wait is None else wait
-        options = SaveOptions(self._last["keep"], more, wait=wait, private=self._private)
+        options = replace(options, meta={**(options.meta or {}), _NOTE: note})
         saved = save_as(self.path, state, options, self._run)
         if isinstance(saved, AsyncSave):
             self._running = saved, self.seen

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
@@ -160,39 +160,23 @@ class Job:
             storage_of(self.root).undo(self.root, self.staging)
 
 
+class _Options(TypedDict, total=False):
+    keep: int | None
+    meta: Mapping[str, Any] | None
+    check_replicas: bool
+    private: bool
+
+
 @overload
 def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    *,
-    keep: int | None = None,
-    meta: Mapping[str, Any] | None = None,
-    check_replicas: bool = True,
-    wait: Literal[True] = True,
-    private: bool = False,
+    path: str | os.PathLike[str], state: Any, *, wait: Literal[True] = True, **options: Unpack[_Options]
 ) -> Place: ...
 @overload
 def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    *,
-    keep: int | None = None,
-    meta: Mapping[str, Any] | None = None,
-    check_replicas: bool = True,
-    wait: Literal[False],
-    private: bool = False,
+    path: str | os.PathLike[str], state: Any, *, wait: Literal[False], **options: Unpack[_Options]
 ) -> AsyncSave: ...
 @overload
-def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    *,
-    keep: int | None = None,
-    meta: Mapping[str, Any] | None = None,
-    check_replicas: bool = True,
-    wait: bool,
-    private: bool = False,
-) -> Place | AsyncSave: ...
+def save(path: str | os.PathLike[str], state: Any, *, wait: bool, **options: Unpack[_Options]) -> Place | AsyncSave: ...
 @plain_numbers
 def save(
     path: str | os.PathLike[str],
