@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from fzero.loss import chunked_cross_entropy, weighted
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.modules.functionalize import functionalize
+    from fzero.modules.quantized_linear import quantize_frozen
     from fzero.ops import experts
+    from fzero.ops.weight_quantization import dequantize, quantize
     from fzero.optim.loss_scale import LossScale
     from fzero.plan.plan import fits
     from fzero.runtime.build.build import has_compiler
@@ -72,6 +74,7 @@ _HOME = {
     "compress": "transforms.compress",
     "data_parallel": "transforms.zero",
     "eval_step": "step",
+    "dequantize": "ops.weight_quantization",
     "expert_parallel": "transforms.expert",
     "fits": "plan.plan",
     "fp8": "transforms.fp8",
@@ -86,6 +89,8 @@ _HOME = {
     "move": "state.move",
     "offload": "transforms.offload",
     "pipeline": "transforms.pipeline",
+    "quantize": "ops.weight_quantization",
+    "quantize_frozen": "modules.quantized_linear",
     "redundant": "transforms.redundant",
     "remat": "transforms.remat",
     "reshard": "runtime.resharding",
@@ -148,6 +153,7 @@ __all__ = [
     "data",
     "data_parallel",
     "deepspeed",
+    "dequantize",
     "errors",
     "eval_step",
     "expert_parallel",
@@ -166,6 +172,8 @@ __all__ = [
     "offload",
     "optim",
     "pipeline",
+    "quantize",
+    "quantize_frozen",
     "random",
     "redundant",
     "remat",

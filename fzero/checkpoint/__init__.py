@@ -27,6 +27,7 @@ error instead of being loaded. This folder knows nothing about programs: it impo
 | `storage_paths.py` | represents the path or the URL of a checkpoint |
 | `weight_export.py` | exports a checkpoint to Hugging Face's layout of safetensors files |
 | `weight_loading.py` | lists pretrained weights, and reads them into shards; all ranks together read each byte once |
+| `weight_quantizing.py` | computes codes and scales of quantized weights from what a rank reads |
 """
 
 from typing import Any

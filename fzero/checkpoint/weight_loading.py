@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from fzero.checkpoint.safetensors_format import ElementRun, Entry, read_header
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
+from fzero.checkpoint.weight_quantizing import Conversion, UnconvertedValuesError
 from fzero.comm import control_group
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, FzeroTypeError
@@ -45,6 +46,8 @@ _COPY = "copy or download the files again"
 
 Sources = Mapping[str, Sequence[ElementRun]]
 """By the dotted name of a tensor: the runs that make it up, in order."""
+Conversions = Mapping[str, Conversion]
+"""By the dotted name of a tensor: how it is computed from the elements of its runs, if they are not its own."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
     return found
 
 
-def unfit(weights: Weights, sources: Sources, wanted: Mapping[str, Leaf]) -> list[str]:
+def unfit(weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], conversions: Conversions) -> list[str]:
     """Returns a message for each tensor that cannot be made from the stored ones: because of other shapes, or dtypes
-    that are not converted."""
+    that are not converted. Tensors with a conversion are not checked: whoever defines the conversion does."""
     out = []
     for name, runs in sources.items():
+        if name in conversions:
+            continue
         leaf, keys = wanted[name], dict.fromkeys(run.key for run in runs)
         stored = [weights.entries[k][1] for k in keys]
         if len(stored) == 1 and len(runs) == 1 and runs[0].at == 0 and stored[0].numel == runs[0].stop:
@@ -109,7 +114,7 @@ def _converts(dtype: torch.dtype) -> bool:
 
 
 def read_leaves(
-    weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh
+    weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh, conversions: Conversions
 ) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
     """Yields this rank's shard of each tensor, as consecutive pieces of up to 1 MiB in the tensor's dtype, padding
     included.
@@ -119,6 +124,7 @@ def read_leaves(
     Args:
         sources: of the tensors to read.
         wanted: their layouts, by name.
+        conversions: of those that are computed from what is read.
 
     Each piece must be used before the next one is requested. Every rank must iterate over all tensors. A rank that
     cannot use them must drop what it gets, because the other ranks gather its parts.
@@ -137,11 +143,11 @@ def read_leaves(
     # In the same order on every rank, because the windows are gathered.
     for axes in sorted(groups):
         leaves = {name: wanted[name] for name in groups[axes]}
-        pieces = _pieces(weights, sources, leaves, mesh)
+        pieces = _pieces(weights, sources, leaves, mesh, conversions)
         with contextlib.closing(_windows([p for ps in pieces.values() for p in ps], mesh, axes, problems)) as windows:
             stream = _Stream(windows)
             for name, leaf in leaves.items():
-                yield name, _parts(stream, pieces[name], leaf, mesh)
+                yield name, _parts(stream, pieces[name], leaf, mesh, conversions.get(name), problems)
             # Without this, a rank that was not asked for all parts would leave the others waiting in a gather.
             for _ in windows if axes else ():
                 pass
@@ -175,16 +181,18 @@ class _StreamPiece(NamedTuple):
     nbytes: int
     leaf: str
     dtype: torch.dtype
+    span: tuple[int, int]  # the elements of the flattened full tensor that are made of it and its neighbors
 
 
 def _pieces(
-    weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh
+    weights: Weights, sources: Sources, wanted: Mapping[str, Leaf], mesh: Mesh, conversions: Conversions
 ) -> dict[str, list[_StreamPiece]]:
     """Returns the pieces that make up this rank's shard of each tensor, one after the other."""
     out: dict[str, list[_StreamPiece]] = {name: [] for name in wanted}
     at = 0
     for name, leaf in wanted.items():
-        for start, stop in held(leaf, mesh):
+        for span in held(leaf, mesh):
+            start, stop = conversions[name].needed(*span) if name in conversions else span
             runs = sources[name]
             # From the run on that contains `start`.
             for run in runs[max(bisect_right(runs, start, key=lambda r: r.start) - 1, 0) :]:
@@ -195,7 +203,7 @@ def _pieces(
                     file, entry = weights.entries[run.key]
                     size = entry.dtype.itemsize
                     offset, nbytes = entry.offset + (run.at + low - run.start) * size, (high - low) * size
-                    out[name].append(_StreamPiece(at, file, offset, nbytes, name, entry.dtype))
+                    out[name].append(_StreamPiece(at, file, offset, nbytes, name, entry.dtype, span))
                     # Gaps between pieces keep each one aligned to every dtype, so that the bytes of a window can be
                     # viewed as elements without a copy.
                     at += -(-nbytes // _ALIGNED) * _ALIGNED
@@ -276,18 +284,38 @@ class _Stream:
         return self._current[at - self._begin :][:most]
 
 
-def _parts(stream: _Stream, pieces: Sequence[_StreamPiece], leaf: Leaf, mesh: Mesh) -> Iterator[torch.Tensor]:
-    """Yields this rank's shard of a tensor in pieces of up to 1 MiB, followed by zeros for the padding."""
+def _parts(
+    stream: _Stream,
+    pieces: Sequence[_StreamPiece],
+    leaf: Leaf,
+    mesh: Mesh,
+    conversion: Conversion | None,
+    problems: list[str],
+) -> Iterator[torch.Tensor]:
+    """Yields this rank's shard of a tensor in pieces of up to 1 MiB, followed by zeros for the padding. If stored
+    values cannot be converted, this is added to `problems`, and zeros take their place."""
     filled = 0
+    try:
+        for span, of_span in itertools.groupby(pieces, lambda piece: piece.span):
+            parts = _stored(stream, of_span)
+            for part in parts if conversion is None else conversion.converted(parts, *span):
+                yield part.to(leaf.dtype)
+                filled += part.numel()
+    except UnconvertedValuesError as error:
+        problems.append(f"{pieces[0].leaf}: {error}")
+    rest, size = leaf.shard_numel(mesh) - filled, _PART // leaf.dtype.itemsize
+    for start in range(0, rest, size):
+        yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
+
+
+def _stored(stream: _Stream, pieces: Iterable[_StreamPiece]) -> Iterator[torch.Tensor]:
+    """Yields the elements of consecutive pieces, up to 1 MiB at a time."""
     for piece in pieces:
         at, end = piece.begin, piece.begin + piece.nbytes
         while at < end:
             data = stream.read(at, min(_PART, end - at))
-            yield data.view(piece.dtype).to(leaf.dtype)
-            at, filled = at + data.numel(), filled + data.numel() // piece.dtype.itemsize
-    rest, size = leaf.shard_numel(mesh) - filled, _PART // leaf.dtype.itemsize
-    for start in range(0, rest, size):
-        yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
+            yield data.view(piece.dtype)
+            at += data.numel()
 
 
 def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:

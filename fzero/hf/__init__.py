@@ -22,6 +22,7 @@ from `ir/` or `compiler/`.
 | `weight_transport.py` | sends tensors to another process over a socket, and receives them |
 | `trainer.py` | `Trainer`: runs the micro-batches of an update as one compiled step |
 | `micro_batches.py` | joins the micro-batches of an update into one batch, padded to a few shapes |
+| `bitsandbytes_files.py` | reads weights that bitsandbytes quantized, and quantizes weights while they are read |
 | `training_step.py` | compiles the Trainer's step, and runs it with the current learning rates |
 | `evaluator.py` | evaluates and predicts with the Trainer's current weights |
 | `trainer_checkpoint.py` | saves and restores the Trainer's sharded state, its weights and its scheduler |

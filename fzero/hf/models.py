@@ -15,11 +15,12 @@ from fzero._utils.arguments import plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place, local
-from fzero.checkpoint.weight_loading import Sources, Weights
+from fzero.checkpoint.weight_loading import Conversions, Sources, Weights
 from fzero.errors import CheckpointError
-from fzero.hf import adapters, weight_conversions
+from fzero.hf import adapters, bitsandbytes_files, weight_conversions
 from fzero.hf.transformers_import import library
 from fzero.modules.functionalize import Functional
+from fzero.modules.quantized_linear import quantize_frozen, quantized_layers
 
 
 class Pretrained(Functional):
@@ -51,19 +52,25 @@ class Pretrained(Functional):
         mine = {*self._names} - self._base_names.keys() if self._base_names is not None else set()
         return super().unstored | mine
 
-    def sources(self, weights: Weights) -> Sources:
-        """Returns the runs of stored tensors that make up each parameter, as transformers would convert them."""
+    def sources(self, weights: Weights) -> tuple[Sources, Conversions]:
+        """Returns the runs of stored tensors that make up each parameter, as transformers would convert them, and how
+        codes and scales of quantized weights are computed from them."""
         config = _config_of(weights.path)
         theirs, ours = config.get("model_type"), self._base.config.model_type
         if theirs not in (None, ours):
             what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
             raise CheckpointError("load", what, fix="give the directory that the model was made from")
-        _check_unquantized(weights.path, config)
-        found = weight_conversions.sources(self._base, weights)
+        if (stored := bitsandbytes_files.format_of(config, weights.path)) and not quantized_layers(self._base):
+            what = f"{weights.path} is quantized ({stored}), and the model is not"
+            raise CheckpointError("load", what, fix="make the model from this directory: fz.hf.from_pretrained")
+        found = weight_conversions.sources(self._base, bitsandbytes_files.plain(weights))
+        found, conversions = bitsandbytes_files.sources(self._base, weights, found)
         if self._base_names is None:
-            return found
-        adapted = {name: found[plain] for name, plain in self._base_names.items() if plain in found}
-        return {n: runs for n, runs in found.items() if n not in self._base_names.values()} | adapted
+            return found, conversions
+        names, others = self._base_names, {*self._base_names.values()}
+        adapted = {name: found[plain] for name, plain in names.items() if plain in found}
+        found = {n: runs for n, runs in found.items() if n not in others} | adapted
+        return found, {name: conversions[plain] for name, plain in names.items() if plain in conversions}
 
     def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Returns the initial values that transformers gives to tensors that are in no file: new weights, and computed
@@ -114,6 +121,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype = torch.float32,
     adapter: Any = None,
+    quantize: str | None = None,
     **settings: Any,
 ) -> Pretrained:
     """Makes a model from a directory that transformers wrote, without its weights, which `train.load(path)` reads
@@ -125,12 +133,16 @@ def from_pretrained(
         dtype: of the parameters; by default fp32, whatever dtype the files have.
         adapter: a configuration of the library peft, such as `LoraConfig(r=8)`: the model gets its adapters, newly
             initialized, and nothing else is trained. `save_pretrained` then writes a directory of adapters.
+        quantize: "nf4" or "int8": `train.load` stores the frozen weights of linear layers in 4 or 8 bits, as by
+            `fz.quantize_frozen`, and quantizes them while it reads the files. All parameters are frozen, so that only
+            adapters are trained. The weights of a directory that was written with bitsandbytes (NF4 or LLM.int8) stay
+            in its format.
         settings: `blocks` and `mutable` of `fz.functionalize`; all others belong to the model's configuration
             (`attn_implementation="eager"`, `num_labels=3`).
 
     Raises:
         CheckpointError: a directory that is missing, has no configuration, is of another architecture, or is
-            quantised.
+            quantized in a format that cannot be read.
         FzeroTypeError, FzeroValueError: an adapter that does not fit, or that is initialized from the weights.
 
     Example:
@@ -156,7 +168,10 @@ def from_pretrained(
         if not path.exists() and not path.is_absolute():
             fix += f"; for a name on the hub: huggingface_hub.snapshot_download({path.as_posix()!r}) returns one"
         raise CheckpointError("hf.from_pretrained", what, fix=fix)
-    _check_unquantized(path, found)
+    stored = bitsandbytes_files.format_of(found, path)
+    if quantize is not None and stored not in (None, quantize):
+        what, fix = f"{path} is quantized ({stored}), not {quantize!r}", "leave out `quantize`"
+        raise CheckpointError("hf.from_pretrained", what, fix=fix)
     own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
     wanted = getattr(getattr(cls, "config_class", None), "model_type", None)
     if wanted and wanted != found.get("model_type"):
@@ -176,6 +191,10 @@ def from_pretrained(
         from transformers import GenerationConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if stored is not None:
+        bitsandbytes_files.replace_stored(module, path, stored)
+    elif quantize is not None:
+        quantize_frozen(module.requires_grad_(False), quantize)
     return Pretrained(module, path, adapter, **own)
 
 
@@ -225,10 +244,3 @@ def _config_of(path: Place) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError("hf", f"{file} is not a JSON object", fix="copy or download it again")
     return found
-
-
-def _check_unquantized(path: Place, config: Mapping[str, Any]) -> None:
-    if quantized := config.get("quantization_config"):
-        how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
-        fix = "write it dequantised by the library first"
-        raise CheckpointError("load", f"{path} is quantised ({how}): its values have scales", fix=fix)

@@ -23,6 +23,7 @@ from fzero.hf import adapters, weight_conversions
 from fzero.hf.gathered_module import whole
 from fzero.hf.models import Pretrained
 from fzero.modules.functionalize import Functional
+from fzero.modules.quantized_linear import check_unquantized
 from fzero.sharding.layout import leaf_of
 
 logger = logging.getLogger("fzero")
@@ -111,6 +112,7 @@ def save_pretrained(
     what = f"cannot save to {out}"
     if adapters.is_adapted(module):
         return _save_adapters(model, module, params, out, tokenizer, dtype, ranks, prepare)
+    check_unquantized("hf.save_pretrained", module, "fz.checkpoint.save, or train adapters, which are saved alone")
     tensors = weight_conversions.stored(module)
     files: list[str] = []
 

@@ -28,6 +28,7 @@ from fzero.hf.gathered_module import whole
 from fzero.hf.models import Pretrained
 from fzero.hf.weight_transport import Sender
 from fzero.modules.functionalize import Functional
+from fzero.modules.quantized_linear import check_unquantized
 from fzero.sharding.layout import leaf_of
 from fzero.train_state import check_computed
 
@@ -306,6 +307,10 @@ def stream(
     stored = module.state_dict()
     leaf = {name: slot.name for name, slot in model.slots(module).items() if name in stored}
     merged = None
+    if merge or not adapters.is_adapted(module):
+        check_unquantized(
+            _OWNER, module, "stream the adapters, without merge=True, to an engine that has the base model"
+        )
     if adapters.is_adapted(module):
         merged = adapters.Merged(module, leaf) if merge else None
         tensors = _of_base(module, merged) if merged else _of_adapters(module, leaf)

@@ -9,6 +9,7 @@ or `runtime/`.
 |---|---|
 | `functionalize.py` | `fz.functionalize`: a module as a pytree of tensors, and functions and steps of it |
 | `module_preparation.py` | prepares the copy of a module that traces run on |
+| `quantized_linear.py` | `fz.quantize_frozen`: linear layers whose frozen weights are stored in 4 or 8 bits |
 | `module_mode.py` | runs a call of that copy in training or evaluation mode |
 | `meta_module.py` | makes the meta module, and puts the given tensors into it for a call |
 | `module_init.py` | initializes the tensors of a module from a key, with the module's own methods |

@@ -12,6 +12,7 @@ random-number operators are in `random.py`. This folder imports only `tree.py`, 
 | `grouped_matmul.py` | multiplies each row by the matrix of its own expert |
 | `scaled_matmul.py` | multiplies matrices in 8-bit floating point, with power-of-two scales |
 | `block_quantization.py` | reduces blocks of 256 elements to one number, such as a scale, and expands it |
+| `weight_quantization.py` | `fz.quantize`, `fz.dequantize`: frozen weights in 4 or 8 bits, in bitsandbytes' formats |
 | `unsharded_mark.py` | marks tensors that a function reads whole, so that their shards are gathered |
 | `index_sums.py` | adds at indices in a fixed order on a CPU, for deterministic embedding gradients |
 | `ctc.py` | computes the CTC loss with a result shape that does not depend on values |

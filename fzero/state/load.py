@@ -16,7 +16,7 @@ import torch
 
 from fzero import tree
 from fzero.checkpoint.storage_paths import Place
-from fzero.checkpoint.weight_loading import Sources, Weights, read_leaves, unfit
+from fzero.checkpoint.weight_loading import Conversions, Sources, Weights, read_leaves, unfit
 from fzero.errors import CheckpointError
 from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
@@ -35,12 +35,14 @@ class LoadPlan:
         names: the dotted names of the parameters, by position.
         stored: for the name of each parameter that is in the files, the stored tensors that make it up.
         missing: positions of the parameters that are not in the files.
+        conversions: of parameters that are computed from what is stored.
     """
 
     weights: Weights
     names: list[str]
     stored: Sources
     missing: list[int]
+    conversions: Conversions
 
 
 def plan(
@@ -58,9 +60,9 @@ def plan(
         params: the tree as it was given.
         names: the stored names of parameters whose stored name differs.
         model: the model of the loss function, or None. It may have `sources(weights)`, which returns the runs of stored
-            tensors that make up each parameter; `initial(names, key)`, which returns values of parameters that no file
-            has; `unstored`, names of parameters that are not logged when they are missing; and `aliases`, the other
-            names of tied parameters.
+            tensors that make up each parameter, and conversions of some of them; `initial(names, key)`, which returns
+            values of parameters that no file has; `unstored`, names of parameters that are not logged when they are
+            missing; and `aliases`, the other names of tied parameters.
         graph: of an init function, if `params` was one.
 
     Raises:
@@ -69,8 +71,9 @@ def plan(
     found, flat = tree.names(params), tree.leaves(params)
     _check_names(names, found, weights)
     aliases: Mapping[str, Sequence[str]] = getattr(model, "aliases", {})
+    conversions: Conversions = {}
     if names is None and hasattr(model, "sources"):
-        sources = dict(model.sources(weights))
+        sources, conversions = model.sources(weights)
         own = {n: n for n in found if n in sources}
     else:
         stored = {n: names.get(n, n) if names else _stored(n, aliases, weights) for n in found}
@@ -106,7 +109,7 @@ def plan(
         )
         fix = "give this model's directory, or names={leaf: stored name} where only names differ"
         raise CheckpointError("load", what, lines, fix)
-    problems = unfit(weights, runs, wanted)
+    problems = unfit(weights, runs, wanted, conversions)
     if graph is None and not hasattr(model, "initial"):
         problems += [
             f"{found[i]}: missing in the files, and given without an initial value"
@@ -130,7 +133,7 @@ def plan(
         tied = {alias: f"{alias} (tied to {name})" for name, others in aliases.items() for alias in others}
         told = ", ".join(tied.get(n, n) for n in extra)
         logger.warning("fzero.load: %d tensors of %s are not used: %s", len(extra), weights.path, told)
-    return LoadPlan(weights, found, runs, missing)
+    return LoadPlan(weights, found, runs, missing, conversions)
 
 
 def leaves(
@@ -147,7 +150,7 @@ def leaves(
     wanted = {name: inputs.leaves[at[name]] for name in made_of.stored}
     made: dict[int, torch.Tensor] = {}
     failed: Exception | None = None
-    for name, parts in read_leaves(made_of.weights, made_of.stored, wanted, mesh):
+    for name, parts in read_leaves(made_of.weights, made_of.stored, wanted, mesh, made_of.conversions):
         if failed is None:
             try:
                 made[at[name]] = put(parts, wanted[name])

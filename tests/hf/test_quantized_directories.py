@@ -1,0 +1,206 @@
+"""Directories whose weights bitsandbytes has quantized, read as codes, and directories of plain weights, which are
+quantized while they are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fzero as fz
+from fzero.errors import CheckpointError, FzeroTypeError
+from fzero.ops.weight_quantization import NF4
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+IDS = torch.arange(48).view(4, 12) * 3 % 96
+BLOCK = 256
+"""Scales that share a scale of their own."""
+
+
+def written(path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES))
+    model.to(dtype).save_pretrained(path)
+
+
+def is_quantized(name: str) -> bool:
+    return "_proj.weight" in name
+
+
+def codes_of(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Codes of which some are NaNs as 16-bit floating-point numbers."""
+    draw = torch.Generator().manual_seed(len(name))
+    found = torch.randint(256, (like.numel(),), generator=draw).to(torch.uint8)
+    found[:4] = torch.tensor([0xC0, 0x7F, 0xFF, 0xFF], dtype=torch.uint8)
+    return found
+
+
+def quantized(path: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Writes a directory in the form of bitsandbytes. Returns the numbers that the codes stand for."""
+    tensors, meant = {}, {}
+    for name, x in load_file(path / "model.safetensors").items():
+        if not is_quantized(name):
+            tensors[name] = x
+        elif kind == "int8":
+            codes = codes_of(name, x).view(torch.int8).view(x.shape)
+            scales = torch.rand(len(x), generator=torch.Generator().manual_seed(1)) + 0.1
+            tensors |= {name: codes, f"{name[:-6]}SCB": scales, f"{name[:-6]}weight_format": torch.tensor(0).byte()}
+            meant[name] = codes.float() * scales[:, None] / 127
+        else:
+            codes = codes_of(name, x[:, : x.shape[1] // 2])
+            num = x.numel() // 64
+            scales = torch.rand(num, generator=torch.Generator().manual_seed(1)) + 0.1
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(x.shape)}
+            tensors |= {name: codes[:, None], f"{name}.quant_map": torch.tensor(NF4)}
+            if kind == "nested":
+                offset, values = 0.5, torch.linspace(-1, 1, 256)
+                own, blocks = torch.arange(num).to(torch.uint8), torch.rand(-(-num // BLOCK)) + 0.1
+                scales = values[own.int()] * blocks.repeat_interleave(BLOCK)[:num] + offset
+                state |= {"nested_blocksize": BLOCK, "nested_offset": offset, "nested_dtype": "float32"}
+                tensors |= {f"{name}.absmax": own, f"{name}.nested_absmax": blocks, f"{name}.nested_quant_map": values}
+            else:
+                tensors[f"{name}.absmax"] = scales
+            text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = text
+            numbers = torch.tensor(NF4)[torch.stack([codes >> 4, codes & 15], 1).int()].view(-1, 64)
+            meant[name] = (numbers * scales[:, None]).view(x.shape)
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    how = {"quant_method": "bitsandbytes", "load_in_8bit": kind == "int8", "load_in_4bit": kind != "int8"}
+    config["quantization_config"] = how | {"bnb_4bit_quant_type": "nf4"}
+    (out / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def loaded(path: str, format: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """On every rank: the values of a loaded state, and the losses of two steps of its adapters."""
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, path, adapter=lora, quantize=format)
+    step = fz.shard_params(model.train_step(fz.optim.adamw(1e-2)))
+    train = fz.compile(step, fz.make_mesh(data=-1), backend="eager")
+    state = train.load(path)
+    whole = dict(zip(fz.tree.names(state.params), fz.tree.leaves(train.gather(state).params), strict=True))
+    ids, losses = IDS.chunk(train.mesh.size)[train.mesh.rank], []
+    for _ in range(2):
+        state, metrics = train(state, {"input_ids": ids, "labels": ids})
+        losses.append(float(metrics["loss"]))
+    return whole, losses
+
+
+def loss_of(path: Path, weights: dict[str, torch.Tensor]) -> float:
+    """The loss of the plain model with these weights."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES))
+    plain = {name: x.float() for name, x in load_file(path / "model.safetensors").items()}
+    model.load_state_dict(plain | weights)
+    return float(model(input_ids=IDS, labels=IDS).loss)
+
+
+def name_in_peft(name: str) -> str:
+    return f"base_model.model.{name.removesuffix('.weight')}.base_layer"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["nf4", "nested", "int8"])
+def test_directories_of_bitsandbytes_are_read_as_they_are(
+    run_or_call: Any, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    written(tmp_path / "plain")
+    meant = quantized(tmp_path / "plain", tmp_path / "codes", kind)
+    stored = load_file(tmp_path / "codes" / "model.safetensors")
+    want = loss_of(tmp_path / "plain", meant)
+    for whole, losses in run_or_call(ranks, loaded, str(tmp_path / "codes"), None):
+        for name, numbers in meant.items():
+            own = name_in_peft(name)
+            assert torch.equal(whole[f"{own}.weight"].flatten(), stored[name].flatten()), "codes keep their bits"
+            held = fz.quantize(numbers)._replace(codes=whole[f"{own}.weight"], absmax=whole[f"{own}.absmax"])
+            torch.testing.assert_close(fz.dequantize(held), numbers, rtol=1e-6, atol=0)
+        assert losses[0] == pytest.approx(want, rel=1e-6)
+        assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_plain_directories_are_quantized_while_they_are_read(
+    run_or_call: Any, tmp_path: Path, format: str, ranks: int
+) -> None:
+    written(tmp_path / "plain")
+    stored = load_file(tmp_path / "plain" / "model.safetensors")
+    weights = {name: fz.quantize(x, format) for name, x in stored.items() if is_quantized(name)}
+    want = loss_of(tmp_path / "plain", {name: fz.dequantize(x) for name, x in weights.items()})
+    for whole, losses in run_or_call(ranks, loaded, str(tmp_path / "plain"), format):
+        for name, x in weights.items():
+            assert torch.equal(whole[f"{name_in_peft(name)}.weight"], x.codes)
+            assert torch.equal(whole[f"{name_in_peft(name)}.absmax"], x.absmax)
+        assert losses[0] == pytest.approx(want, rel=1e-6)
+
+
+def change(out: Path, name: str, value: Any) -> None:
+    tensors = load_file(out / "model.safetensors")
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value(tensors[name])
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+
+
+FIRST = "model.layers.0.mlp.down_proj.weight"
+
+
+def other_state(**changes: Any) -> Any:
+    def edit(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(list(json.dumps(json.loads(bytes(x.tolist())) | changes).encode()), dtype=torch.uint8)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        (f"{FIRST}.absmax", None, f"{FIRST}: uint8.*without {FIRST}.absmax"),
+        (f"{FIRST}.absmax", lambda x: x[:-1].clone(), f"{FIRST}: has 159 scales, expected 160"),
+        (f"{FIRST}.quant_map", lambda x: x * 2, f"{FIRST}: its codes stand for other numbers"),
+        (f"{FIRST}.quant_state.bitsandbytes__nf4", other_state(blocksize=128), f"{FIRST}: .* blocks of 128"),
+        (f"{FIRST}.quant_state.bitsandbytes__nf4", other_state(shape=[160, 64]), f"{FIRST}: its shape is"),
+    ],
+)
+def test_stored_codes_of_another_form_are_rejected(tmp_path: Path, name: str, value: Any, says: str) -> None:
+    written(tmp_path / "plain")
+    quantized(tmp_path / "plain", tmp_path / "codes", "nf4")
+    change(tmp_path / "codes", name, value)
+    with pytest.raises(CheckpointError, match=f"(?s){says}.*Fix: "):
+        loaded(str(tmp_path / "codes"), None)
+
+
+def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
+    written(tmp_path / "plain")
+    quantized(tmp_path / "plain", tmp_path / "codes", "nf4")
+    with pytest.raises(CheckpointError, match=r"is quantized \(nf4\), not 'int8'"):
+        loaded(str(tmp_path / "codes"), "int8")
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "plain")
+    train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    with pytest.raises(CheckpointError, match=r"is quantized \(nf4\), and the model is not"):
+        train.load(tmp_path / "codes")
+    change(tmp_path / "plain", FIRST, lambda x: x * float("inf"))
+    with pytest.raises(CheckpointError, match=r"down_proj\.base_layer\.weight: it has values that are not finite"):
+        loaded(str(tmp_path / "plain"), "nf4")
+
+
+def test_codes_are_not_written_as_weights(tmp_path: Path) -> None:
+    written(tmp_path / "plain")
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "plain", quantize="nf4")
+    with pytest.raises(FzeroTypeError, match=r"(?s)are quantized.*q_proj\.weight: uint8.*fz\.checkpoint\.save"):
+        fz.hf.save_pretrained(tmp_path / "out", model, model.params)

@@ -1,0 +1,217 @@
+"""Modules with quantized, frozen linear layers and adapters, compared with a plain loop of the module whose weights are
+dequantized."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
+from fzero.modules.quantized_linear import QuantizedLinear
+
+WIDTH, VOCABULARY = 32, 64
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter that a user might write."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Adapted(nn.Linear(WIDTH, 2 * WIDTH)), Adapted(nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "own adapters":
+        return Net()
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2}
+    if kind.startswith("qwen"):
+        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_attention_heads=4, head_dim=8, **sizes))
+    else:
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    if kind == "qwen, quantized first":
+        return peft.get_peft_model(fz.quantize_frozen(base.requires_grad_(False)), lora)
+    return peft.get_peft_model(base, lora)
+
+
+def dequantized(net: nn.Module) -> nn.Module:
+    """Returns a copy with plain linear layers in place of quantized ones."""
+    net = copy.deepcopy(net)
+    for name, m in [*net.named_modules()]:
+        if isinstance(m, QuantizedLinear):
+            linear = nn.Linear(m.in_features, m.out_features, bias=m.bias is not None)
+            linear.weight = nn.Parameter(fz.dequantize(m.quantized), requires_grad=False)
+            linear.bias = m.bias
+            owner, _, attribute = name.rpartition(".")
+            setattr(net.get_submodule(owner), attribute, linear)
+    return net
+
+
+def tokens_of() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(1))
+
+
+def mean_loss(out: Any, batch: Any) -> torch.Tensor:
+    logits = getattr(out, "logits", out)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def losses_of_a_rank(
+    kind: str, format: str, transforms: tuple[Any, ...]
+) -> tuple[list[float], dict[str, Any], set[str]]:
+    net = net_of(kind)
+    if kind != "qwen, quantized first":
+        fz.quantize_frozen(net, format)
+    model = fz.functionalize(net)
+    step = fz.compose(*transforms)(
+        model.train_step(fz.optim.adamw(1e-2), lambda out, b: mean_loss(out, b["input_ids"]))
+    )
+    if kind == "own adapters":
+        step = fz.compose(*transforms)(model.train_step(fz.optim.adamw(1e-2), mean_loss))
+    train = fz.compile(step, fz.make_mesh(data=-1), backend="eager")
+    tokens = tokens_of().chunk(train.mesh.size)[train.mesh.rank]
+    state, losses = train.init(model.params), []
+    for _ in range(4):
+        state, metrics = train(state, tokens if kind == "own adapters" else {"input_ids": tokens})
+        losses.append(float(metrics["loss"]))
+    before = {name: x.clone() for name, x in net.state_dict().items()}
+    model.write_back(train.gather(state).params)
+    after = net.state_dict()
+    changed = {name for name, x in after.items() if not torch.equal(x, before[name])}
+    return losses, after, changed
+
+
+TRANSFORMS = {
+    "shard_params": (fz.shard_params(),),
+    "accumulate, remat": (fz.shard_params(), fz.remat("full"), fz.accumulate(2)),
+    "offload": (fz.shard_params(), fz.remat("none"), fz.offload("cpu", ("params", "opt_state"))),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "format", "name"),
+    [
+        ("own adapters", "nf4", "shard_params"),
+        ("own adapters", "int8", "accumulate, remat"),
+        ("llama", "nf4", "accumulate, remat"),
+        ("llama", "int8", "shard_params"),
+        ("llama", "nf4", "offload"),
+        ("qwen, quantized first", "nf4", "shard_params"),
+    ],
+)
+def test_losses_are_those_of_the_dequantized_module(
+    run_or_call: Any, kind: str, format: str, name: str, ranks: int
+) -> None:
+    net = net_of(kind)
+    plain = dequantized(net if kind == "qwen, quantized first" else fz.quantize_frozen(net, format))
+    assert any(isinstance(m, QuantizedLinear) for m in net.modules())
+    adapters = [p for p in plain.parameters() if p.requires_grad]
+    adam, want = torch.optim.AdamW(adapters, lr=1e-2, weight_decay=0.0), []
+    for _ in range(4):
+        loss = mean_loss(plain(tokens_of()), tokens_of())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        want.append(float(loss.detach()))
+    trained = {name for name, p in plain.named_parameters() if p.requires_grad}
+    for losses, after, changed in run_or_call(ranks, losses_of_a_rank, kind, format, TRANSFORMS[name]):
+        torch.testing.assert_close(losses, want, rtol=1e-6, atol=1e-6)
+        assert changed == trained
+        for key in trained:
+            torch.testing.assert_close(after[key], plain.state_dict()[key], rtol=1e-4, atol=1e-5)
+
+
+def test_equal_layers_are_one_block_and_scales_stay_exact_in_bf16() -> None:
+    model = fz.functionalize(fz.quantize_frozen(net_of("llama")))
+    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(
+        model.train_step(fz.optim.adamw(1e-2), lambda out, b: mean_loss(out, b["input_ids"]))
+    )
+    lowered = fz.lower(step, fz.AbstractMesh(data=2), model.params, {"input_ids": tokens_of()})
+    dtypes = {leaf.path.rpartition("['")[2].rstrip("']"): set() for leaf in lowered.program.leaves}  # type: ignore[var-annotated]
+    for leaf in lowered.program.leaves:
+        dtypes[leaf.path.rpartition("['")[2].rstrip("']")].add(leaf.dtype)
+    assert dtypes["absmax"] == {torch.float32}
+    assert torch.uint8 in dtypes["weight"]
+    forwards = {op.fn for op, _ in lowered.program.walk() if op.block is not None and op.is_forward}
+    assert len(forwards) <= 2, "two equal layers share their code"
+
+
+def test_layers_that_stay_as_they_are() -> None:
+    net = fz.quantize_frozen(net_of("llama"), skip=["*.down_proj.base_layer"])
+    kinds = {name.partition("base_model.model.")[2]: type(m) for name, m in net.named_modules()}
+    assert kinds["lm_head"] is nn.Linear
+    assert kinds["model.layers.0.mlp.down_proj.base_layer"] is nn.Linear
+    assert kinds["model.layers.0.mlp.up_proj.base_layer"] is QuantizedLinear
+    assert kinds["model.layers.0.mlp.up_proj.lora_A.default"] is nn.Linear
+    tied = Net()
+    tied.head.weight = tied.embed.weight
+    fz.quantize_frozen(tied)
+    assert type(tied.head) is nn.Linear
+
+
+def test_what_cannot_be_quantized_is_rejected_by_name() -> None:
+    with pytest.raises(FzeroTypeError, match=r"(?s)not trained\n  0\.weight requires a gradient.*Fix: freeze it"):
+        fz.quantize_frozen(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(FzeroTypeError, match="not Linear"):
+        fz.quantize_frozen(nn.Linear(4, 4))
+    with pytest.raises(FzeroValueError, match=r"0\.weight: float32\[4, 3\] has an odd number of columns"):
+        fz.quantize_frozen(nn.Sequential(nn.Linear(3, 4)).requires_grad_(False))
+    with pytest.raises(FzeroValueError, match=r"no linear layer matches `skip`\n  'x\*'"):
+        fz.quantize_frozen(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), skip=["x*"])
+    broken = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    broken[0].weight[0, 0] = float("inf")
+    with pytest.raises(FzeroValueError, match=r"0\.weight.*not finite"):
+        fz.quantize_frozen(broken)
+
+
+def test_modules_that_cast_scales_or_activations_are_rejected() -> None:
+    net = fz.quantize_frozen(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)).bfloat16()
+    with pytest.raises(FzeroValueError, match=r"converted from float32 to torch\.bfloat16"):
+        net(torch.ones(1, 4, dtype=torch.bfloat16))
+    net = fz.quantize_frozen(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False))
+    with pytest.raises(FzeroTypeError, match=r"(?s)is uint8\[1, 4\].*skip="):
+        net(torch.ones(1, 4, dtype=torch.uint8))
+
+
+def test_merging_adapters_into_codes_is_rejected() -> None:
+    net = fz.quantize_frozen(net_of("llama"))
+    model = fz.functionalize(net)
+    with pytest.raises(FzeroError, match=r"(?s)are quantized.*q_proj.*without merge=True"):
+        fz.hf.stream(model, model.params, merge=True)
+    assert all("lora_" in name for name, _ in fz.hf.stream(model, model.params))
