@@ -15,9 +15,10 @@ and with 8 bits: `w` int8[rows, columns], and float32 scales of rows under `SCB`
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +28,8 @@ from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.weight_loading import Conversions, Sources, Weights, entries_of
 from fzero.checkpoint.weight_quantizing import Conversion, nested, quantizing
 from fzero.errors import CheckpointError
-from fzero.modules.quantized_linear import QuantizedLinear, quantized_layers, replace_layers
-from fzero.ops.weight_quantization import NF4, scales_shape
+from fzero.modules.quantized_linear import quantized_layers, replace_layers
+from fzero.ops.weight_quantization import NF4, NF4_BLOCK, scales_shape
 from fzero.tree import form
 
 _STATE = ".quant_state.bitsandbytes__nf4"
@@ -79,12 +80,18 @@ def _same_layer(name: str, stem: str) -> bool:
     return name == stem or name.endswith(f".{stem}") or stem.endswith(f".{name}")
 
 
-def plain(weights: Weights) -> Weights:
-    """Returns the stored tensors without those that describe codes, so that each layer has one weight and one bias."""
+def descriptions(weights: Weights) -> set[str]:
+    """Returns the names of the stored tensors that describe codes: scales, and how they are stored."""
     coded = {name.removesuffix(_STATE) for name in weights.entries if name.endswith(_STATE)}
     more = {f"{name}{suffix}" for name in coded for suffix in _OF_4_BITS}
     in_8_bits = {name for name in weights.entries if name.endswith(".SCB")}
     more |= in_8_bits | {f"{name.removesuffix('SCB')}weight_format" for name in in_8_bits}
+    return more & weights.entries.keys()
+
+
+def without_descriptions(weights: Weights) -> Weights:
+    """Returns the stored tensors of which each layer has one weight and one bias."""
+    more = descriptions(weights)
     return replace(weights, entries={name: x for name, x in weights.entries.items() if name not in more})
 
 
@@ -99,90 +106,83 @@ def sources(module: nn.Module, weights: Weights, found: Sources) -> tuple[Source
     Raises:
         CheckpointError: stored codes of another form, by name.
     """
-    out: dict[str, Sequence[ElementRun]] = dict(found)
+    # Descriptions appear under their stored names, as what transformers leaves out does: they are read here.
+    out: dict[str, Sequence[ElementRun]] = {**found, **{key: weights.whole(key) for key in descriptions(weights)}}
     conversions: dict[str, Conversion] = {}
     problems: list[str] = []
     for name, layer in quantized_layers(module).items():
-        weight, absmax = f"{name}.weight", f"{name}.absmax"
-        runs = out.get(weight)
+        codes, absmax = f"{name}.qweight", f"{name}.absmax"
+        runs = out.pop(f"{name}.weight", None)
         if not runs:
             continue
+        out[codes] = runs
         keys = [*dict.fromkeys(run.key for run in runs)]
         entries = [weights.entries[key][1] for key in keys]
-        format = "nf4" if layer.weight.dtype == torch.uint8 else "int8"
         if all(e.dtype.is_floating_point and e.dtype.itemsize > 1 for e in entries):
-            num = sum(run.stop - run.start for run in runs)
-            if num != layer.out_features * layer.in_features:
+            if sum(run.stop - run.start for run in runs) != layer.out_features * layer.in_features:
                 forms = ", ".join(form(e.shape, e.dtype) for e in entries[:2])
-                problems.append(f"{weight}: the files have {forms}, expected {layer.quantized.shape}")
+                problems.append(f"{name}.weight: the files have {forms}, expected {list(layer.quantized.shape)}")
                 continue
             out[absmax] = runs
-            conversions[weight], conversions[absmax] = quantizing(layer.quantized.shape, format)
+            conversions[codes], conversions[absmax] = quantizing(layer.quantized.shape, layer.quantized.format)
         elif len(entries) == 1:
-            key = keys[0]
-            read = _nf4 if format == "nf4" else _int8
-            if problem := read(weights, key, layer, weight, absmax, out, conversions):
-                problems.append(f"{key}: {problem}")
+            read = _nf4 if layer.quantized.format == "nf4" else _int8
+            found_scales = read(weights, keys[0], layer.quantized.shape)
+            if isinstance(found_scales, str):
+                problems.append(f"{keys[0]}: {found_scales}")
+                continue
+            # Codes have another shape in files, so they are not compared by shape.
+            conversions[codes] = Conversion(1, 1, layer.qweight.numel(), lambda x, _: x)
+            out[absmax] = weights.whole(found_scales.key)
+            if found_scales.conversion is not None:
+                conversions[absmax] = found_scales.conversion
         else:
-            problems.append(f"{weight}: is made of several stored tensors of codes: {', '.join(keys[:3])}")
+            problems.append(f"{name}.weight: is made of several stored tensors of codes: {', '.join(keys[:3])}")
     if problems:
         raise CheckpointError("load", f"{weights.path} has weights that do not fit quantized layers", problems, _FIX)
     return out, conversions
 
 
-def _nf4(
-    weights: Weights,
-    key: str,
-    layer: QuantizedLinear,
-    weight: str,
-    absmax: str,
-    out: dict[str, Sequence[ElementRun]],
-    conversions: dict[str, Conversion],
-) -> str:
-    """Adds the sources of stored codes of 4 bits and their scales. Returns what does not fit, or ""."""
+class _Scales(NamedTuple):
+    """The stored tensor of a weight's scales, and how they are computed from it if they are quantized themselves."""
+
+    key: str
+    conversion: Conversion | None
+
+
+def _nf4(weights: Weights, key: str, shape: tuple[int, ...]) -> _Scales | str:
+    """Returns the scales of codes of 4 bits, or what does not fit."""
+    entry, numel = weights.entries[key][1], math.prod(shape)
     missing = [suffix for suffix in (_STATE, ".absmax", ".quant_map") if f"{key}{suffix}" not in weights.entries]
     if missing:
-        return f"{form(weights.entries[key][1].shape, weights.entries[key][1].dtype)} without {key}{missing[0]}"
+        return f"{form(entry.shape, entry.dtype)} without {key}{missing[0]}"
     state = json.loads(bytes(_read(weights, f"{key}{_STATE}").tolist()))
-    shape, numel = layer.quantized.shape, torch.Size(layer.quantized.shape).numel()
-    if state.get("quant_type") != "nf4" or state.get("blocksize") != 64:
+    if state.get("quant_type") != "nf4" or state.get("blocksize") != NF4_BLOCK:
         return f"is stored as {state.get('quant_type')} in blocks of {state.get('blocksize')}, not nf4 in blocks of 64"
-    if list(state.get("shape", ())) != list(shape) or weights.entries[key][1].numel * 2 != numel:
-        return f"its shape is {state.get('shape')}, expected {list(shape)}"
+    if list(state.get("shape", ())) != list(shape) or entry.dtype != torch.uint8 or entry.numel * 2 != numel:
+        found = form(entry.shape, entry.dtype)
+        return f"its shape is {state.get('shape')}, stored as {found}, expected {list(shape)}"
     if not torch.equal(_read(weights, f"{key}.quant_map"), torch.tensor(NF4)):
         return "its codes stand for other numbers than those of NF4"
     scales = weights.entries[f"{key}.absmax"][1]
     if scales.numel != scales_shape(shape, "nf4")[0]:
         return f"has {scales.numel} scales, expected {scales_shape(shape, 'nf4')[0]}"
-    # Codes have another shape in files, so they are not compared by shape.
-    conversions[weight] = Conversion(1, 1, numel // 2, lambda x, _: x)
-    out[absmax] = weights.whole(f"{key}.absmax")
-    if scales.dtype == torch.uint8:
-        conversions[absmax] = nested(
-            _read(weights, f"{key}.nested_quant_map"),
-            _read(weights, f"{key}.nested_absmax"),
-            float(state["nested_offset"]),
-            int(state["nested_blocksize"]),
-            scales.numel,
-        )
-    return ""
+    if scales.dtype != torch.uint8:
+        return _Scales(f"{key}.absmax", None)
+    values, own = (_read(weights, f"{key}.{name}") for name in ("nested_quant_map", "nested_absmax"))
+    offset, block = float(state["nested_offset"]), int(state["nested_blocksize"])
+    return _Scales(f"{key}.absmax", nested(values, own, offset, block, scales.numel))
 
 
-def _int8(
-    weights: Weights,
-    key: str,
-    layer: QuantizedLinear,
-    weight: str,
-    absmax: str,
-    out: dict[str, Sequence[ElementRun]],
-    conversions: dict[str, Conversion],
-) -> str:
-    """Adds the sources of stored codes of 8 bits and their scales. Returns what does not fit, or ""."""
-    scales = f"{key.removesuffix('weight')}SCB"
+def _int8(weights: Weights, key: str, shape: tuple[int, ...]) -> _Scales | str:
+    """Returns the scales of codes of 8 bits, or what does not fit."""
+    entry, scales = weights.entries[key][1], f"{key.removesuffix('weight')}SCB"
+    found = form(entry.shape, entry.dtype)
     if scales not in weights.entries:
-        return f"{form(weights.entries[key][1].shape, weights.entries[key][1].dtype)} without {scales}"
-    out[absmax] = weights.whole(scales)
-    return ""
+        return f"{found} without {scales}"
+    if entry.dtype != torch.int8 or entry.shape != shape:
+        return f"is stored as {found}, expected {form(shape, torch.int8)}"
+    return _Scales(scales, None)
 
 
 def _read(weights: Weights, key: str) -> torch.Tensor:

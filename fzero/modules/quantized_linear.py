@@ -1,12 +1,14 @@
 """Replaces frozen linear layers of a module by layers that store their weights in 4 or 8 bits.
 
-A `QuantizedLinear` is a linear layer whose weight is a tensor of codes, as in the library bitsandbytes. It dequantizes
-the weight in its forward, so a step gathers the codes of a block and dequantizes them inside of it. The scales are a
-buffer, because mixed precision casts parameters, but no buffers.
+A `QuantizedLinear` has codes in place of a weight, and dequantizes them in its forward. So a step gathers the codes of
+a block and dequantizes them inside of it. The scales are a buffer, because mixed precision casts parameters, but no
+buffers. The attribute `weight` is None: code that reads or writes it, such as a merge of adapters, fails instead of
+taking codes for numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -27,14 +29,18 @@ M = TypeVar("M", bound=nn.Module)
 class QuantizedLinear(nn.Linear):
     """A linear layer with a frozen, quantized weight. Made by `fz.quantize_frozen`.
 
-    `weight` and `absmax` are the codes and scales of `fz.quantize`. Adapters of peft can be put on it, but not merged
+    `qweight` and `absmax` are the codes and scales of `fz.quantize`. Adapters of peft can be put on it, but not merged
     into it.
     """
+
+    qweight: nn.Parameter  # the name under which peft looks for the device of quantized layers
+    absmax: torch.Tensor
 
     def __init__(self, linear: nn.Linear, quantized: Quantized):
         nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = nn.Parameter(quantized.codes, requires_grad=False)
+        self.register_parameter("weight", None)
+        self.qweight = nn.Parameter(quantized.codes, requires_grad=False)
         self.bias = linear.bias
         self.register_buffer("absmax", quantized.absmax)
         self.train(linear.training)
@@ -42,7 +48,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def quantized(self) -> Quantized:
         """The weight, a pytree of its codes and scales."""
-        return Quantized(self.weight, self.absmax)  # type: ignore[arg-type]
+        return Quantized(self.qweight, self.absmax)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not input.is_floating_point():
@@ -53,7 +59,7 @@ class QuantizedLinear(nn.Linear):
         return F.linear(input, dequantize(self.quantized, input.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {'nf4' if self.weight.dtype == torch.uint8 else 'int8'}"
+        return f"{super().extra_repr()}, {self.quantized.format}"
 
 
 @keywords
@@ -87,8 +93,8 @@ def quantize_frozen(module: M, format: str = "nf4", *, skip: Sequence[str] = ())
         >>> fz.quantize_frozen(net)[0]
         QuantizedLinear(in_features=8, out_features=4, bias=True, nf4)
         >>> model = fz.functionalize(net)
-        >>> [(name, x.dtype) for name, x in model.named_params.items() if name.startswith("0.w")]
-        [('0.weight', torch.uint8)]
+        >>> [(name, x.dtype) for name, x in model.named_params.items() if "weight" in name and name[0] == "0"]
+        [('0.qweight', torch.uint8)]
     """
     check_format("quantize_frozen", format)
     if not isinstance(module, nn.Module) or isinstance(module, nn.Linear):
@@ -138,6 +144,19 @@ def replace_layers(module: nn.Module, layers: dict[str, nn.Linear], format: str)
         setattr(module.get_submodule(owner), attribute, made[m])
 
 
+def dequantized_on_meta(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module on the meta device with plain linear layers in place of quantized ones."""
+    layers = quantized_layers(module)
+    if not layers:
+        return module
+    module = copy.deepcopy(module)
+    for name, m in layers.items():
+        owner, _, attribute = name.rpartition(".")
+        plain = nn.Linear(m.in_features, m.out_features, m.bias is not None, device="meta")
+        setattr(module.get_submodule(owner), attribute, plain)
+    return module
+
+
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
     """Returns the quantized layers of a module by name."""
     return {name: m for name, m in module.named_modules() if isinstance(m, QuantizedLinear)}
@@ -145,7 +164,7 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
 
 def check_unquantized(owner: str, module: nn.Module, fix: str) -> None:
     """Raises an error that names the quantized weights of a module, if it has any."""
-    if found := [f"{name}.weight: {describe(m.weight)}, codes" for name, m in quantized_layers(module).items()]:
+    if found := [f"{name}.qweight: {describe(m.qweight)}" for name, m in quantized_layers(module).items()]:
         more = [f"... {len(found) - 5} more"] if len(found) > 5 else []
         raise FzeroTypeError(owner, "weights of the model are quantized", [*found[:5], *more], fix)
 
@@ -159,7 +178,7 @@ def _kept(module: nn.Module) -> set[nn.Module]:
     kept: set[nn.Module] = set()
     fp32 = kept_in_fp32(module).get("fp16")
     for name, m in module.named_modules():
-        if isinstance(m, nn.Linear) and (len(uses[id(m.weight)]) > 1 or (fp32 and fp32.search(f"{name}.weight"))):
+        if type(m) is nn.Linear and (len(uses[id(m.weight)]) > 1 or (fp32 and fp32.search(f"{name}.weight"))):
             kept.add(m)
         output: Any = getattr(m, "get_output_embeddings", None)
         if callable(output) and isinstance(found := output(), nn.Module):

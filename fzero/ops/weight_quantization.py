@@ -19,11 +19,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from fzero import tree
 from fzero._compat import compat
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe
@@ -54,18 +55,21 @@ class Quantized(NamedTuple):
     absmax: torch.Tensor
 
     @property
+    def format(self) -> str:
+        return "nf4" if self.codes.dtype == torch.uint8 else "int8"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor that `dequantize` returns."""
         *outer, last = self.codes.shape
-        return *outer, last * 2 if self.codes.dtype == torch.uint8 else last
+        return *outer, last * 2 if self.format == "nf4" else last
 
 
 def quantize(x: torch.Tensor, format: str = "nf4") -> Quantized:
     """Stores a tensor as codes of 4 or 8 bits with scales, in the formats of bitsandbytes.
 
-    The result is a leaf pair of a pytree of parameters. A step shards, gathers, offloads and saves it as bytes; the
-    loss function gets its values by `fz.dequantize`. It is not trained: let `trainable` reject its paths, which end in
-    `.codes` and `.absmax`. Modules are quantized by `fz.quantize_frozen`.
+    The result is a part of a tree of parameters. A step shards, gathers, offloads and saves it as bytes; the loss
+    function gets its values by `fz.dequantize`. It is never trained. Modules are quantized by `fz.quantize_frozen`.
 
     Args:
         x: floating-point, with an even last dim for "nf4".
@@ -126,11 +130,10 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> torc
         what = f"codes are uint8 (nf4) or int8, not {describe(codes)}"
         raise FzeroTypeError("dequantize", what, fix="give what fz.quantize returned")
     if absmax.requires_grad:
-        what = f"{describe(quantized.codes)}: its scales require a gradient, but a quantized tensor is not trained"
-        fix = "train_step(..., trainable=lambda path, leaf: not path.endswith(('.codes', '.absmax')))"
-        raise FzeroValueError("dequantize", what, fix=fix)
+        what = f"{describe(codes)}: its scales require a gradient, but a quantized tensor is not trained"
+        raise FzeroValueError("dequantize", what, fix="give the pair that fz.quantize returned, or detached scales")
     if absmax.dtype != torch.float32:
-        what = f"{describe(quantized.codes)}: its scales were converted from float32 to {absmax.dtype}"
+        what = f"{describe(codes)}: its scales were converted from float32 to {absmax.dtype}"
         fix = (
             "fz.mixed_precision(..., where=lambda path, leaf: not path.endswith('.absmax')); move a module with "
             "module.to(device), without a dtype"
@@ -142,6 +145,17 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> torc
     fractions = pairs.index_select(0, codes.reshape(-1).to(torch.int32))  # float32[bytes, 2]
     values = (_blocks(fractions.view(-1)) * absmax.view(-1, 1)).view(-1)
     return values[: 2 * codes.numel()].view(quantized.shape).to(dtype)
+
+
+def scales_among(params: Any) -> list[bool]:
+    """Returns for each leaf of a tree whether it is the scales of a quantized tensor.
+
+    Example:
+        >>> scales_among({"b": torch.zeros(2), "w": quantize(torch.ones(2, 2))})
+        [False, False, True]
+    """
+    nodes = tree.flatten(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    return [scale for node in nodes for scale in ([False, True] if isinstance(node, Quantized) else [False])]
 
 
 def check_format(owner: str, format: str) -> None:

@@ -20,6 +20,7 @@ from fzero._compat import compat
 from fzero._utils.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.loss import flatten_means, is_empty, means, new_values, split_loss
+from fzero.ops.weight_quantization import scales_among
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.apply import apply_optimizer, passed_on, reject_passed_on
 from fzero.optim.gradient_transformation import is_transformation
@@ -81,10 +82,11 @@ class Step:
 
     def trains(self, params: Any) -> list[bool]:
         """Returns for each leaf of the parameters whether it is trained: whether it is floating-point, and
-        `trainable` accepts it and `mutable` does not.
+        `trainable` accepts it and `mutable` does not. Without `trainable`, these are all except scales of quantized
+        tensors.
 
         Raises:
-            FzeroTypeError: if complex leaves would be trained.
+            FzeroTypeError: if complex leaves would be trained, or scales of quantized tensors.
             FzeroValueError: if `trainable` accepts only some of the paths of a tied leaf.
         """
         check_tree(self.loss_fn, params)
@@ -93,10 +95,16 @@ class Step:
             not kept and (x.is_floating_point() or x.is_complex())
             for kept, x in zip(self.mutates(params), meta, strict=True)
         ]
+        scales = scales_among(params)
+        if self.trainable is None:
+            asked = [a and not scale for a, scale in zip(asked, scales, strict=True)]
         accepted = [
             a and accepts("train_step", "trainable", self.trainable, p, x)
             for a, p, x in zip(asked, paths, meta, strict=True)
         ]
+        if wrong := [p for p, scale, trained in zip(paths, scales, accepted, strict=True) if scale and trained]:
+            fix = "trainable=lambda path, leaf: ... and not path.endswith('.absmax')"
+            raise FzeroTypeError("train_step", "a quantized tensor is not trained, nor are its scales", wrong, fix)
         if wrong := [
             f"{p}: {tree.describe(x)}"
             for p, x, trained in zip(paths, meta, accepted, strict=True)
@@ -282,8 +290,9 @@ def train_step(
         has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over
             ranks and micro-batches, `fz.weighted` ones exactly.
         trainable: predicate `(path, leaf)`. A leaf that it rejects gets no gradient and no optimizer state. Integer
-            leaves are never trained, and complex leaves must be rejected. It must accept all paths of a tied leaf, or
-            none. None: all floating-point leaves; for `model.loss` and `model.calling`, those of `model.trainable`.
+            leaves are never trained; complex leaves, and scales of quantized tensors (`.absmax`), must be rejected. It
+            must accept all paths of a tied leaf, or none. None: all other floating-point leaves; for `model.loss` and
+            `model.calling`, those of `model.trainable`.
         mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the
             running statistics of a batch norm: it returns `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new`
             is a tree like `params` with a value for each of these leaves, in its shape and dtype; other leaves are

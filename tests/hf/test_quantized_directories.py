@@ -106,7 +106,7 @@ def loss_of(path: Path, weights: dict[str, torch.Tensor]) -> float:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES))
     plain = {name: x.float() for name, x in load_file(path / "model.safetensors").items()}
     model.load_state_dict(plain | weights)
-    return float(model(input_ids=IDS, labels=IDS).loss)
+    return float(model(input_ids=IDS, labels=IDS).loss.detach())
 
 
 def name_in_peft(name: str) -> str:
@@ -125,8 +125,8 @@ def test_directories_of_bitsandbytes_are_read_as_they_are(
     for whole, losses in run_or_call(ranks, loaded, str(tmp_path / "codes"), None):
         for name, numbers in meant.items():
             own = name_in_peft(name)
-            assert torch.equal(whole[f"{own}.weight"].flatten(), stored[name].flatten()), "codes keep their bits"
-            held = fz.quantize(numbers)._replace(codes=whole[f"{own}.weight"], absmax=whole[f"{own}.absmax"])
+            assert torch.equal(whole[f"{own}.qweight"].flatten(), stored[name].flatten()), "codes keep their bits"
+            held = fz.quantize(numbers)._replace(codes=whole[f"{own}.qweight"], absmax=whole[f"{own}.absmax"])
             torch.testing.assert_close(fz.dequantize(held), numbers, rtol=1e-6, atol=0)
         assert losses[0] == pytest.approx(want, rel=1e-6)
         assert losses[1] < losses[0]
@@ -143,7 +143,7 @@ def test_plain_directories_are_quantized_while_they_are_read(
     want = loss_of(tmp_path / "plain", {name: fz.dequantize(x) for name, x in weights.items()})
     for whole, losses in run_or_call(ranks, loaded, str(tmp_path / "plain"), format):
         for name, x in weights.items():
-            assert torch.equal(whole[f"{name_in_peft(name)}.weight"], x.codes)
+            assert torch.equal(whole[f"{name_in_peft(name)}.qweight"], x.codes)
             assert torch.equal(whole[f"{name_in_peft(name)}.absmax"], x.absmax)
         assert losses[0] == pytest.approx(want, rel=1e-6)
 
@@ -195,12 +195,12 @@ def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is quantized \(nf4\), and the model is not"):
         train.load(tmp_path / "codes")
     change(tmp_path / "plain", FIRST, lambda x: x * float("inf"))
-    with pytest.raises(CheckpointError, match=r"down_proj\.base_layer\.weight: it has values that are not finite"):
+    with pytest.raises(CheckpointError, match=r"down_proj\.base_layer\.qweight: it has values that are not finite"):
         loaded(str(tmp_path / "plain"), "nf4")
 
 
 def test_codes_are_not_written_as_weights(tmp_path: Path) -> None:
     written(tmp_path / "plain")
     model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "plain", quantize="nf4")
-    with pytest.raises(FzeroTypeError, match=r"(?s)are quantized.*q_proj\.weight: uint8.*fz\.checkpoint\.save"):
+    with pytest.raises(FzeroTypeError, match=r"(?s)are quantized.*q_proj\.qweight: uint8.*fz\.checkpoint\.save"):
         fz.hf.save_pretrained(tmp_path / "out", model, model.params)

@@ -16,6 +16,7 @@ from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 from fzero.ops.weight_quantization import NF4
 
 WIDTH, LAYERS, ROWS, RANK = 96, 3, 8, 4
+MESH = fz.AbstractMesh(data=2)
 
 
 def frozen(path: str, leaf: torch.Tensor) -> bool:
@@ -130,7 +131,7 @@ def test_losses_are_those_of_dequantized_weights(
 def test_bytes_are_gathered_and_nothing_dequantized_is_saved(format: str, nbytes: int) -> None:
     step = fz.train_step(loss_fn, optim.adamw(1e-2), trainable=trained)
     step = fz.compose(fz.shard_params(), fz.remat("none"))(step)
-    lowered = fz.lower(step, fz.AbstractMesh(data=2), params_of(format), batch_of())
+    lowered = fz.lower(step, MESH, params_of(format), batch_of())
     program = lowered.program
     values = {v.name: v for op, _ in program.walk() for v in op.out}
     gathered = [
@@ -173,9 +174,9 @@ def test_zeros_stay_zeros_and_the_first_element_is_in_the_high_bits() -> None:
 
 
 def test_what_cannot_be_quantized_is_rejected() -> None:
-    with pytest.raises(FzeroValueError, match=r"unknown format 'fp4'\n  Fix: one of 'nf4', 'int8'"):
+    with pytest.raises(FzeroValueError, match=r"unknown format 'fp4'\nFix: one of 'nf4', 'int8'"):
         fz.quantize(torch.ones(2, 2), "fp4")
-    with pytest.raises(FzeroValueError, match=r"float32\[2, 3\].*odd\n  Fix: .*int8"):
+    with pytest.raises(FzeroValueError, match=r"float32\[2, 3\].*odd\nFix: .*int8"):
         fz.quantize(torch.ones(2, 3))
     with pytest.raises(FzeroTypeError, match=r"not int64\[2\]"):
         fz.quantize(torch.arange(2))
@@ -185,20 +186,25 @@ def test_what_cannot_be_quantized_is_rejected() -> None:
         fz.dequantize((torch.ones(2, 2), torch.ones(1)))  # type: ignore[arg-type]
 
 
-def test_training_a_quantized_leaf_is_rejected() -> None:
-    """By default, scales would be trained as all other floating-point leaves are."""
-    step = fz.train_step(loss_fn, optim.adamw(1e-2))
-    with pytest.raises(FzeroError, match=r"(?s)require a gradient.*trainable=lambda"):
-        fz.lower(fz.shard_params(step), fz.AbstractMesh(data=2), params_of("nf4"), batch_of())
+def test_a_quantized_leaf_is_never_trained() -> None:
+    params = params_of("nf4")
+    lowered = fz.lower(fz.shard_params(fz.train_step(loss_fn, optim.sgd(0.1))), MESH, params, batch_of())
+    assert lowered.program.grads and not any("['w']" in path for path in lowered.program.grads)
     every = fz.train_step(loss_fn, optim.adamw(1e-2), trainable=lambda path, leaf: True)
-    with pytest.raises(FzeroError, match=r"(?s)\['w'\]\.codes"):
-        fz.lower(fz.shard_params(every), fz.AbstractMesh(data=2), params_of("nf4"), batch_of())
+    says = r"(?s)not trained.*\n  params\['layers'\]\[0\]\['w'\]\.absmax\n.*Fix: trainable="
+    with pytest.raises(FzeroTypeError, match=says):
+        fz.lower(fz.shard_params(every), MESH, params, batch_of())
+    with pytest.raises(FzeroTypeError, match=says):
+        every.init(params)
+    scales = params["layers"][0]["w"].absmax.requires_grad_()
+    with pytest.raises(FzeroValueError, match="scales require a gradient"):
+        fz.dequantize(params["layers"][0]["w"]._replace(absmax=scales))
 
 
 def test_scales_in_another_dtype_are_rejected() -> None:
     step = fz.train_step(loss_fn, optim.adamw(1e-2), trainable=trained)
-    rounded = fz.mixed_precision(step, "bf16")
+    rounded = fz.shard_params(fz.mixed_precision(step, "bf16"))
     with pytest.raises(FzeroError, match=r"(?s)scales were converted from float32.*absmax"):
-        fz.lower(rounded, fz.AbstractMesh(data=2), params_of("nf4"), batch_of())
+        fz.lower(rounded, MESH, params_of("nf4"), batch_of())
     kept = fz.mixed_precision(step, "bf16", where=lambda path, leaf: not path.endswith(".absmax"))
-    fz.lower(kept, fz.AbstractMesh(data=2), params_of("nf4"), batch_of())
+    fz.lower(fz.shard_params(kept), MESH, params_of("nf4"), batch_of())
