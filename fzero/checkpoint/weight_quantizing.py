@@ -15,6 +15,10 @@ import torch
 from fzero.ops import weight_quantization as formats
 
 
+class UnconvertedValuesError(Exception):
+    """Stored values cannot be converted."""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Converts a stored tensor block by block.
@@ -38,6 +42,8 @@ class Conversion:
             >>> Conversion(64, 32, 1000, lambda x, block: x).needed(40, 70)
             (64, 192)
         """
+        if start == stop:
+            return 0, 0
         return start // self.made * self.stored, min(-(-stop // self.made) * self.stored, self.numel)
 
     def converted(self, parts: Iterator[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -89,5 +95,5 @@ def nested(values: torch.Tensor, scales: torch.Tensor, offset: float, block: int
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(x).all()):
-        raise ValueError("it has values that are not finite, which cannot be quantized")
+        raise UnconvertedValuesError("it has values that are not finite, which cannot be quantized")
     return x
