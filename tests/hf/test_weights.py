@@ -185,7 +185,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "gpt2" / "config.json", tmp_path / "config.json")
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(error, match=r"is quantised \(fp8\)"):
+    with pytest.raises(error, match=r"is quantized \(fp8\)"):
         fz.hf.from_pretrained(cls, tmp_path)
 
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_quantized_is_rejected_by_name() -> None:
     with pytest.raises(FzeroValueError, match=r"no linear layer matches `skip`\n  'x\*'"):
         fz.quantize_frozen(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), skip=["x*"])
     broken = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-    broken[0].weight[0, 0] = float("inf")
+    broken.get_parameter("0.weight")[0, 0] = float("inf")
     with pytest.raises(FzeroValueError, match=r"0\.weight.*not finite"):
         fz.quantize_frozen(broken)
 
