@@ -1,9 +1,8 @@
-"""Plans steps of Llama 3 8B and 70B, from Hugging Face Transformers, without their weights.
+"""Plans steps of Llama 3 8B, from Hugging Face Transformers, without its weights.
 
 fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100              # full fine-tuning on 8 GPUs
 fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 fzero plan examples/plan_hf.py:llama_8b_qlora --mesh data=1 --device rtx4090     # the same, with weights in 4 bits
-fzero plan examples/plan_hf.py:llama_70b_qlora --mesh data=1 --device rtx4090    # weights in host memory, in 4 bits
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import torch
 import fzero as fz
 
 
-def llama(module: Any, optimizer: Any, rows: int, seq: int, *more: Any) -> Any:
+def llama(module: Any, optimizer: Any, rows: int, seq: int) -> Any:
     """Returns the step with its transforms, the parameters, and the batch of one rank, as `fzero plan` needs them."""
     model = fz.functionalize(module)
-    transforms = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"), *more)
+    transforms = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full"))
     ids = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     return transforms(model.train_step(optimizer)), model.params, {"input_ids": ids, "labels": ids}
 
@@ -38,13 +37,6 @@ def llama_8b_qlora(rows: int = 1, seq: int = 1024) -> Any:
     return llama(fz.quantize_frozen(with_lora(module())), fz.optim.adamw(2e-4), rows, seq)
 
 
-def llama_70b_qlora(rows: int = 1, seq: int = 1024) -> Any:
-    """Trains adapters of Llama 3 70B. Its frozen weights are in host memory, in 4 bits."""
-    adapted = with_lora(module(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64))
-    offload = fz.offload("cpu", "params", where=lambda path, leaf: "lora" not in path)
-    return llama(fz.quantize_frozen(adapted), fz.optim.adamw(2e-4), rows, seq, offload)
-
-
 def with_lora(base: Any) -> Any:
     """Returns the model with adapters."""
     import peft  # pyright: ignore[reportMissingImports]
@@ -54,13 +46,18 @@ def with_lora(base: Any) -> Any:
         return peft.get_peft_model(base, lora)
 
 
-def module(**sizes: int) -> Any:
-    """Llama 3 8B, or another size, on the meta device: its tensors have shapes, but no values."""
+def module() -> Any:
+    """Llama 3 8B on the meta device: its tensors have shapes, but no values."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # pyright: ignore[reportMissingImports]
 
-    small = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     config = LlamaConfig(  # or transformers.AutoConfig.from_pretrained("a directory")
-        vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, **(small | sizes)
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
