@@ -5,6 +5,7 @@ their tensors are updated, others are not, and it is not known which.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -119,18 +120,58 @@ def check_whole(values: Any, owner: str) -> None:
 
 def computed_by(state: State, check: Callable[[str], None]) -> None:
     """Records that a step computes a state from now on. `check` raises an error if what has run is not what the step's
-    code says now. It replaces the check of an earlier step: after a setting is changed, a step that is compiled again
-    continues with the state. The tensors refer to it, rather than a table by tensor, because what it holds may hold
-    the state: the user's own functions often do.
+    code says now.
+
+    It replaces the check of an earlier step, because after a setting is changed, a step that is compiled again
+    continues with the state. But if the earlier step gets the state again, then the two take turns, and the checks of
+    all that have had the state in between hold as well. The tensors refer to the checks, rather than a table by tensor,
+    because what these hold may hold the state: the user's own functions often do.
     """
-    for x in tree.tensors((state.step, state.params)):
-        x._fzero_check = check  # type: ignore[attr-defined]
+    tensors = tree.tensors((state.step, state.params))
+    checks = _checks_of(tensors).continued_by(check)
+    for x in tensors:
+        x._fzero_checks = checks  # type: ignore[attr-defined]
+
+
+def is_computed_by(state: State, check: Callable[[str], None]) -> bool:
+    """Returns whether `computed_by` has recorded this: in every step, so it looks at one tensor."""
+    checks = getattr(state.step, "_fzero_checks", None)
+    return checks is not None and check in checks.holding
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """The checks of the steps that have computed a state: those that hold, and those of earlier steps. A copy of a
+    tensor has None instead.
+    """
+
+    holding: tuple[Callable[[str], None], ...] = ()
+    earlier: tuple[Callable[[str], None], ...] = ()
+
+    def continued_by(self, check: Callable[[str], None]) -> _Checks:
+        if check in self.holding:
+            return self
+        if check in self.earlier:
+            at = self.earlier.index(check)
+            return _Checks((*self.holding, *self.earlier[at:]), self.earlier[:at])
+        return _Checks((check,), (*self.earlier, *self.holding)[-_MOST_STEPS:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _checks_of(values: Any) -> _Checks:
+    found = (getattr(x, "_fzero_checks", None) for x in tree.tensors(values))
+    return next((checks for checks in found if checks is not None), _Checks())
+
+
+_MOST_STEPS = 8
+"""Number of earlier steps whose checks are kept, in case they take turns."""
 
 
 def check_computed(values: Any, owner: str) -> None:
     """Raises an error if these tensors of a state were computed by a step whose code computes something else now. To be
     called on all ranks, before the tensors are saved or given to the user.
     """
-    found = (getattr(x, "_fzero_check", None) for x in tree.tensors(values))
-    if (check := next((check for check in found if check is not None), None)) is not None:
+    for check in _checks_of(values).holding:
         check(owner)

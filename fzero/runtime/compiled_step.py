@@ -28,7 +28,7 @@ from fzero.state import gather, initial_state, restored_state, tensor_storage
 from fzero.state.state_comparison import Last, check_layouts, model_of
 from fzero.step import State, Step
 from fzero.step.checks import check_one_batch, check_state, no_backward, state_and_batch
-from fzero.train_state import check_computed, computed_by, mark_broken
+from fzero.train_state import check_computed, computed_by, is_computed_by, mark_broken
 
 if TYPE_CHECKING:
     from fzero.checkpoint import Index
@@ -316,6 +316,7 @@ class CompiledStep(Compiled):
         if not self._last.begun:
             check_first_step(state, call.params, call.batch, self.resolved, self.mesh, self._checked)
             self._formats.read(self.resolved, state)
+        if not self._last.begun or not is_computed_by(state, self._unsaved):
             computed_by(state, self._unsaved)
         self._last.begun, before = True, self._formats.formats
         # Called only if a program has to be made, because promotion reads counters on the host.

@@ -23,6 +23,7 @@ from fzero.sharding.layout import extent_of, leaf_of, leave
 from fzero.sharding.shard_regions import Boxes
 from fzero.step import State
 from fzero.step.checks import check_state
+from fzero.train_state import check_computed
 from fzero.tree import describe
 
 _FIX = "reshard a state that train.init, train.restore or a step returned"
@@ -47,7 +48,8 @@ def reshard(state: State, train: CompiledStep) -> State:
     Raises:
         FzeroTypeError: an argument is not a state, or not a compiled step.
         FzeroValueError: tensors that were not made by a compiled step, that are stored on disk, or that belong to other
-            processes; states that differ between the ranks. Raised before anything is moved, so the state is unchanged.
+            processes; states that differ between the ranks; a step whose code computes something else than when it was
+            traced. Raised before anything is moved, so the state is unchanged.
         CheckpointError: the state is of another model or optimizer; every difference is listed. The state is
             unchanged.
         DivergenceError: a rank was lost while the state was moved. The state is lost.
@@ -65,6 +67,7 @@ def reshard(state: State, train: CompiledStep) -> State:
         raise FzeroTypeError("reshard", f"the second argument is a compiled step, not {describe(train)}", fix=fix)
     mesh = train.mesh
     plan = _plan(state, mesh)
+    check_computed(state, "reshard")
     left = {id(x): x for x in tree.leaves(state)}
 
     def let_go(names: Iterable[str]) -> None:

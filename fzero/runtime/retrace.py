@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fzero.mesh import Mesh
 from fzero.step import EvalStep, Step
 from fzero.trace.graph_capture import without_gc
 from fzero.trace.guards.torch_switches import Autocast, autocast, autocast_as
-from fzero.trace.guards.user_frames import Place, line
+from fzero.trace.guards.user_frames import Place, is_library, line
 from fzero.trace.recorder import FROM
 from fzero.trace.subgraph import signature
 
@@ -75,10 +76,14 @@ class TraceRecord:
             changed: returns the changed values that are known, for the error.
 
         Raises:
-            FzeroValueError: an operation is different; names the first one.
+            FzeroValueError: an operation is different; names the first one. Or Python or NumPy drew random numbers,
+                even if this trace drew alike.
         """
+        trace = lambda: recorded_program(self.step, self.mesh, self.params, self.batch)  # noqa: E731
         with _same_settings(self.autocast, self.dtype), _random_states_kept(), without_gc():
-            lines = _lines(recorded_program(self.step, self.mesh, self.params, self.batch))
+            begin = _random_states()
+            lines = _lines(trace())
+            draws = _draws(trace, begin) if _random_states() != begin else []
         before = [(text, None) for text in zlib.decompress(self.text).decode().split("\n")]
         for (old, _), (new, place) in itertools.zip_longest(before, lines, fillvalue=("nothing", None)):
             if old != new:
@@ -86,13 +91,15 @@ class TraceRecord:
                 problems = [*found, *changed(), f"before: {old}", f"now: {new}"]
                 what = f"{self.step.name} computes something different than when it was traced"
                 raise FzeroValueError(owner, what, problems, _FIX)
+        if draws:
+            what = f"{self.step.name} draws random numbers in Python, and its program would repeat them in every step"
+            raise FzeroValueError(owner, what, draws, _FIX)
 
 
 class UnsavedTrace:
     """The records of the programs of a compiled step that ran, until a new trace has shown that they still hold.
 
-    The tensors of a state refer to it, so it does not refer to the compiled step: a step that is dropped is freed. A
-    copy of a tensor has None instead.
+    The tensors of a state refer to it, so it does not refer to the compiled step: a step that is dropped is freed.
 
     Args:
         noted: called before the step is traced again; what it returns is called afterwards.
@@ -105,9 +112,6 @@ class UnsavedTrace:
     def ran(self, record: TraceRecord, changed: Callable[[], list[str]]) -> None:
         """Notes that a program runs."""
         self._ran[id(record)] = record, changed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
     def __call__(self, owner: str) -> None:
         """Raises an error, on every rank, if a program that ran is not what the code says now on some rank. It costs
@@ -164,15 +168,54 @@ def _same_settings(cast: Autocast, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _draws(trace: Callable[[], object], begin: tuple[Any, ...]) -> list[str]:
+    """Returns which global generators a trace draws from, with the user's lines where they are known. The states
+    before this call are those after a trace that began with `begin`. Another thread may draw at the same time, but
+    then two traces from the same state end in different ones.
+    """
+    end, places = _random_states(), dict[str, None]()
+
+    def called(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is random._inst:  # type: ignore[attr-defined]
+            while (above := frame.f_back) is not None and is_library(frame.f_code.co_filename):
+                frame = above
+            places[line((frame.f_code.co_filename, frame.f_lineno))] = None
+
+    _set_random_states(begin)
+    profiler = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        trace()
+    finally:
+        sys.setprofile(profiler)
+    again = _random_states()
+    drawn = [first != then == twice for first, then, twice in zip(begin, end, again, strict=True)]
+    return [*(["numpy.random"] if drawn[1] else []), *([*places] or ["random"] if drawn[0] else [])]
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Returns the states of the global generators of Python and NumPy, which can be compared."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest)
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        import numpy
+
+        kind, keys, *rest = states[1]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
     """Restores the states of the global random number generators."""
-    numpy: Any = sys.modules.get("numpy")
-    drawn = random.getstate(), numpy and numpy.random.get_state()
+    states = _random_states()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        random.setstate(drawn[0])
-        if numpy:
-            numpy.random.set_state(drawn[1])
+        _set_random_states(states)

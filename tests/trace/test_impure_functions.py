@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import io
 import itertools
+import multiprocessing
 import os
 import random
 import secrets
@@ -19,6 +21,7 @@ import pytest
 import torch
 from rejections import INPUTS, ROWS, VECTOR, WEIGHTS, compiled_loss, raises, scaled, squares
 
+import fzero as fz
 from fzero.errors import FzeroValueError
 
 OWN, NUMPY, COUNT, VALUES, MADE = (
@@ -78,6 +81,21 @@ def test_a_loss_that_draws_counts_or_reads_a_clock_in_python(name):
         )
 
 
+@pytest.mark.parametrize(("draw", "names"), [(random.random, "if draw() > 2:"), (np.random.rand, "numpy.random")])
+def test_a_draw_that_decides_the_same_in_both_traces(draw, names):
+    """It may decide differently in any other step: a block is skipped with some probability, for example."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if draw() > 2:
+            return p["w"].sum()
+        return squares(p, x)
+
+    train = compiled_loss(loss)
+    state, _ = train(train.init(VECTOR), ROWS)
+    for again in (lambda: train(state, ROWS), lambda: train.gather(state)):
+        raises(FzeroValueError, again, "draws random numbers in Python", names, "fz.random")
+
+
 def test_a_trace_that_checks_leaves_the_global_generators_as_they_were():
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         random.random(), np.random.rand()
@@ -88,11 +106,37 @@ def test_a_trace_that_checks_leaves_the_global_generators_as_they_were():
     state, _ = train(train.init(VECTOR), ROWS)
     torch.manual_seed(1)
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    state, _ = train(state, ROWS)
-    train.gather(state)
+    with pytest.raises(FzeroValueError):
+        train(state, ROWS)
     assert before[:2] == (random.getstate(), str(np.random.get_state())) and torch.equal(
         before[2], torch.get_rng_state()
     )
+
+
+def test_steps_that_take_turns_with_a_state_are_all_checked(tmp_path):
+    first, second = multiprocessing.Value("d", 1.0), multiprocessing.Value("d", 1.0)  # no other look sees these
+    steps = [compiled_loss(lambda p, x, by=by: squares(p, x) * by.value) for by in (first, second)]
+    state = steps[0].init(VECTOR)
+    for wrong in (first, second):
+        for _ in range(2):
+            for step in steps:
+                state, _ = step(state, ROWS)
+        wrong.value = 2.0
+        for use in (lambda: fz.checkpoint.save(tmp_path, state), lambda: fz.reshard(state, steps[0])):
+            raises(FzeroValueError, use, "computes something different than when it was traced")
+        wrong.value = 1.0
+    fz.checkpoint.save(tmp_path, state)
+
+
+def test_a_step_that_is_compiled_again_continues_with_the_state(tmp_path):
+    by = multiprocessing.Value("d", 1.0)
+    state = None
+    for value in (1.0, 2.0, 3.0):
+        by.value = value
+        step = compiled_loss(lambda p, x: squares(p, x) * by.value)
+        state, _ = step(step.init(VECTOR) if state is None else state, ROWS)
+    fz.checkpoint.save(tmp_path, state)
+    assert copy.deepcopy(state.params["w"])._fzero_checks is None
 
 
 def test_draws_of_another_thread_are_not_put_on_the_loss():
