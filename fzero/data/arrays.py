@@ -195,7 +195,7 @@ class ArrayDataset(Steps):
 
     def _identity(self) -> dict[str, Any]:
         leaves = tree.leaves(self.arrays) if self.arrays is not None else []
-        leaves += [self.dataset.pieces] if isinstance(self.dataset, PackedDocuments) else []
+        leaves += self.dataset.identity() if isinstance(self.dataset, PackedDocuments) else []
         return {
             "batch": self.batch,
             "seed": self.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ import torch
 from fzero._utils.arguments import count, python_numbers
 from fzero.data.tokens import as_tensor
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.tree import describe
 
 IGNORED = -100
 """Label of a position that is no target, as in torch's `cross_entropy`."""
+_MASKS = ("completion_mask", "assistant_masks")
 
 
 def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments:
@@ -28,8 +31,9 @@ def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments
 
     Args:
         documents: a sequence of documents, each a 1-D sequence of tokens, or a mapping with `input_ids` and
-            optionally `labels`; columns and datasets of the library `datasets` are such sequences. With `end`, one
-            1-D integer tensor or array, for example a memory map.
+            optionally `labels`; columns and datasets of the library `datasets` are such sequences. Without `labels`,
+            tokens whose `completion_mask` or `assistant_masks` (as TRL names them) is 0 are no targets. With `end`,
+            one 1-D integer tensor or array, for example a memory map.
         seq: number of tokens in a row.
         end: the token that ends each document, and belongs to it.
 
@@ -42,10 +46,10 @@ def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments
         padding and at the first token of each document, because nothing of its own document predicts it.
 
     Raises:
-        FzeroValueError: there are no tokens, `seq` is not an integer of at least 1, or `labels` have another length
-            than `input_ids`.
-        FzeroTypeError: documents that cannot be indexed; tokens that are not integers, with `end` at once, otherwise
-            when their row is read.
+        FzeroValueError: there are no tokens, `seq` is not an integer of at least 1, `labels` or a mask have another
+            length than `input_ids`, or an `attention_mask` marks padding.
+        FzeroTypeError: documents that cannot be indexed, or are not a sequence of documents; tokens that are not
+            integers, with `end` at once, otherwise when their row is read.
 
     Example:
         >>> import fzero as fz
@@ -64,6 +68,10 @@ def pack(documents: Any, *, seq: int, end: int | None = None) -> PackedDocuments
     if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
         what = f"documents of a row are read when it is needed, which a {type(documents).__name__} does not allow"
         raise FzeroTypeError("data.pack", what, fix="pass a list, a column of a data set, or one array with end=")
+    if isinstance(documents, Mapping):
+        what = f"a dict of {', '.join(map(repr, documents))} is no sequence of documents"
+        fix = "pass one split, pack(data['train'], ...), or the lists of a tokenizer, pack(tokenized['input_ids'], ...)"
+        raise FzeroTypeError("data.pack", what, fix=fix)
     if end is None:
         return PackedDocuments(documents, None, _lengths(documents), seq)
     tokens = as_tensor(documents, None)
@@ -110,8 +118,13 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
+    def identity(self) -> list[torch.Tensor]:
+        """Returns tensors that identify the rows: the places of all documents, and 64 evenly spaced rows."""
+        rows = [self[i * (len(self) - 1) // 63] for i in range(64)]
+        return [self.pieces, *(torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))]
+
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        row = range(len(self))[row]
+        row = range(len(self))[operator.index(row)]
         ids, labels = torch.zeros(self.seq, dtype=torch.int64), torch.full((self.seq,), IGNORED)
         positions, at = torch.zeros(self.seq, dtype=torch.int64), 0
         for _, document, first, size in self.pieces[self._starts[row] : self._starts[row + 1]].tolist():
@@ -131,8 +144,14 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         given = self._documents[document]
         if not isinstance(given, Mapping):
             given = {"input_ids": given}
-        tokens, labels = given["input_ids"], given.get("labels", given["input_ids"])
-        return as_tensor(tokens[first:stop], None), as_tensor(labels[first:stop], None)
+        tokens = as_tensor(given["input_ids"][first:stop], None)
+        if given.get("labels") is not None:
+            return tokens, as_tensor(given["labels"][first:stop], None)
+        targets = tokens
+        for name in _MASKS:
+            if given.get(name) is not None:
+                targets = targets.where(torch.as_tensor(given[name][first:stop]) != 0, IGNORED)
+        return tokens, targets
 
     def __repr__(self) -> str:
         return (
@@ -147,14 +166,21 @@ def _lengths(documents: Any) -> torch.Tensor:
     problems = []
     for i, document in enumerate(documents):
         given = document if isinstance(document, Mapping) else {"input_ids": document}
-        size, targets = len(given["input_ids"]), len(given.get("labels", given["input_ids"]))
-        if size != targets:
-            problems.append(f"documents[{i}]: {size} input_ids, {targets} labels")
-        sizes.append(size)
+        tokens = given.get("input_ids")
+        if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0:
+            what = f"documents[{i}] is {describe(document)}, not a document"
+            fix = "pass a list of lists of tokens, rows with input_ids, or all tokens in one array with end="
+            raise FzeroTypeError("data.pack", what, fix=fix)
+        sizes.append(len(tokens))
+        for name in ("labels", "attention_mask", *_MASKS):
+            if given.get(name) is not None and len(given[name]) != sizes[-1]:
+                problems.append(f"documents[{i}]: {sizes[-1]} input_ids, {len(given[name])} {name}")
+        if given.get("attention_mask") is not None and 0 in given["attention_mask"]:
+            problems.append(f"documents[{i}]: its attention_mask marks padding")
     if problems:
         problems = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
-        fix = "give each token a label, -100 where the token is no target"
-        raise FzeroValueError("data.pack", "documents have another number of labels than tokens", problems, fix)
+        fix = "tokenize without padding; give each token a label, -100 where the token is no target"
+        raise FzeroValueError("data.pack", "documents do not fit their labels or masks", problems, fix)
     return torch.tensor(sizes, dtype=torch.int64)
 
 

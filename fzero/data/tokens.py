@@ -216,8 +216,9 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns tokens as a 1-D integer tensor on the host. Arrays are not copied. `dtype` must be None."""
-    """Returns a 1-D integer tensor on the host. Arrays, such as memory maps, are not copied."""
+    """Returns tokens as a 1-D integer tensor on the host. Arrays, such as memory maps, are not copied. `dtype` must be
+    None.
+    """
     if dtype is not None:
         raise FzeroTypeError("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
     try:

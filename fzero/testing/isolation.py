@@ -88,11 +88,13 @@ def check_isolation(
         one = {labels: batch[labels].where(number_of == of, _IGNORED), tokens: batch[tokens].where(~replace, replaced)}
         return _largest(first, run({**batch, **one}))
 
+    depends = False
     for document in with_targets:
         first = run({**batch, labels: batch[labels].where(number_of == document, _IGNORED)})
-        if document == with_targets[0] and not change(document, number_of == document, first)[0]:
-            what = f"the loss of a document does not depend on its own batch[{tokens!r}], so nothing would be proved"
-            raise FzeroValueError("check_isolation", what, fix="name the inputs of the model with tokens=")
+        if not any(bool(x.any()) for name, x in first.items() if name != "the loss"):
+            continue  # its only target is its first token, which models leave out
+        if not depends and not (depends := change(document, number_of == document, first)[0] > 0):
+            break
         largest, _ = change(document, number_of != document, first)
         worst = max(worst, largest)
         if largest > tolerance:
@@ -101,6 +103,9 @@ def check_isolation(
                 if found > tolerance:
                     names = f"{_name(number_of, document)} depends on {_name(number_of, other)}"
                     problems.append(f"{names}: {where} changes by {found:.1e}")
+    if not depends:
+        what = f"the loss of a document does not depend on its own batch[{tokens!r}], so nothing would be proved"
+        raise FzeroValueError("check_isolation", what, fix="name the inputs of the model with tokens=")
     if problems:
         fix = (
             "attend only within a document, e.g. with position_ids and without an attention_mask for models of "
@@ -119,6 +124,9 @@ def _numbered(batch: Any, given: torch.Tensor | None, tokens: str, labels: str) 
     fix = "give a batch of fz.data.pack, or documents=, tokens= and labels="
     if problems:
         raise FzeroTypeError("check_isolation", "the documents of the batch are not known", problems, fix)
+    if no_values := [name for name in names if batch[name].is_meta]:
+        fix = "give a batch with values: the check computes with it"
+        raise FzeroTypeError("check_isolation", "the batch is on the meta device", no_values, fix)
     documents = given if given is not None else _from_positions(batch["position_ids"])
     shapes = {name: batch[name].shape for name in (tokens, labels)} | {"documents": documents.shape}
     if len(set(shapes.values())) > 1 or documents.dim() != 2:
@@ -160,7 +168,7 @@ def _largest(first: dict[str, torch.Tensor], then: dict[str, torch.Tensor]) -> t
     """Returns the largest relative change of the loss or of a gradient, and its name."""
     largest = max(float(x.abs().max()) for name, x in first.items() if name != "the loss")
     changes = {
-        name: float((then[name] - x).abs().max()) / (float(x.abs()) if name == "the loss" else largest)
+        name: float((then[name] - x).abs().max()) / ((float(x.abs()) if name == "the loss" else largest) or 1.0)
         for name, x in first.items()
     }
     where = max(changes, key=lambda name: changes[name])

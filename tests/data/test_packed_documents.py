@@ -68,6 +68,17 @@ def test_labels_of_documents_are_kept_and_the_first_is_masked() -> None:
     assert pack(given, seq=5)[0]["labels"].tolist() == [-100, -100, 3, -100, 5]
 
 
+def test_masks_of_trl_say_which_tokens_are_targets() -> None:
+    ids, completion, assistant = [1, 2, 3, 4, 5], [0, 0, 1, 1, 1], [1, 1, 1, 0, 1]
+    for masks, labels in [
+        ({"completion_mask": completion}, [-100, -100, 3, 4, 5]),
+        ({"assistant_masks": torch.tensor(assistant), "labels": None}, [-100, 2, 3, -100, 5]),
+        ({"completion_mask": completion, "assistant_masks": assistant}, [-100, -100, 3, -100, 5]),
+        ({"completion_mask": completion, "labels": ids}, [-100, 2, 3, 4, 5]),
+    ]:
+        assert pack([{"input_ids": ids, **masks, "attention_mask": [1] * 5}], seq=5)[0]["labels"].tolist() == labels
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_batches_depend_on_the_step_only(size: int) -> None:
     make = lambda: ArrayDataset(pack(documents([3, 7, 2, 5, 9, 4, 6] * 6), seq=12), batch=4, seed=5)  # noqa: E731
@@ -79,11 +90,13 @@ def test_batches_depend_on_the_step_only(size: int) -> None:
 
 
 def test_a_cursor_of_other_documents_is_rejected() -> None:
-    """Eight documents in as many rows in both: only their lengths differ."""
-    one, other = (ArrayDataset(pack(documents([n] * 8), seq=12), batch=4) for n in (11, 12))
+    given = documents([11] * 8)
+    one = ArrayDataset(pack(given, seq=12), batch=4)
     assert one.resume(one.cursor(3)) == 3
-    with pytest.raises(FzeroValueError, match="digest: saved with"):
-        other.resume(one.cursor(3))
+    labels = [{"input_ids": x, "labels": [-100] * 11} for x in given]
+    for other, seq in ((documents([12] * 8), 12), (given, 13), (given[::-1], 12), (labels, 12)):
+        with pytest.raises(FzeroValueError, match="digest: saved with"):
+            ArrayDataset(pack(other, seq=seq), batch=4).resume(one.cursor(3))
 
 
 def test_invalid_documents() -> None:
@@ -95,6 +108,14 @@ def test_invalid_documents() -> None:
         pack([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1]}], seq=4)
     with pytest.raises(FzeroTypeError, match=r"float32\[2\]"):
         pack([[1, 2], [0.5, 0.5]], seq=4)[0]
+    with pytest.raises(FzeroValueError, match=r"documents\[1\]: its attention_mask marks padding"):
+        pack([{"input_ids": [1]}, {"input_ids": [1, 0], "attention_mask": [1, 0]}], seq=4)
+    for columns in ({"input_ids": [[1, 2]]}, {"train": [[1, 2]]}):
+        with pytest.raises(FzeroTypeError, match=r"is no sequence of documents\nFix: pass one split"):
+            pack(columns, seq=4)
+    for flat in (torch.arange(3), [1, 2], [{"text": "a"}]):
+        with pytest.raises(FzeroTypeError, match=r"documents\[0\] is .*, not a document\nFix: .*end="):
+            pack(flat, seq=4)
 
 
 def test_documents_of_a_generator_are_rejected() -> None:

@@ -91,6 +91,19 @@ def test_a_batch_that_proves_nothing_is_rejected() -> None:
         fz.testing.check_isolation(attention(True), PARAMS, batch, tokens="unused")
 
 
+def test_a_first_document_of_one_token_has_no_target_and_proves_nothing() -> None:
+    positions = torch.tensor([[0, 0, 1, 2, 0, 1, 2, 3]])
+    batch = {"input_ids": BATCH["input_ids"][:1], "position_ids": positions}
+    batch["labels"] = batch["input_ids"].where(positions != 0, -100)
+    batch["labels"][0, 0] = 1
+    assert fz.testing.check_isolation(attention(True), PARAMS, batch) == 0.0
+
+
+def test_a_batch_without_values_is_rejected() -> None:
+    with pytest.raises(FzeroTypeError, match="the batch is on the meta device"):
+        fz.testing.check_isolation(attention(False), PARAMS, {name: x.to("meta") for name, x in BATCH.items()})
+
+
 def isolated() -> Any:
     """A target of the command line."""
     return fz.shard_params(fz.train_step(attention(True), fz.optim.adamw(1e-3))), PARAMS, BATCH
