@@ -131,7 +131,7 @@ def timed(
         losses += run(1)
         seconds.append(time.perf_counter() - begin)
     if trace:
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             run(1)
         profiler.export_chrome_trace(trace)
     peak = torch.cuda.max_memory_allocated() / 1e9

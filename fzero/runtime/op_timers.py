@@ -108,7 +108,9 @@ def allocated(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    # torch 2.12 warns of events that a second cycle would clear, unless they are accumulated
+    with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -39,6 +39,10 @@ def test_inductor_lowers_to_python_around_kernels_and_compiles_none(monkeypatch)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", popen)
     example = torch.ones(64, 64)
+    probed = fx.Graph()
+    probed.output((probed.call_function(aten.neg.default, (probed.placeholder("x"),)),))
+    compat.inductor_lower(fx.GraphModule({}, probed), [example], trust_cpu=True)  # compiles a probe of the processor
+    started.clear()
     lowered = compat.inductor_lower(added_and_multiplied(), [example, example.clone()], trust_cpu=True)
     assert not [c for c in started if "-o" in c] and (lowered.num_inputs, lowered.writes) == (2, (0,))
     for text in (

@@ -398,7 +398,7 @@ def deep(args: argparse.Namespace, found: Found) -> None:
         found.value(f"{name}: step s", seconds[name])
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if args.device == "cuda" else []
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
             trained.run()
             settled(trained.mesh.device)
         events = list(profiler.events() or ())

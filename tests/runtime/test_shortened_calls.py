@@ -113,7 +113,7 @@ def test_the_second_call_is_short_and_equal():
         (found,) = run(x, y)
         assert torch.equal(x, before + y) and torch.equal(found, x * y) and x._version > version
         assert whole.calls == 1, number
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         run(x, y)
     assert whole.calls == 2
     with torch.autocast("cpu", torch.bfloat16):
