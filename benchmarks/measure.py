@@ -104,7 +104,7 @@ CASES = {
         small={**EAGER, "rounds": 1, "steps": 3},
     ),
     "plan_time": Case(
-        "planned and measured step time", 10, steps.plan_time, steps.plan_worker,
+        "planned and measured step time and memory", 10, steps.plan_time, steps.plan_worker,
         flags={**dict.fromkeys(TINY, int), "numbers": list(range(len(steps.PLANNED))), "device": str, "seconds": 5.0,
                "picture": str, "path": TEMPORARY, "processes": 2, "warmup": 3, "rounds": 5, "steps": 3,
                "backend": "inductor"},

@@ -252,7 +252,7 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         disk: list[str] | None = None,
         parallel: str = "",
     ) -> dict[str, Any]:
-        """Adds a configuration and returns its plan's seconds."""
+        """Makes the configuration and returns its plan's seconds."""
         axis = {"tensor_parallel": "model", "sequence_parallel": "seq", "pipeline": "pipe"}.get(parallel)
         own = fz.make_mesh(device="cpu", **{axis: args.processes}) if axis else mesh
         live = Live(argparse.Namespace(**{**vars(args), **size}), mesh=own)
@@ -265,26 +265,26 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         found = plan(program, rates[0], backend=args.backend)
         given = {"batch": live.batches[0]} if axis else {}
         started.append((live.start(*transforms, **given), found))
-        steps(len(started) - 1, args.warmup)
+        steps(args.warmup)
         return {"step_s": found.step_seconds, "compute_s": found.compute_seconds, "exposed_s": found.exposed_seconds}
 
-    def steps(which: int, count: int) -> float:
-        """Seconds a step of one configuration."""
-        return sum(started[which][0].timed(count)) / max(1, count)
+    def steps(count: int) -> float:
+        """Seconds a step."""
+        return sum(started[0][0].timed(count)) / max(1, count)
 
-    def exposed(which: int) -> float:
+    def exposed() -> float:
         """Seconds that one step spends at its transfers' starts and waits."""
-        running, found = started[which]
+        running, found = started[0]
         running.state, events = running.train.profile(running.state, running.live.batches[0])
-        if args.picture and not which and not mesh.rank:
+        if args.picture and not mesh.rank:
             found.save_picture(args.picture, measured=events)
         ops = (x for x, _ in running.train.program.walk())
         transfers = {i for i, x in enumerate(ops) if x.op == "wait" or x.op.endswith("_start")}
         return sum(e.seconds for e in events if e.queue == "compute" and e.line in transfers)
 
-    def peak(which: int) -> dict[str, int]:
-        """Bytes of one configuration's tensors at the peak of a step, as `plan_memory` counts them."""
-        running, found = started[which]
+    def peak() -> dict[str, int]:
+        """Bytes of tensors at the peak of a step, as `plan_memory` counts them."""
+        running, found = started[0]
         state, (batch,) = running.state, running.live.batches
         tensors = [x for x in fz.tree.leaves((state, batch)) if isinstance(x, torch.Tensor)]
         inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
@@ -299,26 +299,29 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 def plan_time(args: argparse.Namespace) -> Table:
     """Planned and measured seconds of a step, for combinations of transforms and sizes.
 
-    All configurations live in the same processes and take turns, so that drift of the machine meets all alike. The
-    forecast is made before the first step, from the program and the device's rates alone. `--device cpu` plans with
-    the generic device; `--picture FILE.svg` draws a step of the first case beside its plan.
+    Each configuration has processes of its own, which first calibrate the machine, because its speed may change from
+    minute to minute. The forecast is made before the first step, from the program and the device's rates alone.
+    `--device cpu` plans with the generic device; `--picture FILE.svg` draws a step of the first case beside its plan.
     """
     points: list[dict[str, Any]] = []
-    with processes(args, args.processes, timeout=1200) as group:
-        device = group.ask("learn")[0]
+    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as cache:
         for case in (PLANNED[i] for i in args.numbers):
             own = PLAN_SIZES[case["size"]]
             size = {k: v if getattr(args, k) is None else getattr(args, k) for k, v in own.items()}
-            planned = group.ask("build", **{**case, "size": size})[0]
-            points.append({**case, **size, "size": case["size"], "planned": planned, "rounds": []})
-            print(f"{_planned(points[-1])}: {planned['step_s']:.3f} s planned", file=sys.stderr, flush=True)
-        for _ in range(args.rounds):
-            for which, point in enumerate(points):
-                point["rounds"].append(max(group.ask("steps", which=which, count=args.steps)))
-        for which, point in enumerate(points):
-            point["measured_s"] = statistics.median(point["rounds"])
-            point["measured_exposed_s"] = statistics.mean(group.ask("exposed", which=which))
-            point["peak"] = max(group.ask("peak", which=which), key=lambda x: x["measured"])
+            if points:
+                args.picture = None
+            with processes(args, args.processes, timeout=1200, cache=cache) as group:
+                device = group.ask("learn")[0]
+                planned = group.ask("build", **{**case, "size": size})[0]
+                rounds = [max(group.ask("steps", count=args.steps)) for _ in range(args.rounds)]
+                exposed = statistics.mean(group.ask("exposed"))
+                peak = max(group.ask("peak"), key=lambda x: x["measured"])
+            found = {"planned": planned, "rounds": rounds, "measured_s": statistics.median(rounds), "peak": peak}
+            points.append(
+                {**case, **size, "size": case["size"], **found, "measured_exposed_s": exposed, "device": device}
+            )
+            seconds = f"{planned['step_s']:.3f} s planned, {points[-1]['measured_s']:.3f} s measured"
+            print(f"{_planned(points[-1])}: {seconds}", file=sys.stderr, flush=True)
     rows = []
     for x in points:
         x["off"] = x["planned"]["step_s"] / x["measured_s"] - 1
@@ -331,15 +334,15 @@ def plan_time(args: argparse.Namespace) -> Table:
     named = {x["size"]: f"{x['size']}: {sizes(argparse.Namespace(**x))}" for x in points}
     notes = [
         f"{'; '.join(named.values())}. {args.processes} processes with one thread each, {args.backend} backend; "
-        f"medians of {args.rounds} interleaved rounds of {args.steps} steps, the slower rank.",
-        f"Planned for {device['name']}: {device['source']}. Transfers: seconds that a step waits for them; measured "
-        "with a clock around every line.",
+        f"medians of {args.rounds} rounds of {args.steps} steps, the slower rank.",
+        f"Planned for {device['name']}: {device['source']}, before each row. Transfers: seconds that a step waits for "
+        "them; measured with a clock around every line.",
         "Peak: bytes of tensors alive at once, of the fuller rank, as `plan_memory` measures them.",
         f"the largest difference between planned and measured step time is {worst:.1%}, of peaks {fullest:.1%}",
     ]
     columns = ("", "planned s", "measured s", "difference", "transfers planned s", "measured s",
                "peak planned MB", "measured MB", "difference")  # fmt: skip
-    return Table("Steps, planned and measured", columns, rows, notes, {"device": device, "points": points})
+    return Table("Steps, planned and measured", columns, rows, notes, {"points": points})
 
 
 def _planned(x: dict[str, Any]) -> str:
