@@ -123,8 +123,8 @@ def computed_by(state: State, check: Callable[[str], None]) -> None:
     code says now.
 
     It replaces the check of an earlier step, because after a setting is changed, a step that is compiled again
-    continues with the state. But if the earlier step gets the state again, then the two take turns, and the checks of
-    all that have had the state in between hold as well. The tensors refer to the checks, rather than a table by tensor,
+    continues with the state. But if an earlier step continues the state again, the checks of all steps since then
+    apply too. The tensors refer to the checks, rather than a table by tensor,
     because what these hold may hold the state: the user's own functions often do.
     """
     tensors = tree.tensors((state.step, state.params))

@@ -154,6 +154,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: as for `fz.checkpoint.save`.
         """
+        self.settle()
         if self._newest is not None:
             self.save_last(self._newest, self.seen)
 

@@ -147,7 +147,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         tokens = as_tensor(given["input_ids"][first:stop], None)
         if given.get("labels") is not None:
             return tokens, as_tensor(given["labels"][first:stop], None)
-        targets = tokens
+        targets = tokens.to(torch.int64)  # the stored dtype may not have -100
         for name in _MASKS:
             if given.get(name) is not None:
                 targets = targets.where(torch.as_tensor(given[name][first:stop]) != 0, IGNORED)
@@ -166,7 +166,7 @@ def _lengths(documents: Any) -> torch.Tensor:
     problems = []
     for i, document in enumerate(documents):
         given = document if isinstance(document, Mapping) else {"input_ids": document}
-        tokens = given.get("input_ids")
+        tokens: Any = given.get("input_ids")
         if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0:
             what = f"documents[{i}] is {describe(document)}, not a document"
             fix = "pass a list of lists of tokens, rows with input_ids, or all tokens in one array with end="

@@ -24,7 +24,6 @@ from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import FormatError, Ranges
 from fzero.comm.control_group import all_gather_values
-from fzero.comm.launcher_environment import Processes
 from fzero.elastic.memory_slots import Damage, Stored, let_go_of_damaged, stored
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
@@ -68,7 +67,7 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
 
     Communication: three exchanges of what each memory holds, packed, about ten bytes per tensor and rank.
     """
-    ranks, here = mesh.control, Processes.of()
+    ranks = mesh.control
     what, form = "cannot find the memory of a host", tuple[int, tuple[str, str, int, int]]
     told = all_gather_values(
         ranks, "run", lambda: (reached, _name(memory)), form=form, what=what, failure=CheckpointError
@@ -76,9 +75,10 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
     reached, names = max(at for at, _ in told), [name for _, name in told]
     # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
-    # After the first exchange no rank writes a slot. The ranks of a host share the work.
+    # After the first exchange no rank writes a slot. The ranks that share a memory share the work.
     what = "cannot check the memory of a host"
-    check = lambda: let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+    sharing = next(those for those in readers if ranks.rank in those)
+    check = lambda: let_go_of_damaged(memory, sharing.index(ranks.rank), len(sharing))  # noqa: E731
     checked = all_gather_values(ranks, "run", check, form=list[Damage], what=what, failure=CheckpointError)
 
     def look() -> tuple[list[Stored], list[str]]:

@@ -119,7 +119,9 @@ def sources(module: nn.Module, weights: Weights, found: Sources) -> tuple[Source
         keys = [*dict.fromkeys(run.key for run in runs)]
         entries = [weights.entries[key][1] for key in keys]
         if all(e.dtype.is_floating_point and e.dtype.itemsize > 1 for e in entries):
-            if sum(run.stop - run.start for run in runs) != layer.out_features * layer.in_features:
+            shapes = {e.shape for e in entries if e.numel == layer.out_features * layer.in_features}
+            taken = sum(run.stop - run.start for run in runs)
+            if taken != layer.out_features * layer.in_features or shapes - {tuple(layer.quantized.shape)}:
                 forms = ", ".join(form(e.shape, e.dtype) for e in entries[:2])
                 problems.append(f"{name}.weight: the files have {forms}, expected {list(layer.quantized.shape)}")
                 continue
@@ -127,7 +129,10 @@ def sources(module: nn.Module, weights: Weights, found: Sources) -> tuple[Source
             conversions[codes], conversions[absmax] = quantizing(layer.quantized.shape, layer.quantized.format)
         elif len(entries) == 1:
             read = _nf4 if layer.quantized.format == "nf4" else _int8
-            found_scales = read(weights, keys[0], layer.quantized.shape)
+            try:
+                found_scales = read(weights, keys[0], layer.quantized.shape)
+            except (KeyError, ValueError, TypeError) as error:
+                found_scales = f"its description cannot be read: {type(error).__name__}: {error}"
             if isinstance(found_scales, str):
                 problems.append(f"{keys[0]}: {found_scales}")
                 continue
@@ -162,7 +167,7 @@ def _nf4(weights: Weights, key: str, shape: tuple[int, ...]) -> _Scales | str:
     if list(state.get("shape", ())) != list(shape) or entry.dtype != torch.uint8 or entry.numel * 2 != numel:
         found = form(entry.shape, entry.dtype)
         return f"its shape is {state.get('shape')}, stored as {found}, expected {list(shape)}"
-    if not torch.equal(_read(weights, f"{key}.quant_map"), torch.tensor(NF4)):
+    if not torch.equal(_read(weights, f"{key}.quant_map"), torch.tensor(NF4, dtype=torch.float32, device="cpu")):
         return "its codes stand for other numbers than those of NF4"
     scales = weights.entries[f"{key}.absmax"][1]
     if scales.numel != scales_shape(shape, "nf4")[0]:
@@ -171,6 +176,8 @@ def _nf4(weights: Weights, key: str, shape: tuple[int, ...]) -> _Scales | str:
         return _Scales(f"{key}.absmax", None)
     values, own = (_read(weights, f"{key}.{name}") for name in ("nested_quant_map", "nested_absmax"))
     offset, block = float(state["nested_offset"]), int(state["nested_blocksize"])
+    if values.numel() != 256 or own.numel() != -(-scales.numel // block):
+        return f"its scales are quantized with {values.numel()} values and {own.numel()} scales of their own"
     return _Scales(f"{key}.absmax", nested(values, own, offset, block, scales.numel))
 
 
@@ -182,6 +189,9 @@ def _int8(weights: Weights, key: str, shape: tuple[int, ...]) -> _Scales | str:
         return f"{found} without {scales}"
     if entry.dtype != torch.int8 or entry.shape != shape:
         return f"is stored as {found}, expected {form(shape, torch.int8)}"
+    order = f"{key.removesuffix('weight')}weight_format"
+    if order in weights.entries and int(_read(weights, order)):
+        return "is stored in tiles for one kind of GPU (weight_format), not in rows"
     return _Scales(scales, None)
 
 

@@ -135,9 +135,9 @@ def from_pretrained(
         adapter: a configuration of the library peft, such as `LoraConfig(r=8)`: the model gets its adapters, newly
             initialized, and nothing else is trained. `save_pretrained` then writes a directory of adapters.
         quantize: "nf4" or "int8": `train.load` stores the frozen weights of linear layers in 4 or 8 bits, as by
-            `fz.quantize_frozen`, and quantizes them while it reads the files. All parameters are frozen, so that only
-            adapters are trained. The weights of a directory that was written with bitsandbytes (NF4 or LLM.int8) stay
-            in its format.
+            `fz.quantize_frozen`, and quantizes them while it reads the files. The model's heads stay unquantized. All
+            parameters are frozen, so that only adapters are trained. The weights of a directory that was written with
+            bitsandbytes (NF4 or LLM.int8) stay in its format.
         settings: `blocks` and `mutable` of `fz.functionalize`; all others belong to the model's configuration
             (`attn_implementation="eager"`, `num_labels=3`).
 
@@ -195,7 +195,9 @@ def from_pretrained(
     if stored is not None:
         bitsandbytes_files.replace_stored(module, path, stored)
     elif quantize is not None:
-        quantize_frozen(module.requires_grad_(False), quantize)
+        # heads, such as the score of a classifier, which adapters train as a whole
+        heads = [name for name, m in module.named_children() if type(m) is torch.nn.Linear]
+        quantize_frozen(module.requires_grad_(False), quantize, skip=heads)
     return Pretrained(module, path, adapter, **own)
 
 

@@ -143,8 +143,8 @@ class Device:
     def rate(self, dtype: torch.dtype, attention: str | None = None, positions: int = 0) -> float:
         """Returns the FLOP/s of products of a dtype; for a dtype that is not listed, the rate of float32 scaled by
         the sizes. `attention`: the rate of fused attention instead, "forward" or "backward", to a number of positions:
-        between two numbers that were measured the rate grows by the logarithm of the positions, and beyond them it is
-        that of the nearest.
+        between two numbers that were measured, the logarithm of the rate is interpolated in the logarithm of the
+        positions; beyond them, it is the rate of the nearest.
         """
         name = dtype_name(dtype)
         if attention and (fused := self.attention.get(f"{name} backward" if attention == "backward" else name)):
@@ -201,6 +201,8 @@ class Device:
                 raise ValueError(
                     f"format: {found!r} in the file, {FORMAT!r} here: rates were added or are measured differently"
                 )
+            if any(int(n) < 1 for rates in data.get("attention", {}).values() for n in rates):
+                raise ValueError("attention: a number of positions below 1")
             links = {k: Link(**v) for k, v in data["links"].items()}
             ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}
             host = Host(**data["host"]) if data.get("host") else None

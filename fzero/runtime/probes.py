@@ -89,8 +89,8 @@ def rates(
 
 def product_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Measures the FLOP/s of matrix products as in a layer: the forward product and those of both gradients, in typical
-    sizes, as the runtime runs them. Operands are taken in turns, so that they come from memory, as those of a layer do
-    while the other layers run in between."""
+    sizes, as the runtime runs them. Each run uses other operands, so that they are read from memory instead of a
+    cache, as those of a layer are after all other layers have run."""
     scale = 1 if device.type == "cpu" else 4  # a device with more processors needs more work to fill them
     total = taken = 0.0
     started = time.perf_counter()

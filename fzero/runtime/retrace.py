@@ -14,6 +14,7 @@ are left as they were.
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import sys
 import zlib
@@ -189,16 +190,14 @@ def _draws(trace: Callable[[], object], begin: tuple[Any, ...]) -> list[str]:
     finally:
         sys.setprofile(profiler)
     again = _random_states()
-    drawn = [first != then == twice for first, then, twice in zip(begin, end, again, strict=True)]
+    drawn = [a != b and b == c for a, b, c in zip(begin, end, again, strict=True)]
     return [*(["numpy.random"] if drawn[1] else []), *([*places] or ["random"] if drawn[0] else [])]
 
 
 def _random_states() -> tuple[Any, ...]:
     """Returns the states of the global generators of Python and NumPy, which can be compared."""
-    if (numpy := sys.modules.get("numpy")) is None:
-        return random.getstate(), None
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), (kind, keys.tobytes(), *rest)
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _set_random_states(states: tuple[Any, ...]) -> None:
@@ -206,8 +205,7 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
     if states[1] is not None:
         import numpy
 
-        kind, keys, *rest = states[1]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+        numpy.random.set_state(pickle.loads(states[1]))
 
 
 @contextmanager

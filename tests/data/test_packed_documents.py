@@ -76,7 +76,9 @@ def test_masks_of_trl_say_which_tokens_are_targets() -> None:
         ({"completion_mask": completion, "assistant_masks": assistant}, [-100, -100, 3, -100, 5]),
         ({"completion_mask": completion, "labels": ids}, [-100, 2, 3, 4, 5]),
     ]:
-        assert pack([{"input_ids": ids, **masks, "attention_mask": [1] * 5}], seq=5)[0]["labels"].tolist() == labels
+        for given in (ids, torch.tensor(ids, dtype=torch.uint8)):
+            document = {"input_ids": given, **masks, "attention_mask": [1] * 5}
+            assert pack([document], seq=5)[0]["labels"].tolist() == labels
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

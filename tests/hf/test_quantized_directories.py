@@ -185,6 +185,35 @@ def test_stored_codes_of_another_form_are_rejected(tmp_path: Path, name: str, va
         loaded(str(tmp_path / "codes"), None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "says"),
+    [
+        ("nested", "nested_absmax", None, "its description cannot be read: KeyError"),
+        ("nested", "nested_absmax", lambda x: x[:0].clone(), "quantized with 256 values and 0 scales of their own"),
+        ("int8", "weight_format", lambda x: x.fill_(2), "is stored in tiles for one kind of GPU"),
+    ],
+)
+def test_damaged_descriptions_are_rejected(tmp_path: Path, kind: str, name: str, value: Any, says: str) -> None:
+    written(tmp_path / "plain")
+    quantized(tmp_path / "plain", tmp_path / "codes", kind)
+    stored = f"{FIRST}.{name}" if kind == "nested" else f"{FIRST.removesuffix('weight')}{name}"
+    change(tmp_path / "codes", stored, value)
+    with pytest.raises(CheckpointError, match=says):
+        loaded(str(tmp_path / "codes"), None)
+
+
+def test_the_head_of_a_classifier_is_not_quantized(tmp_path: Path) -> None:
+    transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(num_key_value_heads=2, pad_token_id=0, **SIZES)
+    ).save_pretrained(tmp_path)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")
+    model = fz.hf.from_pretrained(
+        transformers.AutoModelForSequenceClassification, tmp_path, adapter=lora, quantize="nf4"
+    )
+    trained = [name for name, x in model.named_params.items() if x.dtype == torch.uint8]
+    assert trained and not any("score" in name for name in trained)
+
+
 def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
     written(tmp_path / "plain")
     quantized(tmp_path / "plain", tmp_path / "codes", "nf4")
