@@ -30,7 +30,7 @@ from fzero.checkpoint.safetensors_format import ElementRun, Entry, read_header
 from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
-from fzero.checkpoint.weight_quantizing import Conversion, UnconvertedValuesError
+from fzero.checkpoint.weight_quantizing import Conversion, UnquantizableError
 from fzero.comm import control_group
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, FzeroTypeError
@@ -301,7 +301,7 @@ def _parts(
             for part in parts if conversion is None else conversion.converted(parts, *span):
                 yield part.to(leaf.dtype)
                 filled += part.numel()
-    except UnconvertedValuesError as error:
+    except UnquantizableError as error:
         problems.append(f"{pieces[0].leaf}: {error}")
     rest, size = leaf.shard_numel(mesh) - filled, _PART // leaf.dtype.itemsize
     for start in range(0, rest, size):

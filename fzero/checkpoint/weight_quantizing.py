@@ -15,7 +15,7 @@ import torch
 from fzero.ops import weight_quantization as formats
 
 
-class UnconvertedValuesError(Exception):
+class UnquantizableError(Exception):
     """Stored values cannot be converted."""
 
 
@@ -95,5 +95,5 @@ def nested(values: torch.Tensor, scales: torch.Tensor, offset: float, block: int
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(x).all()):
-        raise UnconvertedValuesError("it has values that are not finite, which cannot be quantized")
+        raise UnquantizableError("it has values that are not finite, which cannot be quantized")
     return x

@@ -137,7 +137,7 @@ class Damage(NamedTuple):
     sent: bool = False
 
 
-def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage]:
+def invalidate_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage]:
     """Compares the slots in this host's memory with the checksums stored with them, and invalidates those that differ.
 
     No rank restores a slot that is invalidated. To be called while no rank writes a slot. Files that do not even have
@@ -157,7 +157,11 @@ def let_go_of_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage
                 if not (sealed := _sealed(path, content)):
                     continue
                 with path.open("r+b") as f:
-                    data = torch.frombuffer(mmap.mmap(f.fileno(), 0), dtype=torch.uint8)
+                    try:
+                        mapped = mmap.mmap(f.fileno(), 0)
+                    except OSError as error:  # not damaged: passed over, it would count as checked
+                        raise MemoryError(f"{path} cannot be mapped: {error}") from error
+                data = torch.frombuffer(mapped, dtype=torch.uint8)
                 sums = data[content["sums"] :][: 8 * len(content["summed"])].view(torch.int64).tolist()
                 odd = []
                 for name, known in zip(content["summed"], sums, strict=True):

@@ -24,7 +24,7 @@ from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import FormatError, Ranges
 from fzero.comm.control_group import all_gather_values
-from fzero.elastic.memory_slots import Damage, Stored, let_go_of_damaged, stored
+from fzero.elastic.memory_slots import Damage, Stored, invalidate_damaged, stored
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
@@ -78,7 +78,7 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
     # After the first exchange no rank writes a slot. The ranks that share a memory share the work.
     what = "cannot check the memory of a host"
     sharing = next(those for those in readers if ranks.rank in those)
-    check = lambda: let_go_of_damaged(memory, sharing.index(ranks.rank), len(sharing))  # noqa: E731
+    check = lambda: invalidate_damaged(memory, sharing.index(ranks.rank), len(sharing))  # noqa: E731
     checked = all_gather_values(ranks, "run", check, form=list[Damage], what=what, failure=CheckpointError)
 
     def look() -> tuple[list[Stored], list[str]]:
@@ -111,8 +111,8 @@ def states_of(memory: Path, memories: Sequence[Sequence[Stored]], mine: int) -> 
     """Returns the states that the slots of all memories hold together, as a rank reads them whose host has the memory
     number `mine`.
 
-    `files` are those of its own host's memory. The names of other hosts' files are prefixed with the number of their
-    memory. Elements that several slots hold are listed in the order of the memories, its own first.
+    The files of a state are those of its own host's memory. The names of other hosts' files are prefixed with the
+    number of their memory. Elements that several slots hold are listed in the order of the memories, its own first.
     """
     states: dict[Key, Index] = {}
     for number in (*range(mine, len(memories)), *range(mine)):

@@ -53,7 +53,7 @@ def format_of(config: Mapping[str, Any], path: Any) -> str | None:
         if found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
             return "nf4"
         how = "bitsandbytes, fp4" if found.get("load_in_4bit") else how
-    fix = f"write it dequantized by the library first; {_FIX}"
+    fix = "dequantize the model with the library that wrote it, and save it"
     raise CheckpointError("load", f"{path} is quantized ({how}), which cannot be read", fix=fix)
 
 

@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Linear):
         if not input.is_floating_point():
             # A model that casts activations to the dtype of a weight would cast them to that of the codes.
             what = f"the input of a quantized layer is {describe(input)}"
-            fix = "leave the layer unquantized: fz.quantize_frozen(model, skip=['*.name_of_the_layer'])"
+            fix = "leave the layer unquantized: fz.quantize_frozen(model, skip=['*.name_of_the_layer*'])"
             raise FzeroTypeError("quantize_frozen", what, fix=fix)
         return F.linear(input, dequantize(self.quantized, input.dtype), self.bias)
 
@@ -77,7 +77,8 @@ def quantize_frozen(module: M, format: str = "nf4", *, skip: Sequence[str] = ())
         module: a module, real or on the meta device. Freeze it first (`module.requires_grad_(False)`), or put adapters
             of peft on it, which freezes it.
         format: "nf4" or "int8", as for `fz.quantize`.
-        skip: names of further layers that stay as they are ("*.down_proj": `*` matches any text).
+        skip: names of further layers that stay as they are ("*.down_proj*": `*` matches any text; with adapters of
+            peft, the name of a layer ends in ".base_layer").
 
     Returns:
         The module.
@@ -145,7 +146,9 @@ def replace_layers(module: nn.Module, layers: dict[str, nn.Linear], format: str)
 
 
 def dequantized_on_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module on the meta device with plain linear layers in place of quantized ones."""
+    """Returns a module on the meta device with plain linear layers in place of quantized ones: a copy, or the module
+    itself if it has none.
+    """
     layers = quantized_layers(module)
     if not layers:
         return module

@@ -5,7 +5,7 @@ Both formats are those of the library bitsandbytes, so that its files can be rea
 - "nf4": each block of 64 consecutive elements of the flattened tensor has a scale, its largest magnitude. A code of 4
   bits stands for one of the 16 quantiles of a normal distribution, as a fraction of the scale. A byte holds two codes,
   the first in its high bits.
-- "int8": each row, along the last dim, has a scale. A code is a number of 127ths of it.
+- "int8": each row, along the last dim, has a scale. A value is code * scale / 127.
 
 All tensors that are communicated, copied between memory tiers or saved are bytes and float32 scales. `dequantize` is
 made of PyTorch operations, so a compiler fuses it with the arithmetic that surrounds it.
@@ -125,7 +125,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> torc
         >>> (fz.dequantize(weight) - x).abs().max() < 0.5 / 127
         tensor(True)
     """
-    codes, absmax = quantized
+    codes, absmax = quantized = Quantized(*quantized)
     if codes.dtype not in (torch.uint8, torch.int8):
         what = f"codes are uint8 (nf4) or int8, not {describe(codes)}"
         raise FzeroTypeError("dequantize", what, fix="give what fz.quantize returned")

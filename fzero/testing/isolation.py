@@ -92,9 +92,11 @@ def check_isolation(
     for document in with_targets:
         first = run({**batch, labels: batch[labels].where(number_of == document, _IGNORED)})
         if not any(bool(x.any()) for name, x in first.items() if name != "the loss"):
-            continue  # its only target is its first token, which models leave out
-        if not depends and not (depends := change(document, number_of == document, first)[0] > 0):
-            break
+            continue  # no gradient: the only target is a first token, which the loss ignores
+        if not depends:
+            depends = change(document, number_of == document, first)[0] > 0
+            if not depends:
+                break
         largest, _ = change(document, number_of != document, first)
         worst = max(worst, largest)
         if largest > tolerance:

@@ -14,7 +14,7 @@ from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint
-from fzero.elastic.memory_slots import Damage, let_go_of_damaged, stored
+from fzero.elastic.memory_slots import Damage, invalidate_damaged, stored
 from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
@@ -103,7 +103,7 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
     memory_checkpoint.open(state, 0)
     for number in (3, 4):
         memory_checkpoint.keep(state, number)
-    assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
+    assert invalidate_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
     newest = next(tmp_path.glob("of-*/*.1.safetensors"))
     whole, index = newest.read_bytes(), held(tmp_path)[4, 1]
     for name, (part,) in index.parts.items():
@@ -111,14 +111,14 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
             struck = bytearray(whole)
             struck[part.offset + bit // 8] ^= 1 << bit % 8
             newest.write_bytes(struck)
-            assert let_go_of_damaged(tmp_path) == [Damage(0, 4, [name])], (name, bit)
+            assert invalidate_damaged(tmp_path) == [Damage(0, 4, [name])], (name, bit)
             assert sorted(held(tmp_path)) == [(3, 1)]
     for path in list(newest.parent.iterdir()):  # as if another rank had sent it
         path.with_name(path.name.replace("rank-00000", "replica-00003")).write_bytes(path.read_bytes())
     newest.with_name(newest.name.replace("rank-00000", "replica-00003")).write_bytes(struck)
-    assert let_go_of_damaged(tmp_path, 1, 2) == [Damage(3, 4, [name], sent=True)], "the second file of two"
+    assert invalidate_damaged(tmp_path, 1, 2) == [Damage(3, 4, [name], sent=True)], "the second file of two"
     newest.write_bytes(whole)
-    assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
+    assert invalidate_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
 
 
 def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None
         for number in (3, 4):
             memory_checkpoint.keep(state, number)
         memory_checkpoint._slots.sealed[1] ^= 1 << bit
-        assert let_go_of_damaged(tmp_path) == [Damage(0, -1, ["sealed"])], bit
+        assert invalidate_damaged(tmp_path) == [Damage(0, -1, ["sealed"])], bit
         assert sorted(held(tmp_path)) == [(3, 1)], bit
     (note,) = tmp_path.glob("of-*/*.json")
     text = note.read_text()

@@ -27,7 +27,7 @@ from scripts import ROOT, environment
 import fzero as fz
 from fzero.elastic import host_directory, supervisor
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint
-from fzero.elastic.memory_slots import let_go_of_damaged
+from fzero.elastic.memory_slots import invalidate_damaged
 from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
@@ -396,7 +396,7 @@ def test_a_slot_whose_number_is_damaged_is_let_go(tmp_path: Path) -> None:
     for number in (4, 5):
         memory_checkpoint.keep(state, number)
     memory_checkpoint._slots.sealed[1].fill_(-7202199355712626690)
-    assert let_go_of_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
+    assert invalidate_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
     assert sorted(survivor.held(tmp_path)) == [(4, 1)]
 
 
