@@ -10,7 +10,6 @@ the host compiles it in a worker process, and the other ranks load the result.
 | `inductor.py` | compiles subgraphs with Inductor: from the cache, in a worker, or by another rank |
 | `warm_up.py` | runs subgraphs eagerly until their compiled versions are ready on all ranks |
 | `shared_compilation.py` | divides compilation among the ranks of a host that see the same cache |
-| `wrapper_shortening.py` | shortens Inductor's Python code around GPU kernels, to launch them faster |
 | `artifact_cache.py` | caches compiled subgraphs on disk, with digests |
 | `tracebacks.py` | keeps the lines of generated code, so that tracebacks show them |
 

@@ -32,7 +32,6 @@ from fzero.runtime.build.artifact_cache import Cache, CacheEntry, key, logger, o
 from fzero.runtime.build.calling_convention import as_called
 from fzero.runtime.build.cpu import compile_worker, cpp_kernels, graph_pickle
 from fzero.runtime.build.shared_compilation import Share
-from fzero.runtime.build.wrapper_shortening import shortened
 from fzero.trace.device_decompositions import substituted
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
@@ -210,7 +209,7 @@ class Compilation:
                 self._cache.write(self._keys[name], CacheEntry("", compat.artifact_bytes(artifact)))
             except (RuntimeError, AssertionError, OSError) as error:
                 logger.info("%s is compiled at every start: %s", name, error)
-            self.built[name] = _called(function, graph, shortened(name, artifact))
+            self.built[name] = _called(function, graph, artifact)
             self._progress(name)
         if names:
             self._cache.trim()
@@ -238,7 +237,7 @@ class Compilation:
         """Makes a cache entry callable. Entries that were compiled together share a library, which is loaded once."""
         function, graph = self._functions[name]
         if not entry.text:
-            return _called(function, graph, shortened(name, compat.load_artifact(entry.library)))
+            return _called(function, graph, compat.load_artifact(entry.library))
         library = None
         if entry.library:
             library = self._libraries.get(entry.digest) or cpp_kernels.load_library(path)
