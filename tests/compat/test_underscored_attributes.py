@@ -38,12 +38,12 @@ READERS = {
     # of autograd nodes: identifies the forward operation of a backward node
     "_sequence_nr": {"trace/guards/rejections.py"},
     # of modules, and of tensors (`_backward_hooks`)
-    "_parameters": {"hf/models.py", "modules/meta_module.py", "modules/module_guard.py"},
+    "_parameters": {"hf/models.py", "modules/meta_module.py", "modules/module_guard.py", "modules/quantized_linear.py"},
     "_buffers": {"hf/models.py", "modules/meta_module.py", "modules/module_guard.py"},
     "_modules": {"modules/module_guard.py"},
     "_backward_hooks": {"modules/meta_module.py", "modules/module_guard.py"},
-    "_forward_hooks": {"modules/hook_capture.py", "modules/meta_module.py"},
-    "_forward_pre_hooks": {"modules/meta_module.py"},
+    "_forward_hooks": {"modules/hook_capture.py", "modules/meta_module.py", "modules/quantized_linear.py"},
+    "_forward_pre_hooks": {"modules/meta_module.py", "modules/quantized_linear.py"},
     "_flat_weights": {"modules/meta_module.py"},
 }
 """Each attribute, with the files of the package that read it. A new entry needs a reason: an underscored attribute may
