@@ -14,8 +14,8 @@ at a random moment of that step or at the line that the kind names. There are th
   them when hosts leave and come: all are ended, the memory of a host is lost, the others begin anew on fewer ranks.
 
 Afterwards each is compared with one without faults, and what docs/guides/fault-tolerance.md promises is checked,
-condition by condition: how it was judged, and how many faults of these runs it was judged by. The log, and a summary as
-Markdown and JSON, are written to `--results`.
+condition by condition: how it was judged, and how many faults of these runs it was judged by. With `--checks`, tests
+of faults that need another setting follow. The log, and a summary as Markdown and JSON, are written to `--results`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -42,20 +43,23 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 SAVE_EVERY = 10  # steps
-GONE = {"torchrun": 5.0, "term": 30.0}  # seconds in which all processes have ended
+GONE = {"torchrun": 5.0, "term": 30.0, "fullterm": 30.0}  # seconds in which all processes have ended
 IDLE = 60.0  # seconds a fault may cost on an idle machine
 STUCK = 240.0  # seconds without a step after which the run is taken to hang
 CLOSE = 1e-5  # by which losses on other numbers of ranks may differ
 CPU = {"replacement": 10.0, "survivor": 2.0}  # seconds to the next step, the median
 RESIZED = 5  # steps on one rank less
 HOST = "FZERO_CHAOS_HOST"
+STOPPED_ON_FULL_DISK = "StorageError: fzero"  # how the traceback of a run that was to stop ends
 
 KINDS = {
     "trainer": "a rank is killed, at any moment of a step",
     "transfer": "a rank is killed in a transfer",
+    "first": "a rank is killed in the first step",
+    "last": "a rank is killed in the last step",
     "two": "two ranks are killed at once",
     "all": "all ranks are killed at once",
-    "mesh": "a rank is killed, and while all come together again another, in make_mesh",
+    "mesh": "a rank is killed, and while all come together again another, in the rendezvous of make_mesh",
     "init": "a rank is killed, and another one while the state is restored",
     "build": "a rank is killed, and another one while it builds the step",
     "save": "a rank is killed while it writes a checkpoint",
@@ -66,21 +70,44 @@ KINDS = {
     "stop": "a rank is stopped (SIGSTOP)",
     "raise": "the script raises on one rank",
     "disk": "there is no room for a checkpoint",
+    "fullterm": "torchrun gets SIGTERM, and there is no room for the last checkpoint",
     "memory": "a rank is killed, and when it comes back the host's memory is full",
     "slot": "a bit of what a rank kept is flipped, and the rank is killed",
     "host": "a host is lost: its rank, its supervisor and its memory",
     "replica": "a bit of what another host sent is flipped, and the rank that has it is killed",
     "resize": "all ranks are ended, a host is lost; the run goes on with one rank less, and then with all",
 }
+CHECKS = {
+    "a save that is killed, at any system call, leaves the checkpoint before it valid": [
+        "tests/checkpoint/test_checkpoints.py::test_a_kill_at_any_system_call_leaves_a_valid_checkpoint",
+        "tests/checkpoint/test_checkpoints.py::test_a_kill_at_any_moment_leaves_a_valid_checkpoint",
+    ],
+    "of two runs that save to one directory, the second is rejected, and checkpoints of neither are lost": [
+        "tests/checkpoint/test_checkpoint_manager.py::test_two_runs_in_lockstep_in_one_directory",
+        "tests/checkpoint/test_checkpoints.py::test_two_jobs_in_one_directory_are_rejected_and_keep_their_own_checkpoints",
+        "tests/checkpoint/test_object_stores.py::test_two_jobs_that_save_one_step_delete_only_what_they_replace",
+    ],
+    "300 random corruptions of a checkpoint are rejected, or do not change what is read": [
+        "tests/checkpoint/test_checkpoints.py::test_random_damage_is_rejected_or_loads_the_same_numbers[300]",
+    ],
+    "a second account without privileges opens nothing of a run, and no private checkpoint": [
+        "tests/runtime/test_private_directories.py::test_another_account_opens_nothing_of_a_run",
+    ],
+    "a host is lost and another one comes, with stock launchers (1, 3, 2 and 3 hosts) and the default times": [
+        "tests/elastic/test_changing_hosts.py::test_hosts_come_and_one_is_lost_and_another_comes",
+    ],
+}
+"""What is promised of faults that need another setting than the three runs, and the tests that show it."""
 FLIPS = ("slot", "replica")
 LEGS = {
     "disk": [k for k in KINDS if k not in ("host", "replica", "resize")],
-    "hosts": ["trainer", "transfer", "two", "all", "mesh", "init", "build", "supervisor", "stop", "raise", "memory",
-              "slot", "host", "replica"],
+    "hosts": ["trainer", "transfer", "first", "last", "two", "all", "mesh", "init", "build", "supervisor", "stop",
+              "raise", "memory", "slot", "host", "replica"],
     "resized": ["resize"],
 }  # fmt: skip
-ENDS_ALL = ("all", "supervisor", "torchrun", "term", "raise", "host", "resize")
-RARE = {"stop": 0.5, "torchrun": 0.5}  # each costs tens of seconds
+ENDS_ALL = ("all", "supervisor", "torchrun", "term", "fullterm", "raise", "host", "resize")
+RARE = {"stop": 0.5, "torchrun": 0.5, "fullterm": 0.5}  # each costs tens of seconds
+ONCE = {"first": 0, "last": -1}  # of each run, with their steps
 
 
 @dataclass
@@ -103,11 +130,13 @@ def draw(kills: int, ranks: int, steps: int, seed: int, kinds: list[str]) -> lis
     """The plan: faults at different steps, each kind about as often as the others."""
     chance, strikes = random.Random(seed), list[Strike]()
     if kills >= len(kinds):
-        drawn = kinds + chance.choices(kinds, [RARE.get(k, 1.0) for k in kinds], k=kills - len(kinds))
+        weights = [0.0 if k in ONCE else RARE.get(k, 1.0) for k in kinds]
+        drawn = kinds + (chance.choices(kinds, weights, k=kills - len(kinds)) if any(weights) else [])
     else:
         drawn = chance.sample(kinds, kills)
     chance.shuffle(drawn)
-    at = chance.sample(range(2, steps - 2), len(drawn))
+    at = [ONCE[kind] % steps if kind in ONCE else step
+          for step, kind in zip(chance.sample(range(2, steps - 2), len(drawn)), drawn, strict=True)]  # fmt: skip
     for fault, (step, kind) in enumerate(sorted(zip(at, drawn, strict=True))):
         strikes += _strikes(chance, fault, kind, step, ranks)
     return strikes
@@ -134,10 +163,13 @@ def _strikes(chance: random.Random, fault: int, kind: str, step: int, ranks: int
             add(rank, "step", "kill")
     elif kind in ("save", "disk"):
         add(one, "save", "kill" if kind == "save" else "full", late=False)
+    elif kind == "fullterm":
+        add(other, "save", "full", add(one, "step", "term"), late=False)
     elif kind == "commit":
         add(0, "commit", "kill", late=False, nth=chance.randrange(2))
     else:
-        add(one, "step", {"trainer": "kill"}.get(kind, kind), late=kind not in ("raise", "slot", "replica", "host"))
+        add(one, "step", {"trainer": "kill", "first": "kill", "last": "kill"}.get(kind, kind),
+            late=kind not in ("last", "raise", "slot", "replica", "host"))  # fmt: skip
     return made
 
 
@@ -148,7 +180,7 @@ class Struck:
     """The faults that strike this rank, and its notes."""
 
     def __init__(self, out: Path):
-        self._out, self._waits, self.step = out, 0, -1
+        self._out, self._waits, self.step, self.run = out, 0, -1, None
         self._all = [Strike(**given) for given in json.loads((out / "plan.json").read_text())]
 
     @property
@@ -178,6 +210,8 @@ class Struck:
             self._waits, nth = self._waits + 1, self._waits
         full = False
         for strike in self._mine:
+            if strike.kind == "fullterm" and not (self.run and self.run.stopping):
+                continue  # a checkpoint that is due before the signal has come
             if strike.where == where and strike.nth == nth and (strike.after or strike.step <= self.step):
                 full |= self._act(strike)
         return full
@@ -304,16 +338,17 @@ def worker(args: argparse.Namespace) -> None:
     import survivor
 
     import fzero as fz
-    from fzero.comm import collective_sequence as turns
+    from fzero._utils import procfs
 
     out = Path(args.out)
     struck = Struck(out)
     plant(struck)
     if (here := os.environ.get(HOST)) is not None:  # as if it knew no process of the other hosts
-        turns._host = lambda: (here, "")
+        procfs.host_id = lambda: (here, "")
     path = out / "saved" if here is None else None
 
     def main(run: Any) -> None:
+        struck.run = run
         sends = here is not None and run.mesh.size > 1
         train = fz.compile(fz.redundant(survivor.STEP) if sends else survivor.STEP, run.mesh, backend="eager")
         state = run.state(train, survivor.init, fz.random.key(0), path=path)
@@ -772,14 +807,17 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     for d in (d for d in drivers if d.leg == "disk"):
         said = d.output().count("the run continues without this checkpoint")
         problems += [f"{said} warnings of {d.faults('disk')} full disks"] * (said < d.faults("disk"))
+        said = d.output().count(STOPPED_ON_FULL_DISK)
+        problems += [f"{said} errors of {d.faults('fullterm')} stops"] * (said < d.faults("fullterm"))
         try:
             fz.checkpoint.verify(d.saved)
         except fz.errors.FzeroError as error:
             problems.append(str(error))
     condition(
-        "no room for a checkpoint: the run goes on and says so, and the last one is whole",
-        "a warning each; fz.checkpoint.verify",
-        faults("disk"),
+        "no room for a checkpoint: the run goes on and says so, and ends with an error if it was the last one; the one "
+        "before is whole",
+        "a warning each; an error of each rank; fz.checkpoint.verify",
+        faults("disk", "fullterm"),
         problems,
     )
     everyone = {d for pair in runs for d in pair}
@@ -808,10 +846,34 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     return made
 
 
-def publish(args: argparse.Namespace, made: list[Condition], drivers: list[Driver]) -> None:
+@dataclass
+class Check:
+    """What tests have shown of a promise: the last line of pytest, and whether all have passed."""
+
+    promise: str
+    tests: list[str]
+    passed: bool
+    summary: str
+
+
+def run_checks() -> list[Check]:
+    found = []
+    for promise, tests in CHECKS.items():
+        command = [sys.executable, "-m", "pytest", "--full", "-q", "-p", "no:cacheprovider", *tests]
+        env = {**os.environ, "FZERO_TEST_DEFAULT_TIMES": "1"}
+        done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, check=False)
+        summary = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout.strip() else done.stderr[-200:]
+        passed = done.returncode == 0 and "skipped" not in summary
+        print(f"{promise}: {summary}" + ("" if passed else "\n" + done.stdout[-4000:]), flush=True)
+        found.append(Check(promise, tests, passed, summary))
+    return found
+
+
+def publish(args: argparse.Namespace, made: list[Condition], drivers: list[Driver], checks: list[Check]) -> None:
     again = {d.leg: redone(d.notes()) for d in drivers}
     given = [f"--{name} {getattr(args, name)}" for name in ("ranks", "kills", "steps", "seed")]
     given += [f"--kinds {args.kinds}"] if args.kinds else []
+    given += ["--checks"] if checks else []
     text = ["# Chaos", "", f"`python tests/chaos.py {' '.join(given)}`", "",
             "| | promise | | judged by | times | |", "|---|---|---|---|---|---|"]  # fmt: skip
     text += [
@@ -825,11 +887,20 @@ def publish(args: argparse.Namespace, made: list[Condition], drivers: list[Drive
     text += [f"| {d.leg} | {d.steps} | {d.faults()} | {d.seconds:.0f} | {d.starts or '-'} | {len(a)} | "
              f"{sum(x[1] == 'memory' for x in a)} | {sum(x[3] for x in a)} |"
              for d, a in zip(drivers, again.values(), strict=True)]  # fmt: skip
+    if checks:
+        text += ["", "| faults in another setting | tests | pytest |", "|---|---|---|"]
+        names = [", ".join(f"`{name.rpartition('::')[2]}`" for name in c.tests) for c in checks]
+        text += [f"| {c.promise} | {n} | {c.summary} |" for c, n in zip(checks, names, strict=True)]
+    sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+    where = importlib.import_module("common").environment()
+    versions = f"fzero {where['fzero']} ({where['commit']}), torch {where['torch']}, Python {where['python']}"
+    machine = f"{where['system']}, {where['cores']} cores of {where['cpu']}, {where['memory_gib']} GiB"
+    text += ["", f"Measured {where['when']}: {versions}, {machine}, while other processes ran."]
     folder = Path(args.results)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{args.name}.md").write_text("\n".join(text) + "\n")
     data = {
-        "ranks": args.ranks, "kills": args.kills, "seed": args.seed,
+        "ranks": args.ranks, "kills": args.kills, "seed": args.seed, "checks": [asdict(c) for c in checks],
         "conditions": [{**asdict(c), "verdict": c.verdict} for c in made], "kinds": counts,
         "runs": {d.leg: {"steps": d.steps, "seconds": round(d.seconds), "starts": d.starts} for d in drivers},
         "went_on": {leg: [{"source": s, "step": step, "redone": n} for _, s, step, n in a] for leg, a in again.items()},
@@ -869,6 +940,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help="of faults, by comma; by default all")
     parser.add_argument("--hang", type=float, default=10.0, help="of python -m fzero.run")
+    parser.add_argument("--checks", action="store_true", help="also run the tests of faults in another setting")
     parser.add_argument("--flags", default="", help="further ones of python -m fzero.run")
     parser.add_argument("--out", help="an empty folder for the run; by default one that is removed when all is well")
     parser.add_argument("--results", help="where the summary is written; by default nowhere")
@@ -897,9 +969,10 @@ def main() -> int:
             f"{c.number:2d}  {c.promise}: {c.verdict} ({'; '.join(c.problems[:5]) or f'{c.how}: {c.times}'})",
             flush=True,
         )
+    checks = run_checks() if args.checks else []
     if args.results:
-        publish(args, conditions, [one for one, _ in runs])
-    broken = any(c.problems for c in conditions)
+        publish(args, conditions, [one for one, _ in runs], checks)
+    broken = any(c.problems for c in conditions) or not all(c.passed for c in checks)
     if broken:
         print(f"the runs' folder: {args.out}", flush=True)
     else:

@@ -16,7 +16,7 @@ from fzero._utils.arguments import count, flag, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import RunRecord, SaveOptions, not_json, not_private, save_as
+from fzero.checkpoint.saving import RunRecord, Saved, SaveOptions, not_json, not_private, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError, StorageError
@@ -171,7 +171,7 @@ class CheckpointManager:
         if find(self.path) is None:
             return None, None
         found = describe(self.path, mesh)
-        self._run = RunRecord({found.sha256})
+        self._run = RunRecord({found.sha256}, Saved(found.run, found.step, found.leaves))
         # A checkpoint that no manager has saved has no entry: it has seen as many batches as it has taken steps.
         note: Mapping[str, Any] = found.meta.get(_NOTE, {})
         data, cursor = self._data, (note or found.meta).get(_DATA)

@@ -61,9 +61,13 @@ def latest(path: str | os.PathLike[str]) -> Place:
         >>> latest(root).name
         'step-00000000'
     """
-    root = as_path(path)
     # A save of this process may be between two renames, or may have deleted an older checkpoint.
     settle()
+    return newest(as_path(path))
+
+
+def newest(root: Place) -> Place:
+    """Does `latest` without waiting for a running save of this process."""
     seen: str | None = ""
     # Until it is the same twice: a save of another process may just be replacing the checkpoint that it names.
     while (name := _pointer(root)) != seen:
@@ -149,12 +153,6 @@ def complete_steps(root: Place) -> dict[int, Place]:
     names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
     numbers = {name: number for name in names if (number := step_number(name)) is not None}
     return {step: found for name, step in numbers.items() if (found := _complete(root, name))}
-
-
-def pointed(root: Place) -> Place | None:
-    """Returns the complete checkpoint that `latest` names. Does not wait for a running save of this process."""
-    name = _pointer(root)
-    return _complete(root, name) if name and _STEP.fullmatch(name) else None
 
 
 def head_of(place: Place) -> tuple[str | None, str | None]:

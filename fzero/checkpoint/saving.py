@@ -30,7 +30,7 @@ from fzero._utils.arguments import flag, plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint import async_save, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
-from fzero.checkpoint.directory import complete_steps, head, head_of, pointed, step_name
+from fzero.checkpoint.directory import complete_steps, head, head_of, newest, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
@@ -51,9 +51,9 @@ _warned: set[Place] = set()  # roots under which older checkpoints could not be 
 
 
 class Saved(NamedTuple):
-    """The last checkpoint that a run has saved."""
+    """The last checkpoint that a run has saved or restored."""
 
-    run: str
+    run: str | None
     step: int
     leaves: Expected
 
@@ -65,7 +65,7 @@ class RunRecord:
     Attributes:
         known: the digests of the checkpoints that it has written or restored. None for a run that may continue from
             whatever it finds there: it has not saved yet, and its state may come from elsewhere.
-        last: the last checkpoint that it has saved.
+        last: the last checkpoint that it has saved or restored.
     """
 
     known: set[str] | None = None
@@ -303,7 +303,7 @@ def begin(
         if storage_of(root).has(root / INDEX):
             fix = f"give the directory that it is in: {root.parent}"
             raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix)
-        _check_latest(root, record)
+        _check_latest(root, record, _latest(root))
         staging = storage_of(root).begin(root, step_name(plan.step), options.private)
         return str(staging.directory), staging.mark
 
@@ -482,8 +482,9 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
         for name, ps in plan.parts.items()
     }
     # Before `publish`, because they look at the checkpoint that is the latest until then.
-    _check_latest(root, run)
-    run_name, warning = _run_name(root, plan, run)
+    latest = _latest(root)
+    _check_latest(root, run, latest)
+    run_name, warning = _run_name(root, plan, run, latest)
     index = dump(to_json(plan, parts, job.options.meta or {}, files, run_name))
     digest = head(index)[1] or ""
     if run.known is not None:
@@ -507,14 +508,14 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
 
 def _latest(root: Place) -> Place | None:
     try:
-        return pointed(root)
-    except (CheckpointError, OSError):  # damaged: this save replaces it
+        return newest(root)
+    except (CheckpointError, OSError):  # there is none, or it is damaged: this save replaces it
         return None
 
 
-def _check_latest(root: Place, run: RunRecord) -> None:
+def _check_latest(root: Place, run: RunRecord, latest: Place | None) -> None:
     """Raises an error if the latest checkpoint was saved by another run: the two would replace each other's steps."""
-    if run.known is None or (latest := _latest(root)) is None:
+    if run.known is None or latest is None:
         return
     name, digest = head_of(latest)
     if digest is not None and digest not in run.known:  # None: damaged, and this save replaces it
@@ -524,14 +525,14 @@ def _check_latest(root: Place, run: RunRecord) -> None:
         raise CheckpointError("checkpoint.save", what, [problem], fix)
 
 
-def _run_name(root: Place, plan: SavePlan, run: RunRecord) -> tuple[str, str | None]:
+def _run_name(root: Place, plan: SavePlan, run: RunRecord, latest: Place | None) -> tuple[str, str | None]:
     """Returns the name of the run that a new checkpoint belongs to, and a warning if it is a new run in a directory
     that has checkpoints.
 
     A save continues the run of the last checkpoint, if that has the same tensors and a step that is not later. This
     includes a run that was restarted, wherever it got its state from.
     """
-    name, latest = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}", _latest(root)
+    name = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
     last: Saved | Index | None = run.last
     if last is None and latest is not None:
         with contextlib.suppress(CheckpointError):  # damaged: this save replaces it

@@ -11,7 +11,7 @@ import torch
 
 import fzero as fz
 from fzero import checkpoint
-from fzero.checkpoint import CheckpointManager, checkpoint_manager
+from fzero.checkpoint import CheckpointManager, checkpoint_manager, saving
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
 
 STEP = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
@@ -48,6 +48,21 @@ def test_a_loop_that_saves_at_intervals_and_continues(tmp_path: Path, wait: bool
     with CheckpointManager(tmp_path, every=1, keep=2) as saves:
         loop(saves, 13)
     assert steps_in(tmp_path) == [12, 13], "nothing was left to train, so nothing is saved"
+
+
+def test_a_run_that_is_started_again_after_latest_was_deleted_is_the_same_run(tmp_path: Path) -> None:
+    """Its earlier checkpoints count for `keep`, also for saves without a manager."""
+    with CheckpointManager(tmp_path, every=1, keep=3) as saves:
+        loop(saves, 3)
+    run = checkpoint.describe(tmp_path).run
+    (tmp_path / "latest").unlink()
+    with CheckpointManager(tmp_path, every=1, keep=3) as saves:
+        state = loop(saves, 5)
+    assert steps_in(tmp_path) == [3, 4, 5] and checkpoint.describe(tmp_path).run == run
+    (tmp_path / "latest").unlink()
+    saving._runs.clear()  # as in another process
+    checkpoint.save(tmp_path, state._replace(step=state.step + 1), keep=3)
+    assert steps_in(tmp_path) == [4, 5, 6] and checkpoint.describe(tmp_path).run == run
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -41,7 +41,8 @@ def test_a_plan_is_of_its_seed() -> None:
         plans = [chaos.planned(argparse.Namespace(ranks=3, seed=s), leg, num, steps, kinds) for s in (0, 0, 1)]
         assert plans[0] == plans[1] and (plans[0] != plans[2] or leg == "resized")
         assert {s.kind for s in plans[0]} == set(kinds) and len({s.fault for s in plans[0]}) == num
-        assert all(s.rank < 3 and 0 < s.step < steps - 2 for s in plans[0])
+        assert all(s.rank < 3 and (0 < s.step < steps - 2 or s.kind in chaos.ONCE) for s in plans[0])
+        assert [s.step for s in plans[0] if s.kind in ("first", "last")] in ([], [0, steps - 1])
 
 
 def noted(driver: chaos.Driver, losses: dict[int, float], *more: Any) -> None:

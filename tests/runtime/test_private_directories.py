@@ -179,6 +179,49 @@ def test_another_account_really_cannot_pass(home: Path) -> None:
     assert ran.stdout.strip() == "/tmp can be written to by other users|None"
 
 
+OPENS = """
+import os, sys
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+for path in sys.stdin.read().splitlines():
+    for flags in (os.O_RDONLY, os.O_WRONLY):
+        try:
+            os.close(os.open(path, flags))
+        except OSError:
+            continue
+        print(path)
+"""
+
+
+@root_alone
+def test_another_account_opens_nothing_of_a_run(home: Path) -> None:
+    """Neither the states in memory and the progress of a rank, nor a private checkpoint; what is beside them, it
+    does."""
+    for directory in (home, *home.parents):
+        if directory.name.startswith(("pytest", home.name)):
+            directory.chmod(0o755)  # as /dev/shm and a directory of a project are
+    memory, saved, beside = home / "memory", home / "saved", home / "beside"
+    memory.mkdir(mode=0o755)
+    beside.write_text("for all")
+    step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.adam(0.1))
+
+    def main(run: Any) -> tuple[list[Path], str]:
+        train = fz.compile(step, run.mesh, backend="eager")
+        state = run.state(train, {"w": torch.ones(8)}, path=saved, private=True)
+        for _ in run.steps(state, 3):
+            state, _ = train(state, torch.ones(8))
+            run.commit(state)
+            run.save(state)
+        paths = [path for root in (memory, saved) for path in root.rglob("*")]
+        given = "\n".join(map(str, [*paths, beside]))
+        ran = subprocess.run([sys.executable, "-c", OPENS], input=given, capture_output=True, text=True, check=True)
+        return paths, ran.stdout
+
+    paths, opened = fz.run(main, memory=memory, device="cpu")
+    names = {path.name for path in paths}
+    assert {"rank-00000.json", "rank-00000.0.safetensors", "progress-00000", "index.json", "latest"} <= names, names
+    assert opened.split() == [str(beside)], opened
+
+
 # --- checkpoints ---
 
 
