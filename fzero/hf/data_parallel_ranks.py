@@ -18,10 +18,10 @@ from accelerate.utils import (  # pyright: ignore[reportMissingImports]
 )
 from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMissingImports]
 
+from fzero import Mesh, tensor_parallel
 from fzero.hf.tp_plan import tensor_rules
-from fzero.mesh import Mesh
 from fzero.transforms.sequence import SequenceParallel
-from fzero.transforms.tensor import TensorParallel, tensor_parallel
+from fzero.transforms.tensor import TensorParallel
 from fzero.transforms.transform import Transform, find
 
 Base: Any = accelerate.Accelerator

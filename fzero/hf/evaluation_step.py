@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import compile, compose, eval_step, tree
 from fzero.hf import padding, traced_loss
 from fzero.hf.batch_signatures import Entries, Kind, Kinds, kind_of, tensors_of
 from fzero.hf.data_parallel_ranks import Exchange
 from fzero.hf.loss_guard import LossInputs
 from fzero.modules.functionalize import Functional
-from fzero.runtime.compile import compile
-from fzero.step import compose, eval_step
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 

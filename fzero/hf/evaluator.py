@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from fzero import random, tree
+from fzero import data_parallel, mixed_precision, random, tree
 from fzero.errors import FzeroValueError
 from fzero.hf import padding, traced_loss
 from fzero.hf.batch_signatures import Kind, split
 from fzero.hf.evaluation_step import Evaluation
 from fzero.hf.loss_guard import LossInputs
 from fzero.trace.guards.value_keys import exact
-from fzero.transforms.precision import mixed_precision
-from fzero.transforms.zero import data_parallel
 
 _EVALUATION = 1 << 40
 """Folded into the key of an evaluation. No training step folds in a number this large, so their random numbers

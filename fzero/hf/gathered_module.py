@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import Mesh, tree
 from fzero._compat.allocator import return_freed_memory
 from fzero.comm import control_group
 from fzero.errors import FzeroTypeError
 from fzero.hf.models import Pretrained
-from fzero.mesh import Mesh
 from fzero.modules.meta_module import TensorSlot
 from fzero.sharding.layout import leaf_of
 from fzero.state import gather

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero import random, tree
+from fzero import quantize_frozen, random, tree
 from fzero._utils.arguments import plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint.storage import storage_of
@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError
 from fzero.hf import adapters, bitsandbytes_files, weight_conversions
 from fzero.hf.transformers_import import library
 from fzero.modules.functionalize import Functional
-from fzero.modules.quantized_linear import dequantized_on_meta, quantize_frozen, quantized_layers
+from fzero.modules.quantized_linear import dequantized_on_meta, quantized_layers
 
 
 class Pretrained(Functional):

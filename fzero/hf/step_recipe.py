@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from fzero import optim
+from fzero import accumulate, compose, mixed_precision, optim, remat, shard_params
 from fzero.deepspeed.config import load_config
 from fzero.deepspeed.config_values import read_file
 from fzero.deepspeed.optimizer import default_rate
@@ -19,12 +19,8 @@ from fzero.hf import torch_optimizers
 from fzero.hf.data_parallel_ranks import OtherArguments
 from fzero.hf.torch_optimizers import Translated, rate_in_state, translated
 from fzero.optim import GradientTransformation, Schedule
-from fzero.step import compose
-from fzero.transforms.accumulate import accumulate
-from fzero.transforms.precision import mixed_precision
-from fzero.transforms.remat import Remat, remat
+from fzero.transforms.remat import Remat
 from fzero.transforms.transform import Transform, find
-from fzero.transforms.zero import shard_params
 
 
 @dataclass(frozen=True)

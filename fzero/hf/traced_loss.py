@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
+from fzero import weighted
 from fzero._compat import compat
 from fzero.hf.loss_guard import LossInputs
-from fzero.loss import weighted
 from fzero.modules.functionalize import Functional
 
 Constants = Mapping[str, Any]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
+from fzero import CompiledStep, Mesh, State, functionalize, make_mesh
 from fzero._utils.arguments import python_numbers, shown
 from fzero.comm.control_group import run_on_all_ranks, world
 from fzero.errors import CheckpointError, FzeroValueError
@@ -29,10 +30,7 @@ from fzero.hf.micro_batches import MicroBatches
 from fzero.hf.models import Pretrained
 from fzero.hf.resume import newest_finished
 from fzero.hf.weight_sync import Sync
-from fzero.mesh import Mesh, make_mesh
-from fzero.modules.functionalize import Functional, functionalize
-from fzero.runtime.compiled_step import CompiledStep
-from fzero.step import State
+from fzero.modules.functionalize import Functional
 from fzero.train_state import check_computed
 from fzero.transforms.transform import Transform
 

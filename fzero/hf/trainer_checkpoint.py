@@ -14,13 +14,12 @@ import torch
 from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMissingImports] - of the extra `hf`
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
-from fzero import checkpoint, random, tree
+from fzero import State, checkpoint, random, tree
 from fzero.errors import CheckpointError
 from fzero.hf import pretrained_saving
 from fzero.hf.gathered_module import whole
 from fzero.hf.resume import unmark
 from fzero.state.overwrite import overwrite
-from fzero.step import State
 from fzero.train_state import check_computed
 
 logger = logging.getLogger("fzero")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fzero import CompiledStep, State, compile, train_step
 from fzero.errors import FzeroValueError
 from fzero.hf import torch_optimizers, traced_loss
 from fzero.hf.loss_guard import LossInputs
 from fzero.hf.step_recipe import Recipe
 from fzero.modules.functionalize import Functional
-from fzero.runtime.compile import compile
-from fzero.runtime.compiled_step import CompiledStep
-from fzero.step import State, train_step
 
 
 def compiled(

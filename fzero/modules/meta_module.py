@@ -48,7 +48,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     that are not in the state dict.
 
     Raises:
-        FzeroTypeError: if the module cannot be copied.
+        FzeroTypeError: if the module cannot be copied, or if a tensor has the name of an attribute of its class.
     """
     memo: dict[int, Any] = {}
     tied: dict[Any, Any] = {}  # parameters with the same elements are one parameter, and likewise buffers
@@ -66,6 +66,16 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         problems = [f"{type(module).__name__}: {type(error).__name__}: {error}"]
         fix = "keep locks, files and generators out of the module, or give it a __deepcopy__"
         raise FzeroTypeError("functionalize", "the module cannot be copied", problems, fix) from error
+    problems = [
+        f"{prefix}.{name}".lstrip(".") + f": {tree.describe(vars(m)[name])}, hides {type(m).__name__}.{name}"
+        for prefix, m in found.named_modules()
+        for name in plain_tensors(m)
+        if hasattr(type(m), name)
+    ]
+    if problems:
+        what = "tensors are attributes with the name of a method or another attribute of the module's class"
+        fix = "give them another name, or register them: self.register_buffer(name, x)"
+        raise FzeroTypeError("functionalize", what, problems, fix)
     for m in found.modules():
         for name in plain_tensors(m):
             x = vars(m).pop(name)

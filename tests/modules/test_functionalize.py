@@ -752,6 +752,12 @@ def test_hidden_state_is_refused_by_name(case, inside):
     assert not getattr(module[0], "calls", 0) and not getattr(module[0], "seen", []), "the module is as it was"
 
 
+def test_a_tensor_with_the_name_of_a_method_is_refused_by_name():
+    module = nn.Sequential(Small(reads, half=torch.ones(4)))
+    with pytest.raises(FzeroTypeError, match=r"(?s)0\.half: float32\[4\], hides Small\.half.*another name"):
+        fz.functionalize(module)
+
+
 def test_mutable_names_a_buffer_that_is_written_unseen():
     module = Small(hides)
     model = fz.functionalize(module, mutable=["em*"])

@@ -113,6 +113,17 @@ def test_a_rank_without_rows_of_an_entry_is_an_error_on_all_ranks(run_ranks: Any
         assert "give samples that lack an entry, such as an image, one of zeros" in rank.message
 
 
+def test_a_missing_image_token_is_reported_with_the_models_own_text() -> None:
+    net, samples = setting()
+    batch = default_collate([with_image(s) for s in samples])
+    batch["input_ids"][1, 1] = 5  # was an image token
+    model = fz.functionalize(net)
+    train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    text = r"(?s)raises, on some rank.*modeling_llava\.py.*Image features and image tokens do not match"
+    with pytest.raises(fz.errors.FzeroValueError, match=text):
+        train(train.init(model.params), batch)
+
+
 @pytest.mark.parametrize("selected", [-2, [-2, -1]])
 def test_a_model_that_has_been_called_before(selected: Any) -> None:
     """The hooks for hidden states that transformers then has put into a part of the model are not put there twice."""

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from fzero import tree
 from fzero._compat import compat
 from fzero.trace.guards import raise_conditions
-from fzero.trace.guards.user_frames import asking_frame, own_line
+from fzero.trace.guards.user_frames import asking_frame, condition_line
 
 if TYPE_CHECKING:
     from fzero.trace.recorder import Recorder
@@ -72,7 +72,7 @@ class Answers:
         if (before := raise_conditions.waited(frame, test)) is not None:
             flag = do(aten.mul.Tensor, flag, before)
         if test.last:
-            raise_conditions.note(flag, own_line() or ["a line that is not known"])
+            raise_conditions.note(flag, [condition_line()])
         else:
             raise_conditions.wait(frame, test, flag)
 

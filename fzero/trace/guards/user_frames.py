@@ -4,6 +4,7 @@ library."""
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import sys
@@ -66,8 +67,36 @@ def own_line() -> list[str]:
         if not is_library(frame.f_code.co_filename):
             found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    own = [place for place in found if "site-packages" not in place[0] and "dist-packages" not in place[0]]
+    own = [place for place in found if not _is_installed(place[0])]
     return [line((own or found)[0])] if found else []
+
+
+def condition_line() -> str:
+    """The innermost running line of the user's code, and the statements of an installed library that it is in, if it
+    calls one: the innermost statement, and the one that called it, because a library's check is often a function that
+    gets the condition and the text of the error from its caller."""
+    frame, inner = sys._getframe(1), list[str]()
+    while frame is not None and len(inner) < 2:
+        filename = frame.f_code.co_filename
+        if not is_library(filename):
+            if not _is_installed(filename):
+                break
+            inner.append(_statement(frame))
+        frame = frame.f_back
+    own = own_line() or ["a line that is not known"]
+    return "\n    in ".join([*own, *reversed(inner)])
+
+
+def _statement(frame: FrameType) -> str:
+    """The place and the source text of the expression that a frame is evaluating, which may have several lines."""
+    first, last, _, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    first, filename = first or frame.f_lineno, frame.f_code.co_filename
+    lines = (linecache.getline(filename, at).strip() for at in range(first, (last or first) + 1))
+    return f"{filename}:{first}: {' '.join(lines)}"
+
+
+def _is_installed(filename: str) -> bool:
+    return "site-packages" in filename or "dist-packages" in filename
 
 
 _CARRIERS = (
