@@ -331,7 +331,7 @@ def plant(struck: Struck) -> None:
     around(saving, "commit", "commit")
     around(SharedMemory, "wait", "transfer")
     around(ProcessGroups, "wait", "transfer")
-    around(MemoryCheckpoint, "open", "memory", in_full_memory)
+    around(MemoryCheckpoint, "__init__", "memory", in_full_memory)
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ def strike(fault: str | None) -> None:
 
 def held(memory: Path) -> dict[tuple[int, int], Index]:
     """What one host's memory holds: its states by step and number of ranks."""
-    states = recovery_source.states_of(memory, [memory_slots.stored(memory)[0]], 0)
+    states = recovery_source.states_of(memory, [memory_slots.examine(memory).stored], 0)
     return {(step, size): index for (step, size, _), index in states.items()}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -92,21 +91,17 @@ class AsyncSave:
         self._heard = True
         if self._error is not None:
             raise self._error
-        assert self._result is not None
+        if self._result is None:
+            what = f"another process saves step {self.step}, and this one was forked from it"
+            fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
+            raise CheckpointError("checkpoint.AsyncSave", what, fix=fix)
         return self._result
 
     def _await(self) -> None:
         """Waits for the end in short intervals, so that Ctrl-C is noticed: a signal that arrives right before a wait
-        for a lock only interrupts the next wait."""
-        while not self._ended.wait(_LOOK):
+        for a lock only interrupts the next wait. In a process that was forked meanwhile, the thread does not run."""
+        while not self._ended.wait(_LOOK) and self._thread.is_alive():
             pass
-
-    def _abandon(self) -> None:
-        """Ends the save with an error, in a process that was forked while it was running."""
-        what = f"process {os.getppid()} saves step {self.step}, and this one was forked from it"
-        fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
-        self._error, self._ended = CheckpointError("checkpoint.AsyncSave", what, fix=fix), threading.Event()
-        self._ended.set()
 
 
 def start(
@@ -177,17 +172,6 @@ def _finish_and_let_go() -> None:
     global _last, _memory, _group
     settle()
     _last = _memory = _group = None
-
-
-def _forked() -> None:
-    """Resets the module in a process that has just been forked, which has none of the threads."""
-    global _last, _group, one_at_a_time
-    if _last is not None and not _last.done:
-        _last._abandon()
-    _last, _group, one_at_a_time = None, None, threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 @torch.no_grad()

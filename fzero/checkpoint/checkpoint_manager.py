@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero._utils.arguments import count, flag, plain_numbers, shown
+from fzero._utils.arguments import count, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import RunRecord, Saved, SaveOptions, not_json, not_private, save_as
+from fzero.checkpoint.saving import RunRecord, Saved, SaveOptions, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import FzeroValueError, StorageError
@@ -34,6 +34,38 @@ _DATA = "data"  # the key in that entry, and the one at which scripts save the c
 
 
 _MOST_MINUTES = 1 << 30
+
+
+class _Schedule:
+    """Decides when a checkpoint is due: every `every` batches, and `minutes` minutes after the last save began."""
+
+    def __init__(self, every: int | None, minutes: float | None):
+        self._every, self._minutes = every, minutes
+        self.restart(0)
+
+    def restart(self, seen: int) -> None:
+        """Records that a save begins, whose state has seen `seen` batches."""
+        self._since, self._saved, self._asks = time.monotonic(), seen, seen
+
+    def is_due(self, seen: int) -> bool:
+        """Whether a state that has seen `seen` batches is to be saved; the same on every rank."""
+        if seen == self._saved:
+            return False
+        if self._every is not None and seen % self._every == 0:
+            return True
+        if (minutes := self._minutes) is None or seen < self._asks:
+            return False
+
+        def ask() -> tuple[bool, int]:
+            passed = time.monotonic() - self._since
+            left = minutes * 60 - passed
+            # Clocks differ between ranks, so they follow that of rank 0. They ask again after half of the batches that
+            # fit in the time that is left.
+            return left <= 0, int(left * (seen - self._saved) / max(passed, 1e-3) / 2)
+
+        due, batches = control_group.broadcast_from_rank0(control_group.world(), "checkpoint", ask)
+        self._asks = seen + max(1, batches)
+        return due
 
 
 class CheckpointManager:
@@ -99,19 +131,19 @@ class CheckpointManager:
         private: bool = False,
     ):
         self.path = as_path(path)
-        problems = [p for name, x in (("every", every), ("keep", keep)) if x is not None for p in count(name, x)]
+        self._options = SaveOptions(keep, meta, wait=wait, private=private)
+        problems = (
+            self._options.problems(self.path) + _reserved(meta) + ([] if every is None else count("every", every))
+        )
         if minutes is not None and not (type(minutes) in (int, float) and 0 < minutes < _MOST_MINUTES):
             problems.append(f"minutes={shown(minutes)}: must be a positive number of minutes, or None")
         if data is not None and not hasattr(data, "data_step"):  # `fz.data` imports more than this folder may
             problems.append(f"data={shown(data)}: must be a data set of fz.data")
-        problems += flag("wait", wait) + not_private(self.path, private) + _problems_of(meta)
         if problems:
             fix = "fz.checkpoint.CheckpointManager('runs/gpt', every=1000, minutes=30, keep=2)"
             raise FzeroValueError("checkpoint.CheckpointManager", "invalid arguments", problems, fix)
-        self.seen, self._every, self._minutes = 0, every, minutes
-        self._data = data
+        self._schedule, self._data = _Schedule(every, minutes), data
         self._cursor: Mapping[str, Any] = {} if data is None else data.cursor(0)  # before the first batch
-        self._options = SaveOptions(keep, meta, wait=wait, private=private)
         self._last = self._options  # the options of the last save
         self._run = RunRecord(set())
         self.begin(0)
@@ -168,9 +200,9 @@ class CheckpointManager:
     def newest(self, mesh: Mesh) -> tuple[Index | None, int | None]:
         """Returns the newest checkpoint, and the number of batches that its state has seen. Both are None if there is
         none."""
-        if find(self.path) is None:
+        if (place := find(self.path)) is None:
             return None, None
-        found = describe(self.path, mesh)
+        found = describe(place, mesh)
         self._run = RunRecord({found.sha256}, Saved(found.run, found.step, found.leaves))
         # A checkpoint that no manager has saved has no entry: it has seen as many batches as it has taken steps.
         note: Mapping[str, Any] = found.meta.get(_NOTE, {})
@@ -187,15 +219,14 @@ class CheckpointManager:
         self.seen, self.saved = seen, saved
         self._newest: State | None = None
         self._running: tuple[AsyncSave, int] | None = None  # a running save, and what its state has seen
-        self._since, self._tried, self._look = time.monotonic(), seen, seen
+        self._schedule.restart(seen)
 
     def offer(self, state: State, seen: int) -> None:
         """Saves a state that has seen `seen` batches if a save is due."""
         self._newest, self.seen = state, seen
-        if seen == self._tried or not self._is_due():
+        if not self._schedule.is_due(seen):
             return
         try:
-            self.settle()
             self.save(state)
         except StorageError as error:
             warn_about(error)
@@ -208,20 +239,25 @@ class CheckpointManager:
         meta: Mapping[str, Any] | None = None,
         wait: bool | None = None,
     ) -> Place | AsyncSave:
-        """Saves a state that has seen as many batches as `self.seen`, now. Arguments that are not given are those of
-        the manager.
+        """Saves a state that has seen as many batches as `self.seen`, now, after the asynchronous save before it.
+        Arguments that are not given are those of the manager.
 
         Raises:
+            FzeroValueError: the state or `meta` cannot be saved.
             CheckpointError: as for `fz.checkpoint.save`.
         """
-        self.check(state, meta)
+        self.settle()
+        problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be the run's"]
+        if problems := problems + _reserved(meta):
+            fix = "give a State, and meta={'lr': 1e-3}"
+            raise FzeroValueError("checkpoint.CheckpointManager.save", "invalid arguments", problems, fix)
         given: dict[str, Any] = {"keep": keep, "meta": meta, "wait": wait}
         # Set before the save, which may fail: the last save of a run uses the same options.
         self._last = replace(self._options, **{name: x for name, x in given.items() if x is not None})
         return self._save(state, self._last)
 
     def _save(self, state: State, options: SaveOptions) -> Place | AsyncSave:
-        self._since, self._tried, self._look = time.monotonic(), self.seen, self.seen
+        self._schedule.restart(self.seen)
         note: dict[str, Any] = {"seen": self.seen}
         if self._data is not None:
             note[_DATA] = {**self._cursor, "next": self._data.data_step(self.seen)}
@@ -233,12 +269,6 @@ class CheckpointManager:
             self.saved = self.seen
         return saved
 
-    def check(self, state: Any, meta: Any = None, owner: str = "checkpoint.CheckpointManager.save") -> None:
-        """Raises an error if a state cannot be saved with this `meta`."""
-        problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be the run's"]
-        if problems := problems + _problems_of(meta):
-            raise FzeroValueError(owner, "invalid arguments", problems, "give a State, and meta={'lr': 1e-3}")
-
     def settle(self) -> None:
         """Waits for the asynchronous save, if one is running. An error of the storage is only logged."""
         if self._running is not None:
@@ -249,24 +279,6 @@ class CheckpointManager:
             except StorageError as error:
                 warn_about(error)
 
-    def _is_due(self) -> bool:
-        """Whether the newest state is to be saved; the same on every rank."""
-        if self._every is not None and self.seen % self._every == 0:
-            return True
-        if (minutes := self._minutes) is None or self.seen < self._look:
-            return False
-
-        def ask() -> tuple[bool, int]:
-            passed = time.monotonic() - self._since
-            left = minutes * 60 - passed
-            # Clocks differ between ranks, so they follow that of rank 0. They ask again after half of the batches that
-            # fit in the time that is left.
-            return left <= 0, int(left * (self.seen - self._tried) / max(passed, 1e-3) / 2)
-
-        due, batches = control_group.broadcast_from_rank0(control_group.world(), "checkpoint", ask)
-        self._look = self.seen + max(1, batches)
-        return due
-
 
 def warn_about(error: StorageError) -> None:
     """Logs on one rank that the run continues although a checkpoint could not be written."""
@@ -274,9 +286,6 @@ def warn_about(error: StorageError) -> None:
         logger.warning("fzero.checkpoint: the run continues without this checkpoint: %s", error)
 
 
-def _problems_of(meta: Any) -> list[str]:
-    if meta is not None and not isinstance(meta, Mapping):
-        return [f"meta={shown(meta)}: must be a dict"]
-    if meta is not None and _NOTE in meta:
-        return [f"meta[{_NOTE!r}]: the name is reserved for the run"]
-    return not_json(meta)
+def _reserved(meta: Any) -> list[str]:
+    is_used = isinstance(meta, Mapping) and _NOTE in meta
+    return [f"meta[{_NOTE!r}]: the name is reserved for the run"] if is_used else []

@@ -276,7 +276,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
     return tree
 
 
-def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
+def differences(index: Index, expected: Expected, *, subset: bool = False) -> list[str]:
     """Returns one message for each difference between the tensors of a checkpoint and the expected ones."""
     where = "the checkpoint" if index.peer_reads is None else "the state"
     out = [
@@ -292,20 +292,19 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
         if (stored := index.leaves.get(name)) is None:
             continue
         odd = ["shape"] if tuple(shape) != stored[0] else []
-        odd += ["dtype"] if dtype != stored[1] and not cast else []
+        odd += ["dtype"] if dtype != stored[1] else []
         if odd:
             what = f"different {' and '.join(odd)}, {where} has {form(*stored)}, expected {form(shape, dtype)}"
             out.append(f"{name}: {what}")
     return out
 
 
-def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
+def check(index: Index, expected: Expected) -> None:
     """Checks that the tensors of a checkpoint match those of the state that they are to be loaded into.
 
     Args:
         index: what `describe` returned.
         expected: the full shape and dtype by dotted name (`fz.tree.names`), including tied names.
-        cast: whether dtypes may differ.
 
     Raises:
         CheckpointError: one error that lists every tensor that is missing, unexpected, or of another shape or dtype.
@@ -321,7 +320,7 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
           params.w: different shape, the checkpoint has float32[2, 3], expected float32[3, 2]
         Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
     """
-    if problems := differences(index, expected, cast=cast):
+    if problems := differences(index, expected):
         raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()))
 
 
@@ -331,7 +330,7 @@ def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
     if index.peer_reads is not None:
         fix = "compile a step of the same model and optimizer"
     elif all(": different dtype, " in p for p in problems):
-        fix = "give the state the stored dtypes, or pass cast=True to convert"
+        fix = "give the state the stored dtypes"
     shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"... and {len(problems) - _SHOWN} more"]
     return CheckpointError(index.owner, f"{index} does not fit: {len(problems)} of {total} tensors differ", shown, fix)
 

@@ -22,27 +22,6 @@ _PARTS = 9000  # parts of one object; stores accept 10000
 _THREADS = 8
 
 
-class _Object(Reader):
-    """An object that is read by requests for byte ranges."""
-
-    def __init__(self, objects: Objects, url: Url):
-        self._objects, self._url = objects, url
-        self._end: int | None = None  # the size; known once a read has returned fewer bytes than requested
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        # Stores reject requests for ranges that begin at or after the end, instead of returning nothing.
-        if self._end is not None and offset >= self._end:
-            return 0
-        data = self._objects.ranged(self._url, offset, offset + len(out))
-        out[: len(data)] = data
-        if len(data) < len(out):
-            self._end = offset + len(data)
-        return len(data)
-
-    def close(self) -> None:
-        pass
-
-
 class Objects(Storage):
     """Storage in the objects of a store that fsspec supports."""
 
@@ -77,8 +56,14 @@ class Objects(Storage):
     def is_published(self, directory: Url) -> bool:
         return self.has(directory / INDEX)
 
-    def reader(self, file: Url) -> Reader:
-        return _Object(self, file)
+    @contextlib.contextmanager
+    def reader(self, file: Url) -> Iterator[Reader]:
+        def read(out: memoryview, offset: int) -> int:
+            data = self.ranged(file, offset, offset + len(out))
+            out[: len(data)] = data
+            return len(data)
+
+        yield read
 
     def ranged(self, file: Url, start: int | None = None, stop: int | None = None) -> bytes:
         with self._asked("read", file):

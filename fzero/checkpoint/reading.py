@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
-_GROUP = 1 << 30  # bytes of tensors read at a time; bounds the copies that cast=True makes
+_GROUP = 1 << 30  # bytes of tensors read at a time; a state that is moved exists twice only to this extent
 _WINDOW = 1 << 26  # bytes that are in memory at a time of a tensor stored on disk
 _REPAIR = "restore another step, or copy this one again from where it was saved"
 
@@ -41,7 +41,6 @@ def read(
     wanted: Mapping[str, Leaf],
     mesh: Mesh,
     *,
-    cast: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Reads this rank's shards of the wanted tensors, bit for bit as saved, from a checkpoint of any mesh and layout.
@@ -54,7 +53,6 @@ def read(
             included) are one tied tensor.
         mesh: each tensor has the stored shape of its shard on this rank, zero-padded, and is placed on this mesh: on
             `mesh.device` for the tier "device", in host memory for any other tier.
-        cast: whether to convert stored dtypes that differ from the wanted ones.
         into: by path of the leaf, tensors to fill and return instead of new ones. Those of tensors stored on disk
             must be among them.
 
@@ -64,8 +62,8 @@ def read(
         the same checkpoint and all of them raise if one does. Each rank reads the bytes of its own ranges, rounded to
         whole MiB.
 
-    Memory: the result, up to 8 buffers of 16 MiB on the host, and with `cast` 1 GiB or one tensor of the stored
-        dtype; if tensors are stored on disk, additional buffers of 96 MiB.
+    Memory: the result, and up to 8 buffers of 16 MiB on the host; if tensors are stored on disk, additional buffers of
+        96 MiB.
 
     Raises:
         CheckpointError: as for `describe`; tensors that are missing or of another shape or dtype; files that are
@@ -89,8 +87,8 @@ def read(
     index = agreed(ranks, path)
     return run_on_all_ranks(
         ranks,
-        _owner(index),
-        lambda: _read(index, wanted, mesh, cast, into or {}),
+        index.owner,
+        lambda: _read(index, wanted, mesh, into or {}),
         what=f"cannot read {index if index.peer_reads else index.directory}",
         failure=CheckpointError,
     )
@@ -181,7 +179,7 @@ class RunReader:
 
 
 def _read(
-    index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]
+    index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, into: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Reads this rank's shards of the wanted tensors from the checkpoint of an index.
 
@@ -190,7 +188,7 @@ def _read(
     one.
     """
     expected = {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
-    if problems := differences(index, expected, cast=cast, subset=True):
+    if problems := differences(index, expected, subset=True):
         raise mismatch(index, problems, len(wanted))
     # Names with an equal `Leaf`, path included, are one tied tensor in the new state. It can be filled only if the
     # checkpoint also has one tensor for them.
@@ -203,7 +201,7 @@ def _read(
         if stored[name] != stored[tied[name]]
     ]:
         what = f"{index} ties different tensors than this state"
-        raise CheckpointError(_owner(index), what, problems, "build the state without that tie")
+        raise CheckpointError(index.owner, what, problems, "build the state without that tie")
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
@@ -227,41 +225,27 @@ def _read(
     guard = contextlib.nullcontext() if index.peer_reads is None else control_group.unbroken(mesh)
     with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
-        sizes = {
-            name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize
-            for name in todo
-            if wanted[name].layout.tier != "disk"
-        }
-        for group in grouped(sizes, sizes.__getitem__, _GROUP):
+        in_memory = [name for name in todo if wanted[name].layout.tier != "disk"]
+        nbytes: Callable[[str], int] = lambda name: wanted[name].shard_numel(mesh) * wanted[name].dtype.itemsize  # noqa: E731
+        for group in grouped(in_memory, nbytes, _GROUP):
             jobs: dict[str, list[Piece]] = defaultdict(list)
             for name in group:
-                leaf, dtype = wanted[name], index.leaves[name][1]
+                leaf = wanted[name]
                 device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
-                # In another dtype, the stored values are read into a temporary tensor and converted. The zeros are for
-                # the padding, which no file has.
-                given = into.get(leaf.path) if dtype == leaf.dtype else None
-                out[name] = (
-                    torch.zeros(leaf.stored_shape(mesh), dtype=dtype, device=device) if given is None else given.zero_()
-                )
-                _cut(index, stored[name], held[name], safetensors_format.as_bytes(out[name]), jobs)
+                # Zeros, because no file has the padding.
+                if (given := into.get(leaf.path)) is None:
+                    value = torch.zeros(leaf.stored_shape(mesh), dtype=leaf.dtype, device=device)
+                else:
+                    value = given.zero_()
+                out[name] = place(value, leaf, mesh)
+                _cut(index, stored[name], held[name], safetensors_format.as_bytes(value), jobs)
             reading.run(jobs)
-            for name in group:
-                leaf, value = wanted[name], out[name].to(wanted[name].dtype)
-                out[name] = place(
-                    into[leaf.path].copy_(value) if leaf.path in into and value is not into[leaf.path] else value,
-                    leaf,
-                    mesh,
-                )
         for name in on_disk:
             out[name] = into[wanted[name].path]
             reading.to_disk(stored[name], held[name], out[name])
     if problems := reading.faults():
         raise damaged(index, problems)
     return {name: out[tied[name]] for name in wanted}
-
-
-def _owner(index: Index) -> str:
-    return "checkpoint.read" if index.peer_reads is None else index.owner
 
 
 class _Reading:
@@ -296,15 +280,14 @@ class _Reading:
 
     def to_disk(self, name: str, held: Boxes, out: torch.Tensor) -> None:
         """Writes these elements of a tensor, followed by zeros, as the value of a tensor stored on disk."""
-        dtype = self._index.leaves[name][1]
-        size = _WINDOW // max(dtype.itemsize, out.dtype.itemsize)
+        size = _WINDOW // out.dtype.itemsize
         with disk.write_pieces(out) as write:
             for start in range(0, out.numel(), size):  # with padding: equally many iterations on every rank
                 wanted, jobs = held.within(start, start + size), defaultdict[str, list[Piece]](list)
-                part = torch.empty(wanted.numel, dtype=dtype, device="cpu")
+                part = torch.empty(wanted.numel, dtype=out.dtype, device="cpu")
                 _cut(self._index, name, wanted, safetensors_format.as_bytes(part), jobs)
                 self.run(jobs, _WINDOW // _THREADS)
-                write(part.to(out.dtype))
+                write(part)
             write(torch.zeros(out.numel() - held.numel, dtype=out.dtype, device="cpu"))
 
     def faults(self, all_leaves: bool = False) -> list[str]:

@@ -135,7 +135,8 @@ class Ranges:
     bad: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._reader = storage_of(self.path).reader(self.path)
+        self._opened = storage_of(self.path).reader(self.path)
+        self._read = self._opened.__enter__()
         self._buffer = bytearray()
         self._start = self._stop = 0  # the file range that the buffer holds
 
@@ -143,7 +144,7 @@ class Ranges:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.close()
+        self._opened.__exit__(None, None, None)
 
     def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yields the range in order, as views of the buffer. Each is overwritten by the next."""
@@ -159,7 +160,7 @@ class Ranges:
         """Fills `out`, uint8[n] on any device, from `offset` on. Returns the damaged chunks among those that it has
         read."""
         if self.crc32 is None and out.device.type == "cpu":  # nothing to verify: read into the memory itself
-            if (got := self._reader.fill(memoryview(out.numpy()), offset)) < out.numel():  # type: ignore[arg-type]
+            if (got := self._read(memoryview(out.numpy()), offset)) < out.numel():  # type: ignore[arg-type]
                 raise FormatError(f"ends at byte {offset + got}, inside a tensor")
             return []
         done = 0
@@ -178,7 +179,7 @@ class Ranges:
         if len(self._buffer) < want:
             self._buffer = bytearray(want)
         with memoryview(self._buffer) as view:
-            got = self._reader.fill(view[:want], start)
+            got = self._read(view[:want], start)
             for at in range(0, got if self.crc32 is not None else 0, CHUNK):
                 chunk = (start + at) // CHUNK
                 # Damaged bytes are delivered all the same, and the chunk is recorded: the caller collects all damage

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 
 from fzero import tree
-from fzero._utils.arguments import flag, plain_numbers
+from fzero._utils.arguments import count, flag, plain_numbers
 from fzero._utils.bounded_json import parsed
 from fzero.checkpoint import async_save, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
@@ -85,20 +85,20 @@ class SaveOptions:
     wait: bool = True
     private: bool = False
 
+    def problems(self, root: Place) -> list[str]:
+        """Returns a message for each option that is invalid."""
+        keep = [] if self.keep is None else count("keep", self.keep)
+        return flag("wait", self.wait) + not_private(root, self.private) + keep + not_json(self.meta)
+
     def check(self, root: Place, plan: SavePlan) -> None:
-        """Raises one error for all options that are invalid."""
-        problems = not_private(root, self.private)
-        if type(self.wait) is not bool:
-            problems.append(f"wait={self.wait!r}: True or False")
+        """Raises one error for all options that are invalid, or do not fit the state."""
+        problems = self.problems(root)
         on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
         if self.wait is False and on_disk:
             problems.append(
                 f"wait=False: {len(on_disk)} tensors are stored on disk, and would be copied to memory ({on_disk[0]}, "
                 "…): save them with wait=True"
             )
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            problems.append(f"keep={self.keep!r}: a whole number of at least 1, or None to keep all")
-        problems += not_json(self.meta)
         if problems:
             raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
 

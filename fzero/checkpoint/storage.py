@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,43 +42,9 @@ class Staging(NamedTuple):
         return f"{stem}{self.mark}.{suffix}"
 
 
-class Reader(ABC):
-    """An open file."""
-
-    @abstractmethod
-    def read_into(self, out: memoryview, offset: int) -> int:
-        """Reads from this offset on and returns the number of bytes: 0 at the end of the file, and possibly fewer than
-        `out` takes."""
-
-    def fill(self, out: memoryview, offset: int) -> int:
-        """Reads from this offset on and returns the number of bytes, fewer than `out` takes only if the file ends."""
-        got = 0
-        # A single `preadv` returns at most 2 GiB on Linux, and network filesystems may return less than requested.
-        while got < len(out) and (n := self.read_into(out[got:], offset + got)):
-            got += n
-        return got
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _File(Reader):
-    """An open regular file of a filesystem."""
-
-    def __init__(self, path: Path):
-        self._file = open_regular(path)
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        return os.preadv(self._file.fileno(), [out], offset)
-
-    def close(self) -> None:
-        self._file.close()
+Reader = Callable[[memoryview, int], int]
+"""Reads an open file: fills a buffer from an offset on, and returns the number of bytes, fewer than the buffer takes
+only if the file ends."""
 
 
 class Storage:
@@ -138,8 +103,19 @@ class Storage:
             raise Malformed(f"more than {most} bytes")
         return data
 
-    def reader(self, file: Any) -> Reader:
-        return _File(file)
+    @contextlib.contextmanager
+    def reader(self, file: Any) -> Iterator[Reader]:
+        """Opens a file for reading."""
+        with open_regular(file) as opened:
+
+            def read(out: memoryview, offset: int) -> int:
+                got = 0
+                # A call returns at most 2 GiB on Linux, and network filesystems may return less than requested.
+                while got < len(out) and (n := os.preadv(opened.fileno(), [out[got:]], offset + got)):
+                    got += n
+                return got
+
+            yield read
 
     @contextlib.contextmanager
     def writer(self, file: Any, nbytes: int) -> Iterator[Callable[[memoryview], object]]:

@@ -154,31 +154,27 @@ class Seen(NamedTuple):
 
     Attributes:
         step: the step that has begun.
-        first: the first step since all ranks last came together.
         beats: a counter that grows whenever the rank does something together with others.
         waited: when the rank last waited for another rank, in seconds of the clock that all processes of a host
             share.
-        phase: one of `STARTING`, `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
+        phase: one of `STARTING`, `PREPARING`, `JOINING`, `STEPPING` and `FINISHED`.
+        has_stepped: whether it has finished a step since the last other phase.
     """
 
     step: int
-    first: int
     beats: int
     waited: float
     phase: int
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether the rank has finished a step since all ranks last came together."""
-        return self.phase == STEPPING and self.first < self.step
+    has_stepped: bool
 
 
-STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
+STARTING, PREPARING, JOINING, STEPPING, FINISHED = range(5)
 """The phases of a rank.
 
 - `STARTING`: until the rank calls `fz.run`.
-- `COMING`, `JOINING`, `BUILDING`: until its first step on a mesh. It waits for the other ranks, all of them have
-  come, or it builds a program.
+- `PREPARING`: it waits for the other ranks, initializes or restores the state, or builds a program, however long that
+  takes.
+- `JOINING`: all ranks have come, and make a mesh.
 - `STEPPING`: from the start of a step on.
 - `FINISHED`: after all ranks have returned from `main`.
 """
@@ -187,8 +183,8 @@ STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
 class RankProgress:
     """The progress of a rank, in memory that it shares with its supervisor."""
 
-    # step, first, beats, waited, phase
-    _FORM = struct.Struct("<qqqdq")
+    # the fields of Seen
+    _FORM = struct.Struct("<qqdq?")
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
@@ -217,8 +213,8 @@ class RankProgress:
     def say(self, phase: int, step: int | None = None) -> None:
         """Tells the supervisor which phase begins and, if `step` is given, which step."""
         step = self._seen.step if step is None else step
-        first = step if self._seen.phase in (STARTING, COMING, JOINING) else self._seen.first
-        self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
+        self._write(step=step, phase=phase, has_stepped=phase == self._seen.phase == STEPPING)
+        self.beat()
 
     def begin(self) -> None:
         """Records that a new process of this rank begins, which has taken no step yet."""
@@ -230,8 +226,8 @@ class RankProgress:
         self.say(JOINING)
 
     def builds(self) -> None:
-        """Records that a program is being built, which may take long."""
-        self.say(BUILDING)
+        """Records that a program is being built."""
+        self.say(PREPARING)
 
     def beat(self) -> None:
         self._write(beats=self._seen.beats + 1)

@@ -36,57 +36,56 @@ from fzero.transforms.redundant import Redundant
 
 
 class MemoryCheckpoint:
-    """The in-memory checkpoint of one rank.
+    """The in-memory checkpoint of one rank: slots for states of the same form. Existing slots keep their states up to
+    `step`, from which the run continues.
 
     Args:
         memory: the run's directory on this host (elastic/host_directory.py).
         rank, size: of the mesh.
         host: the ranks of this host.
+        state: the run's state.
+        step: its number.
+        every: one state is stored every `every` steps.
+        mesh, redundant: the mesh of all ranks, and how they send their states; None if they do not.
 
     Attributes:
         peer_replicas: the slots for the state that another rank sends, or None if no rank sends any.
+
+    Raises:
+        OSError: there is not enough memory.
     """
 
-    def __init__(self, memory: Path, rank: int, size: int, host: Sequence[int]):
-        self._memory, self._rank, self._size, self._host = memory, rank, size, host
-        self._directory = memory / f"of-{size:05d}"
-        self._numel: dict[str, int] = {}  # how many elements of each tensor this rank stores
-        self._form: dict[str, Any] = {}
-        self._slots: MemorySlots
-        self._sent: int | None = None
+    def __init__(
+        self,
+        memory: Path,
+        rank: int,
+        size: int,
+        host: Sequence[int],
+        state: Any,
+        step: int,
+        every: int = 1,
+        mesh: Mesh | None = None,
+        redundant: Redundant | None = None,
+    ):
+        self._memory, self._directory = memory, memory / f"of-{size:05d}"
+        self._is_first = rank == host[0]
         self._count = 0
-        self.peer_replicas: PeerReplicas | None = None
-
-    def open(
-        self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, redundant: Redundant | None = None
-    ) -> None:
-        """Makes the slots for states like this one. Existing slots keep their states up to `step`, from which the run
-        continues.
-
-        Args:
-            state: the run's state.
-            step: its number.
-            every: one state is stored every `every` steps.
-            mesh, redundant: the mesh of all ranks, and how they send their states; None if they do not.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        plan = make_plan(state, self._rank, self._size, among=self._host)
-        mine = written_by(plan, self._rank)
+        plan = make_plan(state, rank, size, among=host)
+        mine = written_by(plan, rank)
         entries = [Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()]
         self._directory.mkdir(mode=0o700, exist_ok=True)
         # One slot is overwritten while another one has the newest state. With `redundant`, the slots of the last two
         # states that were sent are needed too: the newer one may not have arrived everywhere. They coincide with the
         # newest state only if every state that is stored is also sent.
         num = 2 if redundant is None else 3 if redundant.every == every else 4
-        self._slots = MemorySlots(self._directory / f"rank-{self._rank:05d}.json", num, entries, plan, mine, step)
+        self._slots = MemorySlots(self._directory / f"rank-{rank:05d}.json", num, entries, plan, mine, step)
+        self._sent = None if redundant is None else redundant.every
+        self.peer_replicas: PeerReplicas | None = None
         if redundant is not None:
             assert mesh is not None
-            self._sent = redundant.every
             self.peer_replicas = PeerReplicas(self._directory, plan, mesh, redundant, step)
         self._form = {n: (x.shape, x.dtype) for n, x in tree.with_names(lasting(state))}
-        self._numel = {name: boxes.numel for name, boxes in mine.items()}
+        self._numel = {name: boxes.numel for name, boxes in mine.items()}  # elements that this rank stores
 
     def has(self, step: int) -> bool:
         """Whether this rank stores the state of a step."""
@@ -96,7 +95,7 @@ class MemoryCheckpoint:
         """Copies this rank's shard of a state into the slot that is needed least.
 
         Raises:
-            FzeroValueError: the tensors of the state differ from those given to `open`.
+            FzeroValueError: the tensors of the state differ from those of the first one.
         """
         named = dict(tree.with_names(lasting(state)))
         if (form := {n: (x.shape, x.dtype) for n, x in named.items()}) != self._form:
@@ -115,7 +114,7 @@ class MemoryCheckpoint:
         self._count += 1
         # By now every rank of a mesh of this size has stored the state before, and the shards sent of it have arrived,
         # so the states that another number of ranks has stored are not needed any more.
-        if self._count == len(self._slots.sealed) and self._rank == self._host[0]:
+        if self._count == len(self._slots.sealed) and self._is_first:
             for other in self._memory.glob("of-*"):
                 if other != self._directory:
                     shutil.rmtree(other, ignore_errors=True)

@@ -13,11 +13,10 @@ The header and the pages of a slot are allocated once. Besides the tensors of a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import torch
 
 from fzero._utils.bounded_json import read
 from fzero.checkpoint import safetensors_format
-from fzero.checkpoint.index import StoredPart, digest, parse, to_json
+from fzero.checkpoint.index import Index, StoredPart, digest, parse, to_json
 from fzero.checkpoint.safetensors_format import Entry, header
 from fzero.checkpoint.saving import SavePlan
 from fzero.checkpoint.tensor_digests import word_sum
@@ -96,32 +95,16 @@ class Stored(NamedTuple):
     """The slots of a rank, as they are found in a host's memory.
 
     Attributes:
-        size: the number of ranks that stored states there.
         stem: the name of the files without suffixes.
+        size: the number of ranks that stored states there.
         content: the content of the JSON file.
-        sealed: the value of the tensor `sealed` of each slot.
+        sealed: the value of the tensor `sealed` of each slot; 0 for a damaged slot.
     """
 
-    size: int
     stem: str
+    size: int
     content: dict[str, Any]
     sealed: list[int]
-
-
-def stored(memory: Path) -> tuple[list[Stored], list[str]]:
-    """Returns all slots in this host's memory, those of its own ranks before those received from other hosts, and a
-    message for each rank whose files are damaged."""
-    found, problems = [], []
-    for note in _notes(memory):
-        try:
-            content = _content(note)
-            sealed = [_sealed(path, content) for path in _slots(note, content)]
-            found.append(Stored(int(note.parent.name.removeprefix("of-")), note.stem, content, sealed))
-        except FileNotFoundError:  # another rank may be removing it
-            pass
-        except _DAMAGED as error:
-            problems.append(f"{note}: {type(error).__name__}: {error}")
-    return found, problems
 
 
 class Damage(NamedTuple):
@@ -137,50 +120,70 @@ class Damage(NamedTuple):
     sent: bool = False
 
 
-def invalidate_damaged(memory: Path, first: int = 0, num: int = 1) -> list[Damage]:
-    """Compares the slots in this host's memory with the checksums stored with them, and invalidates those that differ.
+class HostSlots(NamedTuple):
+    """What is in a host's memory: the slots of each rank, the damaged slots, and a message for each rank whose files do
+    not even have the expected form."""
 
-    No rank restores a slot that is invalidated. To be called while no rank writes a slot. Files that do not even have
-    the expected form are passed over: `stored` reports them.
+    stored: list[Stored]
+    damaged: list[Damage]
+    problems: list[str]
+
+
+def examine(memory: Path, first: int = 0, num: int = 1) -> HostSlots:
+    """Reads the slots in this host's memory, compares them with the checksums stored with them, and invalidates those
+    that differ. To be called while no rank writes a slot.
 
     Args:
-        first, num: this process checks every `num`-th file, starting with file `first`.
+        first, num: this process examines every `num`-th file, starting with file `first`.
 
     Time: 10 GB/s per core.
     """
-    found: list[Damage] = []
-    for note in _notes(memory)[first::num]:
-        with contextlib.suppress(*_DAMAGED):
+    found = HostSlots([], [], [])
+    notes = [note for kind in ("rank", "replica") for note in sorted(memory.glob(f"of-*/{kind}-*.json"))]
+    for note in notes[first::num]:
+        try:
             content = _content(note)
-            index = parse(note.parent, content)
-            for path in _slots(note, content):
-                if not (sealed := _sealed(path, content)):
-                    continue
-                with path.open("r+b") as f:
-                    try:
-                        mapped = mmap.mmap(f.fileno(), 0)
-                    except OSError as error:  # not damaged: passed over, it would count as checked
-                        raise MemoryError(f"{path} cannot be mapped: {error}") from error
-                data = torch.frombuffer(mapped, dtype=torch.uint8)
-                sums = data[content["sums"] :][: 8 * len(content["summed"])].view(torch.int64).tolist()
-                odd = []
-                for name, known in zip(content["summed"], sums, strict=True):
-                    nbytes = index.leaves[name][1].itemsize
-                    bits = [data[p.offset :][: p.boxes.numel * nbytes] for p in index.parts[name]]
-                    if (sum(int(word_sum(x)) for x in bits) + sealed - known) % 2**64:
-                        odd.append(name)
+            index, sealed = parse(note.parent, content), list[int]()
+            for slot in range(content["slots"]):
+                value, odd = _examine_slot(note.with_suffix(f".{slot}.safetensors"), content, index)
+                sealed.append(0 if odd else value)
                 if odd:
-                    # Invalidated in the mapped file itself, so that every rank of the host sees it.
-                    data[content["sealed"] :][:8].zero_()
-                    if len(odd) == len(sums) > 1:  # the number has changed, which all sums have in common
-                        odd, sealed = [SEALED], 0
                     kind, _, rank = note.stem.partition("-")
-                    found.append(Damage(int(rank), sealed - 1, odd, kind != "rank"))
+                    step = -1 if odd == [SEALED] else value - 1
+                    found.damaged.append(Damage(int(rank), step, odd, kind != "rank"))
+            found.stored.append(Stored(note.stem, int(note.parent.name.removeprefix("of-")), content, sealed))
+        except FileNotFoundError:  # another rank may be removing it
+            pass
+        except _DAMAGED as error:
+            found.problems.append(f"{note}: {type(error).__name__}: {error}")
     return found
 
 
-def _notes(memory: Path) -> list[Path]:
-    return [note for kind in ("rank", "replica") for note in sorted(memory.glob(f"of-*/{kind}-*.json"))]
+def _examine_slot(path: Path, content: Mapping[str, Any], index: Index) -> tuple[int, list[str]]:
+    """Returns the value of the tensor `sealed` of a slot, and the names of its damaged tensors. If there are any,
+    invalidates the slot."""
+    with path.open("r+b") as f:
+        if (size := os.fstat(f.fileno()).st_size) != content["bytes"]:
+            raise ValueError(f"{path.name} has {size} bytes where {content['bytes']} were written")
+        try:
+            mapped = mmap.mmap(f.fileno(), 0)
+        except OSError as error:  # not damaged: passed over, it would count as checked
+            raise MemoryError(f"{path} cannot be mapped: {error}") from error
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    sealed = data[content["sealed"] :][:8]
+    if not (value := int(sealed.view(torch.int64))):  # the process died while it wrote this slot
+        return 0, []
+    sums = data[content["sums"] :][: 8 * len(content["summed"])].view(torch.int64).tolist()
+    odd = []
+    for name, known in zip(content["summed"], sums, strict=True):
+        nbytes = index.leaves[name][1].itemsize
+        bits = [data[p.offset :][: p.boxes.numel * nbytes] for p in index.parts[name]]
+        if (sum(int(word_sum(x)) for x in bits) + value - known) % 2**64:
+            odd.append(name)
+    if odd:
+        sealed.zero_()  # in the mapped file itself, so that every rank of the host sees it
+    # If the number has changed, all sums differ, because they have it in common.
+    return value, [SEALED] if len(odd) == len(sums) > 1 else odd
 
 
 def _content(note: Path) -> dict[str, Any]:
@@ -189,19 +192,6 @@ def _content(note: Path) -> dict[str, Any]:
     if content["sha256"] != digest(content):
         raise ValueError(f"{note.name} has changed in memory")
     return content
-
-
-def _slots(note: Path, content: Mapping[str, Any]) -> Iterable[Path]:
-    return (note.with_suffix(f".{slot}.safetensors") for slot in range(content["slots"]))
-
-
-def _sealed(path: Path, content: Mapping[str, Any]) -> int:
-    """Returns the value of the tensor `sealed` of a slot, whose file must have the size that the JSON file gives."""
-    with path.open("rb") as f:
-        if (size := os.fstat(f.fileno()).st_size) != content["bytes"]:
-            raise ValueError(f"{path.name} has {size} bytes where {content['bytes']} were written")
-        f.seek(content["sealed"])
-        return int.from_bytes(f.read(8), "little")
 
 
 def _reserve(path: Path, head: bytes, size: int) -> torch.Tensor:

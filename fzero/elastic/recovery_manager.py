@@ -99,7 +99,7 @@ class RecoveryManager:
             sys.exit(STOPPED)
         watcher = collective_sequence.watcher
         if watcher is not None:
-            watcher.say(host_directory.COMING)
+            watcher.say(host_directory.PREPARING)
         tries, self._signals.exits = _TRIES if self._again else 1, True
         while True:
             try:
@@ -112,13 +112,9 @@ class RecoveryManager:
                 logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
             self.leave()
         if watcher is not None:
-            watcher.say(host_directory.COMING)
+            watcher.say(host_directory.PREPARING)
         if self._memory is not None:
             host_directory.make_directory(self._memory)  # somebody may have removed it since
-            here = Processes.of()
-            first = here.rank - here.local
-            host = range(first, first + here.num_local)
-            self._checkpoint = MemoryCheckpoint(self._memory, self.mesh.rank, self.mesh.size, host)
         return self.mesh
 
     def restore(
@@ -155,8 +151,8 @@ class RecoveryManager:
         if saves is not None:
             saves.begin(seen, saved)
         self.on_disk = [name for name, x in tree.with_names(state) if extent_of(x)]
-        if self._checkpoint is not None and not self.on_disk:
-            self._reserve(self._checkpoint, train, state, seen)
+        if self._memory is not None and not self.on_disk:
+            self._checkpoint = self._reserve(self._memory, train, state, seen)
             # this rank does not store the state yet: it came from disk, another host or another number of ranks
             if source != "memory" or not self._checkpoint.has(seen):
                 self._checkpoint.keep(state, seen)
@@ -188,22 +184,25 @@ class RecoveryManager:
         with contextlib.suppress(FzeroError, RuntimeError):  # for example groups that nobody can close any more
             close_mesh()
 
-    def _reserve(self, checkpoint: MemoryCheckpoint, train: CompiledStep, state: State, seen: int) -> None:
+    def _reserve(self, memory: Path, train: CompiledStep, state: State, seen: int) -> MemoryCheckpoint:
         """Reserves the memory, and connects the ranks that send and receive copies."""
         mesh, every = self.mesh, self._every
         redundant = _redundant(train, every, mesh)
+        here = Processes.of()
+        host = range(here.rank - here.local, here.rank - here.local + here.num_local)
 
-        def reserve() -> None:
+        def reserve() -> MemoryCheckpoint:
             try:
-                checkpoint.open(state, seen, every, mesh, redundant)
+                return MemoryCheckpoint(memory, mesh.rank, mesh.size, host, state, seen, every, mesh, redundant)
             except OSError as error:
-                raise _no_room(self._memory, error) from error
+                raise _no_room(memory, error) from error
 
-        control_group.run_on_all_ranks(mesh.control, "run", reserve)
+        checkpoint = control_group.run_on_all_ranks(mesh.control, "run", reserve)
         if redundant is not None:
             # Now, while all ranks are here: in a step it would wait for a rank that is lost meanwhile.
             transport(mesh).connect(redundant.axis)
         mesh.context.peer_replicas = checkpoint.peer_replicas
+        return checkpoint
 
 
 def cause(error: Exception) -> str:
@@ -288,8 +287,7 @@ def _redundant(train: CompiledStep, every: int, mesh: Mesh) -> Redundant | None:
     return spec
 
 
-def _no_room(memory: Path | None, error: OSError) -> FzeroValueError:
-    assert memory is not None
+def _no_room(memory: Path, error: OSError) -> FzeroValueError:
     space = os.statvfs(memory)
     free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
     fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host_directory.elsewhere()}"

@@ -24,7 +24,7 @@ from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.peer_reads import PeerReads
 from fzero.checkpoint.safetensors_format import FormatError, Ranges
 from fzero.comm.control_group import all_gather_values
-from fzero.elastic.memory_slots import Damage, Stored, invalidate_damaged, stored
+from fzero.elastic.memory_slots import Damage, HostSlots, Stored, examine
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.sharding.shard_regions import claimed, whole
@@ -65,7 +65,7 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
         mesh: the mesh whose ranks all call this.
         reached: the number of batches that this rank had seen before it began its last step.
 
-    Communication: three exchanges of what each memory holds, packed, about ten bytes per tensor and rank.
+    Communication: two exchanges of what each memory holds, packed, about ten bytes per tensor and rank.
     """
     ranks = mesh.control
     what, form = "cannot find the memory of a host", tuple[int, tuple[str, str, int, int]]
@@ -76,22 +76,15 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
     # Ranks are grouped by the inode of the directory, not by host name: containers of one host may or may not share it.
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
     # After the first exchange no rank writes a slot. The ranks that share a memory share the work.
-    what = "cannot check the memory of a host"
-    sharing = next(those for those in readers if ranks.rank in those)
-    check = lambda: invalidate_damaged(memory, sharing.index(ranks.rank), len(sharing))  # noqa: E731
-    checked = all_gather_values(ranks, "run", check, form=list[Damage], what=what, failure=CheckpointError)
-
-    def look() -> tuple[list[Stored], list[str]]:
-        return stored(memory) if any(ranks.rank == those[0] for those in readers) else ([], [])
-
-    what, form = "cannot read the memory of a host", tuple[list[Stored], list[str]]
-    found = all_gather_values(ranks, "run", look, form=form, what=what, failure=CheckpointError)
-    for those in readers if ranks.rank == 0 else ():
-        for problem in found[those[0]][1]:
-            logger.warning("fzero.run: in the memory of rank %d's host, this counts as lost: %s", those[0], problem)
     mine = next(i for i, those in enumerate(readers) if ranks.rank in those)
+    look = lambda: examine(memory, readers[mine].index(ranks.rank), len(readers[mine]))  # noqa: E731
+    what = "cannot read the memory of a host"
+    found = all_gather_values(ranks, "run", look, form=HostSlots, what=what, failure=CheckpointError)
+    for rank, one in enumerate(found if ranks.rank == 0 else ()):
+        for problem in one.problems:
+            logger.warning("fzero.run: in the memory of rank %d's host, this counts as lost: %s", rank, problem)
     kept, lost = None, ""
-    states = states_of(memory, [found[those[0]][0] for those in readers], mine)
+    states = states_of(memory, [[x for rank in those for x in found[rank].stored] for those in readers], mine)
     # The newest state; of equally new ones, that of as many ranks as there are now. The rest only makes the order
     # total, so that all ranks choose the same.
     order = sorted(states, key=lambda key: (key[0], key[1] == mesh.size, key[1:]), reverse=True)
@@ -104,7 +97,7 @@ def newest(memory: Path, mesh: Mesh, reached: int = 0) -> InMemory:
         who = f"rank{'s' * (mesh.size > 1)} {', '.join(map(str, range(mesh.size)))}"
         lost = f"of the state after {reached} batches no host's memory has the shards of {who}"
         lost += f" (its files may have been removed: {_REMOVERS})"
-    return InMemory(kept, lost, reached, [x for those in checked for x in those])
+    return InMemory(kept, lost, reached, [x for one in found for x in one.damaged])
 
 
 def states_of(memory: Path, memories: Sequence[Sequence[Stored]], mine: int) -> dict[Key, Index]:
@@ -112,15 +105,16 @@ def states_of(memory: Path, memories: Sequence[Sequence[Stored]], mine: int) -> 
     number `mine`.
 
     The files of a state are those of its own host's memory. The names of other hosts' files are prefixed with the
-    number of their memory. Elements that several slots hold are listed in the order of the memories, its own first.
+    number of their memory. Elements that several slots hold are listed in the order of the memories, its own first,
+    and those of a memory's own ranks before those received from other hosts.
     """
     states: dict[Key, Index] = {}
     for number in (*range(mine, len(memories)), *range(mine)):
-        for size, stem, content, sealed in memories[number]:
+        for stem, size, content, sealed in sorted(memories[number], key=lambda slots: slots[:2]):
             index = replace(parse(memory / f"of-{size:05d}", content), sha256="")  # no file has this index
             form = _form(index)
             for slot, seal in enumerate(sealed):
-                if not seal:  # the process died while it wrote this slot
+                if not seal:
                     continue
                 file = f"{stem}.{slot}.safetensors" if number == mine else f"{number}:{stem}.{slot}.safetensors"
                 files = {file: File(content["bytes"], "", None)} if number == mine else {}

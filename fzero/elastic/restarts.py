@@ -115,7 +115,7 @@ def run(
                 logger.warning("fzero.run: %s", host_directory.LOGOUT)
             collective_sequence.watcher = host_directory.RankProgress(kept_in, here.rank)
             if not supervised:  # the recorded steps belong to an earlier run
-                collective_sequence.watcher.say(host_directory.COMING, 0)
+                collective_sequence.watcher.say(host_directory.PREPARING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
         raise FzeroValueError(

@@ -11,21 +11,19 @@ from typing import Any
 
 import torch
 
-from fzero import checkpoint
-from fzero._utils.arguments import count, flag, plain_numbers, shown
+from fzero._utils.arguments import count, plain_numbers, shown
 from fzero._utils.deprecation import attribute_alias, warn
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.checkpoint_manager import CheckpointManager, warn_about
-from fzero.checkpoint.saving import not_private
 from fzero.checkpoint.storage_paths import Url
-from fzero.comm import collective_sequence, launcher
+from fzero.comm import collective_sequence
 from fzero.compiler.combined_transforms import zero_of
 from fzero.data.sample_order import Steps
 from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.stop_request import StopSignals
-from fzero.errors import CheckpointError, FzeroValueError, StorageError, parted
+from fzero.errors import FzeroValueError, StorageError
 from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
@@ -309,8 +307,6 @@ class Run:
             fix = "run.state(train, params, key, path='runs/gpt')"
             raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
         try:
-            saves.settle()
-            saves.check(state, meta, "run.save")
             saves.seen = self._counter.count("save")
             return saves.save(state, keep=keep, meta=meta, wait=wait)
         except StorageError as error:
@@ -334,34 +330,14 @@ class Run:
         saved already.
 
         Raises:
-            CheckpointError: the state cannot be saved. The message names the state from which the next start
-                continues.
+            CheckpointError: the state cannot be saved. The checkpoint before it is the latest.
         """
         if self._newest is None or (saves := self._checkpoints) is None:
             return
         seen = self._counter.count("save")
-        try:
-            saved = saves.save_last(self._newest, seen)
-        except CheckpointError as error:
-            text, fix = parted(error)
-            what = f"a stop of the run is requested, and its state after {seen} batches is not saved"
-            problems = [line.strip() for line in text.splitlines()] + [self._next_start(saves)]
-            raise type(error)("run", what, problems, fix or None) from error
+        saved = saves.save_last(self._newest, seen)
         if saved is not None and self.mesh.rank == 0:
             logger.warning("fzero.run: the state after %d batches is saved: %s", seen, saved)
-
-    def _next_start(self, saves: CheckpointManager) -> str:
-        """Returns a message that says from which state the next start continues if the last state is not on disk. To be
-        called on all ranks."""
-        if self._recovery.keeps and launcher.starts_again():
-            return "the hosts' memory has it: torchrun restarts the ranks, and they continue from it"
-        try:
-            found = checkpoint.find(saves.path)
-        except CheckpointError as error:
-            return f"the next start ends with {str(error).splitlines()[0]}"
-        if found is None:
-            return f"the next start begins from scratch: there is no checkpoint under {saves.path}"
-        return f"the next start continues from {found}"
 
 
 def _check_arguments(
@@ -369,13 +345,8 @@ def _check_arguments(
 ) -> None:
     """Raises an error about invalid arguments of `Run.state`."""
     problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
-    if data is not None and not isinstance(data, Steps):
-        problems.append(f"data={shown(data)}: must be a data set of fz.data")
-    if isinstance(path, CheckpointManager):
-        if data is not None or private is not False:
-            problems.append("data, private: are arguments of the CheckpointManager")
-    else:
-        problems += flag("private", private) if path is None else not_private(path, private)
+    if (path is None or isinstance(path, CheckpointManager)) and (data is not None or private is not False):
+        problems.append("data, private: are arguments of the CheckpointManager, or need a path")
     if problems:
         fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
         raise FzeroValueError("run.state", "invalid arguments", problems, fix)

@@ -199,8 +199,8 @@ def _read(weights: Weights, key: str) -> torch.Tensor:
     """Returns a small stored tensor."""
     file, entry = weights.entries[key]
     data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-    with storage_of(file).reader(file) as reader:
-        got = reader.fill(memoryview(data.numpy()), entry.offset)  # type: ignore[arg-type]
+    with storage_of(file).reader(file) as read:
+        got = read(memoryview(data.numpy()), entry.offset)  # type: ignore[arg-type]
     if got != entry.nbytes:
         raise CheckpointError("load", f"{file} ends inside {key}", fix="copy or download the file again")
     return data.view(entry.dtype).view(entry.shape)

@@ -135,7 +135,7 @@ def test_what_fails_is_logged_at_once_and_raised_once(
 
 
 def test_arguments_are_looked_at_before_it_returns(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="wait=0: True or False"):
+    with pytest.raises(CheckpointError, match="wait=0: must be True or False"):
         checkpoint.save(tmp_path, State(1, {"w": torch.ones(1)}), wait=0)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="keep=0"):
         checkpoint.save(tmp_path, State(1, {"w": torch.ones(1)}), wait=False, keep=0)
@@ -171,7 +171,7 @@ def test_a_process_forked_meanwhile_says_whose_the_save_is(tmp_path: Path, held_
     found = checkpoint.save(tmp_path, state, wait=False)
 
     def child() -> None:
-        with pytest.raises(CheckpointError, match=rf"process {os.getppid()} saves step 1, and this one was forked"):
+        with pytest.raises(CheckpointError, match="another process saves step 1, and this one was forked"):
             found.wait()
         held_back.set()  # its own
         assert checkpoint.save(tmp_path / "child", state, wait=False).wait().name == "step-00000001"

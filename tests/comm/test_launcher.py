@@ -170,10 +170,9 @@ def test_an_error_after_torchruns_signal_is_told_at_once(tmp_path: Path) -> None
         took, text = time.monotonic() - began, (tmp_path / "log").read_text()
     finally:
         torchrun.kill()
-    told = [line for line in text.splitlines() if line.startswith("[rank") and "batches is not saved" in line]
+    told = [line for line in text.splitlines() if line.startswith("[rank") and "cannot save step" in line]
     assert len(told) == text.count("Fix: ") == 1 and "is saved:" not in text, text
     assert "rank 0: OSError: [Errno 28] No space left on device" in text, text
-    assert "the next start continues from saved/step-00000003" in text, text
     assert took < 25 and "forcefully exiting" not in text, f"{took} s: nobody waits for torchrun's SIGKILL\n{text}"
 
 

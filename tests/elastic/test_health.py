@@ -14,7 +14,7 @@ from test_run import ended, logged, plainly, supervisors
 
 import fzero as fz
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint
-from fzero.elastic.memory_slots import Damage, invalidate_damaged, stored
+from fzero.elastic.memory_slots import Damage, examine
 from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
@@ -99,11 +99,10 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
     params = {str(i): torch.arange(1, 2 * i + 4).to(dtype) for i, dtype in enumerate(kinds)}
     state = fz.State(torch.tensor(4), params, {}, fz.random.key(0), {})
-    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
-    memory_checkpoint.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0], state, 0)
     for number in (3, 4):
         memory_checkpoint.keep(state, number)
-    assert invalidate_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
+    assert examine(tmp_path).damaged == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
     newest = next(tmp_path.glob("of-*/*.1.safetensors"))
     whole, index = newest.read_bytes(), held(tmp_path)[4, 1]
     for name, (part,) in index.parts.items():
@@ -111,27 +110,26 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
             struck = bytearray(whole)
             struck[part.offset + bit // 8] ^= 1 << bit % 8
             newest.write_bytes(struck)
-            assert invalidate_damaged(tmp_path) == [Damage(0, 4, [name])], (name, bit)
+            assert examine(tmp_path).damaged == [Damage(0, 4, [name])], (name, bit)
             assert sorted(held(tmp_path)) == [(3, 1)]
     for path in list(newest.parent.iterdir()):  # as if another rank had sent it
         path.with_name(path.name.replace("rank-00000", "replica-00003")).write_bytes(path.read_bytes())
     newest.with_name(newest.name.replace("rank-00000", "replica-00003")).write_bytes(struck)
-    assert invalidate_damaged(tmp_path, 1, 2) == [Damage(3, 4, [name], sent=True)], "the second file of two"
+    assert examine(tmp_path, 1, 2).damaged == [Damage(3, 4, [name], sent=True)], "the second file of two"
     newest.write_bytes(whole)
-    assert invalidate_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
+    assert examine(tmp_path).damaged == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
 
 
 def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None:
     """The number of batches, by which shards of different ranks are put together, and the JSON file, which says where
     the elements belong."""
     state = fz.State(torch.tensor(4), {"w": torch.ones(8), "v": torch.ones(3)}, {}, fz.random.key(0), {})
-    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
-    memory_checkpoint.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0], state, 0)
     for bit in range(63):
         for number in (3, 4):
             memory_checkpoint.keep(state, number)
         memory_checkpoint._slots.sealed[1] ^= 1 << bit
-        assert invalidate_damaged(tmp_path) == [Damage(0, -1, ["sealed"])], bit
+        assert examine(tmp_path).damaged == [Damage(0, -1, ["sealed"])], bit
         assert sorted(held(tmp_path)) == [(3, 1)], bit
     (note,) = tmp_path.glob("of-*/*.json")
     text = note.read_text()
@@ -139,18 +137,17 @@ def test_a_flipped_bit_of_what_describes_a_slot_is_found(tmp_path: Path) -> None
     assert len(digits) > 50
     for at in digits:
         note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
-        assert stored(tmp_path)[0] == [] and note.name in stored(tmp_path)[1][0]
+        assert examine(tmp_path).stored == [] and note.name in examine(tmp_path).problems[0]
 
 
 def test_damaged_files_of_one_rank_leave_those_of_the_others(tmp_path: Path) -> None:
     state = fz.State(torch.tensor(4), {"w": torch.ones(8), "v": torch.ones(6)}, {}, fz.random.key(0), {})
     for rank in range(2):
-        memory_checkpoint = MemoryCheckpoint(tmp_path, rank, 2, [0, 1])
-        memory_checkpoint.open(state, 0)
+        memory_checkpoint = MemoryCheckpoint(tmp_path, rank, 2, [0, 1], state, 0)
         memory_checkpoint.keep(state, 4)
     assert is_whole(held(tmp_path)[4, 2])
     (tmp_path / "of-00002" / "rank-00001.json").write_text("{")
-    (problem,) = stored(tmp_path)[1]
+    (problem,) = examine(tmp_path).problems
     assert "rank-00001.json" in problem and not is_whole(held(tmp_path)[4, 2])
     assert {part.file for parts in held(tmp_path)[4, 2].parts.values() for part in parts} == {
         "rank-00000.0.safetensors"

@@ -38,9 +38,8 @@ def kept(root: str, hosts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
         memory_checkpoint = MemoryCheckpoint(
-            memory, mesh.rank, mesh.size, [r for r, h in enumerate(hosts) if h == hosts[mesh.rank]]
+            memory, mesh.rank, mesh.size, [r for r, h in enumerate(hosts) if h == hosts[mesh.rank]], state, 0
         )
-        memory_checkpoint.open(state, 0)
         for index in range(3):
             state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
             if index == 2 and mesh.rank == mesh.size - 1:

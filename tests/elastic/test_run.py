@@ -27,7 +27,7 @@ from scripts import ROOT, environment
 import fzero as fz
 from fzero.elastic import host_directory, supervisor
 from fzero.elastic.memory_checkpoint import MemoryCheckpoint
-from fzero.elastic.memory_slots import invalidate_damaged
+from fzero.elastic.memory_slots import examine
 from fzero.elastic.recovery_source import is_whole
 
 pytestmark = pytest.mark.forks
@@ -358,8 +358,7 @@ def kept(memory: str, stage: str) -> list[Any]:
     step = getattr(fz, stage)(fz.train_step(survivor.loss_fn, fz.optim.adamw(1e-2)))
     train = fz.compile(step, mesh, backend="eager")
     state = train.init(survivor.init, fz.random.key(0))
-    memory_checkpoint = MemoryCheckpoint(Path(memory), mesh.rank, mesh.size, range(mesh.size))
-    memory_checkpoint.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(Path(memory), mesh.rank, mesh.size, range(mesh.size), state, 0)
     memory_checkpoint.keep(state, 0)
     for index in range(2):
         state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
@@ -391,12 +390,11 @@ def test_states_kept_by_two_ranks_are_read_by_any_number(run_ranks: Any, tmp_pat
 def test_a_slot_whose_number_is_damaged_is_let_go(tmp_path: Path) -> None:
     train = fz.compile(PLAIN, fz.make_mesh(), backend="eager")
     state = train.init({"w": torch.ones(3)})
-    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
-    memory_checkpoint.open(state, 4)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0], state, 4)
     for number in (4, 5):
         memory_checkpoint.keep(state, number)
     memory_checkpoint._slots.sealed[1].fill_(-7202199355712626690)
-    assert invalidate_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
+    assert examine(tmp_path).damaged == [(0, -1, ["sealed"], False)]
     assert sorted(survivor.held(tmp_path)) == [(4, 1)]
 
 
@@ -404,12 +402,10 @@ def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> No
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     state = train.init({"w": torch.ones(3)})
-    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0])
-    memory_checkpoint.open(state, 0)
+    memory_checkpoint = MemoryCheckpoint(tmp_path, 0, 1, [0], state, 0)
     for number in (4, 5):
         memory_checkpoint.keep(state, number)
-    again = MemoryCheckpoint(tmp_path, 0, 1, [0])
-    again.open(state, 4)
+    again = MemoryCheckpoint(tmp_path, 0, 1, [0], state, 4)
     assert sorted(survivor.held(tmp_path)) == [(4, 1)]
     again.keep(state, 5)
     assert sorted(survivor.held(tmp_path)) == [(4, 1), (5, 1)]
@@ -476,7 +472,10 @@ def test_wrong_arguments() -> None:
         *((lambda a=a: start(dir, memory=a), "memory=") for a in (3, "", "s3://a/b", "file:///tmp/x")),
         *((lambda a=a: start(a), r"must be a function of \(run\)") for a in (lambda: 1, lambda a, b: 1)),
         (lambda: start(later, every=0), r"(?s)every=0.*main=.*an async function"),
-        (lambda: start(lambda run: run.state(PLAIN, None, data=[1])), r"(?s)train=Step: must be.*data=\[1\]"),
+        (
+            lambda: start(lambda run: run.state(PLAIN, None, data=[1])),
+            r"(?s)train=Step: must be.*data, private: .* need a path",
+        ),
         *(
             (lambda a=a: looped(lambda run, step, state: list(run.steps(state, a))), "stop=.*whole number")
             for a in ("5", 5.0, True)
@@ -484,7 +483,7 @@ def test_wrong_arguments() -> None:
         (lambda: looped(lambda run, step, state: list(run.steps(None, 5))), "state=None: must be what run.state"),
         (
             lambda: looped(lambda run, step, state: run.save(None, meta=[1]), path=Path("x")),
-            r"(?s)state=None.*meta=\[1",
+            "state=None: must be the run's",
         ),
         (
             lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")),

@@ -367,15 +367,6 @@ def test_reading_a_leaf_on_disk_asks_for_its_place(tmp_path: Path) -> None:
         fz.checkpoint.read(tmp_path, {"params.w": leaf}, fz.make_mesh(data=1))
 
 
-def test_a_leaf_is_converted_on_its_way_to_disk(tmp_path: Path) -> None:
-    mesh, leaf = fz.make_mesh(data=1), Leaf("params['w']", "params", (7, 5), Layout(torch.bfloat16, tier="disk"))
-    state = plain().init(init)
-    fz.checkpoint.save(tmp_path, state)
-    (place,) = disk.rest([leaf], mesh, tmp_path)
-    found = fz.checkpoint.read(tmp_path, {"params.w": leaf}, mesh, cast=True, into={leaf.path: place})
-    assert found["params.w"] is place and torch.equal(disk.load(place), state.params["w"].bfloat16())
-
-
 def test_damage_is_found_on_the_way_to_disk(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     saved = fz.checkpoint.save(tmp_path / "run", plain().init(init))

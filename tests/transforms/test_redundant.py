@@ -73,9 +73,8 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
     sent, replicate_start = [0], carrier.replicate_start
     memory_checkpoint = None
     if memory is not None:
-        memory_checkpoint = MemoryCheckpoint(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
-        (memory / f"host-{mesh.rank}").mkdir()
-        memory_checkpoint.open(state, 0, 1, mesh, spec)
+        (here := memory / f"host-{mesh.rank}").mkdir()
+        memory_checkpoint = MemoryCheckpoint(here, mesh.rank, mesh.size, [mesh.rank], state, 0, 1, mesh, spec)
         mesh.context.peer_replicas = memory_checkpoint.peer_replicas
 
         def counted(values: Any, *rest: Any) -> Any:
@@ -219,8 +218,9 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     peer_replicas: Any = None
     for turn in range(10):
         if turn in (0, 7):  # a run that begins, and one that goes on
-            memory_checkpoint = MemoryCheckpoint(here, mesh.rank, mesh.size, [mesh.rank])
-            memory_checkpoint.open(state, turn, 1, mesh, step.transforms[-1])
+            memory_checkpoint = MemoryCheckpoint(
+                here, mesh.rank, mesh.size, [mesh.rank], state, turn, 1, mesh, step.transforms[-1]
+            )
             memory_checkpoint.keep(state, turn)
             mesh.context.peer_replicas = peer_replicas = memory_checkpoint.peer_replicas
         peer_replicas.begin(turn)
