@@ -59,7 +59,7 @@ def check_isolation(
     Raises:
         EquivalenceError: naming the documents that depend on others, and by how much.
         FzeroTypeError, FzeroValueError: a batch without these entries, with fewer than two documents, or on whose
-            tokens the loss does not depend; a step that `simulate` cannot run.
+            tokens the loss does not depend; gradients that are all zero; a step that `simulate` cannot run.
 
     Example:
         >>> import torch, fzero as fz
@@ -88,11 +88,12 @@ def check_isolation(
         one = {labels: batch[labels].where(number_of == of, _IGNORED), tokens: batch[tokens].where(~replace, replaced)}
         return _largest(first, run({**batch, **one}))
 
-    depends = False
+    depends = trains = False
     for document in with_targets:
         first = run({**batch, labels: batch[labels].where(number_of == document, _IGNORED)})
         if not any(bool(x.any()) for name, x in first.items() if name != "the loss"):
             continue  # no gradient: the only target is a first token, which the loss ignores
+        trains = True
         if not depends:
             depends = change(document, number_of == document, first)[0] > 0
             if not depends:
@@ -105,6 +106,10 @@ def check_isolation(
                 if found > tolerance:
                     names = f"{_name(number_of, document)} depends on {_name(number_of, other)}"
                     problems.append(f"{names}: {where} changes by {found:.1e}")
+    if not trains:
+        what = "all gradients of every document are zero, so nothing would be proved"
+        fix = "give random parameters, instead of zeros"
+        raise FzeroValueError("check_isolation", what, fix=fix)
     if not depends:
         what = f"the loss of a document does not depend on its own batch[{tokens!r}], so nothing would be proved"
         raise FzeroValueError("check_isolation", what, fix="name the inputs of the model with tokens=")

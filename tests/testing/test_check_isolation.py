@@ -91,6 +91,14 @@ def test_a_batch_that_proves_nothing_is_rejected() -> None:
         fz.testing.check_isolation(attention(True), PARAMS, batch, tokens="unused")
 
 
+def test_gradients_that_are_all_zero_are_named_and_not_the_tokens() -> None:
+    zeros = fz.tree.map(torch.zeros_like, PARAMS)
+    with pytest.raises(
+        FzeroValueError, match=r"all gradients of every document are zero.*\nFix: give random parameters"
+    ):
+        fz.testing.check_isolation(attention(True), zeros, BATCH)
+
+
 def test_a_first_document_of_one_token_has_no_target_and_proves_nothing() -> None:
     positions = torch.tensor([[0, 0, 1, 2, 0, 1, 2, 3]])
     batch = {"input_ids": BATCH["input_ids"][:1], "position_ids": positions}
