@@ -207,6 +207,15 @@ class LateTransport:
             _poison(row)
         return lambda: self._now.all_to_all_start(flats, axis, into)
 
+    def all_to_all_v_start(
+        self, values: Tensors, counts: torch.Tensor, axis: str, rows: int, into: Any
+    ) -> Callable[[], Any]:
+        flats, counts = into[: len(values)], counts.clone()
+        collectives.settle(values, flats)
+        for row in into[len(values) + 1 :]:
+            _poison(row)
+        return lambda: self._now.all_to_all_v_start(flats, counts, axis, rows, into)
+
     def wait(self, begin: Callable[[], Any], into: Tensors, together: bool = False) -> Tensors:
         return self._now.wait(begin(), into, together)
 

@@ -28,7 +28,7 @@ from fzero._compat import compat
 from fzero._utils.host_memory import host_bytes
 from fzero.comm.collective_sequence import before_leaving, finish
 from fzero.comm.groups import group_along, ranks_along
-from fzero.errors import DivergenceError
+from fzero.errors import DivergenceError, FzeroValueError
 
 if TYPE_CHECKING:
     from fzero.mesh import Mesh
@@ -168,6 +168,39 @@ class ProcessGroups:
         pairs = [(out.view(torch.uint8), flat.view(torch.uint8)) for flat, out in zip(flats, filled, strict=True)]
         works = [dist.all_to_all_single(out, flat, group=group, async_op=True) for out, flat in pairs if out.numel()]
         return self._moving(works, filled, kept=flats)
+
+    def all_to_all_v_start(
+        self,
+        values: Sequence[torch.Tensor],
+        counts: torch.Tensor,
+        axis: str,
+        rows: int,
+        into: Sequence[torch.Tensor | None],
+    ) -> PendingTransfer:
+        """Starts an exchange of rows along an axis: rank i sends `counts[i][j]` rows to rank j.
+
+        Args:
+            into: the buffer of each value, None for the counts, then the buffer of each result, of `rows` rows.
+
+        Raises:
+            FzeroValueError: on every rank along the axis, if one of them would receive more rows.
+        """
+        group, here, numbers = self._mesh.group(axis), self._mesh.index(axis), counts.tolist()
+        flats, filled = into[: len(values)], into[len(values) + 1 :]
+        check_rows(numbers, rows, axis)
+        settle(values, flats)  # type: ignore[arg-type]
+        to, come = numbers[here], [row[here] for row in numbers]
+        works = list[Any]()
+        for flat, out in zip(flats, filled, strict=True):
+            assert flat is not None and out is not None
+            sent, received = flat.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+            width = received.numel() // rows
+            received[sum(come) * width :].zero_()
+            if sum(map(sum, numbers)):
+                part = received[: sum(come) * width], sent[: sum(to) * width]
+                sizes = [x * width for x in come], [x * width for x in to]
+                works.append(dist.all_to_all_single(*part, *sizes, group=group, async_op=True))
+        return self._moving(works, filled, kept=flats)  # type: ignore[arg-type]
 
     def connect(self, axis: str) -> None:
         """Creates the process groups for sends along an axis, unless they exist. All ranks call it together.
@@ -367,6 +400,21 @@ def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
         COMBINE[op](held[0], held[1], out=here)
         for part in held[2:]:
             COMBINE[op](here, part, out=here)
+
+
+def check_rows(counts: Sequence[Sequence[int]], rows: int, axis: str) -> None:
+    """Raises if a rank would receive more rows than its buffer has. All ranks know all counts.
+
+    Args:
+        counts: for each rank, the number of rows that it sends to each rank.
+        rows: the number of rows of a buffer.
+        axis: the axis of the ranks.
+    """
+    received = [sum(row[i] for row in counts) for i in range(len(counts))]
+    over = [f"rank {i} of {axis!r}: {x} rows" for i, x in enumerate(received) if x > rows]
+    if over:
+        what = f"the experts of a rank were chosen for more rows than the {rows} that it has memory for"
+        raise FzeroValueError("expert_parallel", what, over, "raise max_rows, or leave it out: max_rows=None")
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -97,6 +97,8 @@ class SharedMemory:
         self._messages = ProcessGroups(mesh)  # for messages between two ranks, such as pipeline stages
         self.connect_pairs, self.send_start = self._messages.connect_pairs, self._messages.send_start
         self.recv_start = self._messages.recv_start
+        # Another rank does not know where in this rank's buffer its rows begin.
+        self.all_to_all_v_start = self._messages.all_to_all_v_start
         self._along = {axis: ranks_along(mesh.axes, mesh.rank, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]

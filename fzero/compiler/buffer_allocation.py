@@ -100,6 +100,7 @@ class _Placer:
             "scatter": self._scatter,
             "reduce": self._reduce,
             "exchange": self._exchange,
+            "exchange_rows": self._exchange_rows,
             "fetch": self._fetch,
             "replicate": self._replicate,
             "leaves": self._leaves,
@@ -293,6 +294,21 @@ class _Placer:
 
     def _exchange(self, number: int, op: Instruction) -> None:
         self._apart(number, op, [math.prod(self.values[a].local_shape(self.mesh)) for a in op.args])
+
+    def _exchange_rows(self, number: int, op: Instruction) -> None:
+        """Makes the allocations of a transfer that other ranks do not read from this rank's memory."""
+        wait, source, result = self.waits[op.out[0].name], self._region(kind="source"), self._region(kind=STAYS)
+        outs = self.ops[wait][0].out
+        numels = [math.prod(self.values[a].local_shape(self.mesh)) for a in STARTS[op.op].sent(op)]
+        sent = [self._source(source, a, number, n) for a, n in zip(op.args, numels, strict=False)]
+        made = [result.add(math.prod(v.local_shape(self.mesh)), v) for v in outs]
+        self.into[number], self.into[wait] = [*sent, None, *made], list(made)
+        self.slots.update((v.name, s) for v, s in zip(outs, made, strict=True))
+        source.times.append((source.first if source.first is not None else number, wait))
+        for slot in sent:
+            if slot.region is not source:
+                slot.region.times.append((number, wait))
+        result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _apart(self, number: int, op: Instruction, numels: Sequence[int]) -> None:
         """Makes the allocations of a transfer whose results are separate from its operands; `numels` are the elements

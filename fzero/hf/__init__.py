@@ -13,7 +13,7 @@ from `ir/` or `compiler/`.
 | `transformers_import.py` | imports transformers, or says how to install the version that is needed |
 | `models.py` | makes models from directories and configurations, as functions of their tensors |
 | `adapters.py` | adds adapters of the library `peft` to a model, and saves them |
-| `moe.py` | `experts_implementation`: makes mixture-of-experts layers compute products of fixed size |
+| `moe.py` | `experts_implementation`: limits the number of tokens of an expert |
 | `tp_plan.py` | `tensor_rules`: converts transformers' own tensor-parallel plan to rules |
 | `weight_conversions.py` | maps stored weights to parameters and back, following transformers' conversions |
 | `pretrained_saving.py` | writes a directory that transformers' `from_pretrained` reads, in bounded memory |

@@ -202,6 +202,13 @@ class AssignAttrs(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowsAttrs(Over):
+    """`rows`: the number of rows that the buffers of the results have."""
+
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReduceAttrs(Over, JoinAttrs):
     """A transfer between the ranks along `axes` that reduces the values that it moves."""
 

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 from fzero.ir.attributes import WaitAttrs
 from fzero.ir.ops import OPS, STARTS, Op, Start, iterations, stays
-from fzero.ir.ops.transfers import Copy, Send
+from fzero.ir.ops.transfers import AllToAllV, Copy, Send
 from fzero.ir.program import Instruction, Place, Program
 from fzero.ir.verifier import refuse, shown
 
@@ -112,9 +112,9 @@ class _PoolChecker:
 
     def _start(self, op: Instruction, row: Start) -> None:
         """Begins a transfer: it writes its own buffers now, and guards what it reads or fills until its wait."""
-        spans = [self._span(p) for p in op.into if p is not None]
-        num = len(op.args)
-        for k, span in enumerate(spans):
+        buffers = [(k, self._span(p)) for k, p in enumerate(op.into) if p is not None]
+        spans, num = [span for _, span in buffers], len(op.args)
+        for k, span in buffers:
             # The start copies an argument of a reduction into its buffer, unless it lies there already. Other
             # transfers fill their buffers themselves.
             mine = self.places.get(self._origin(op.args[k])) if k < num else None
@@ -156,7 +156,7 @@ class _PoolChecker:
         released = [n for n, g in self.guards.items() if name in g.after]
         if op.says(WaitAttrs).together:
             released += [n for n, g in self.guards.items() if g.waited and g.start.axes == guard.start.axes]
-        if not self.program.mesh.shared_memory or isinstance(row, Copy | Send):
+        if not self.program.mesh.shared_memory or isinstance(row, Copy | Send | AllToAllV):
             released.append(name)
         return released
 

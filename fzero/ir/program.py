@@ -38,6 +38,7 @@ in it (compiler/buffer_allocation.py):
   reduce_scatter_start     the flat, padded full tensor of each argument, then the shard of each result
   all_reduce_start         the flattened tensor of each argument
   all_to_all_start         the flattened tensor of each argument, then of each result
+  all_to_all_v_start       the tensor of each argument, nothing for the counts, then the tensor of each result
   wait                     each result, a view of a buffer that its transfer filled
 
 If a few ops alone would make the arena large, their buffers lie outside it (compiler/separate_allocation.py). Such a

@@ -8,6 +8,7 @@ or `runtime/`.
 | file | what it does |
 |---|---|
 | `functionalize.py` | `fz.functionalize`: a module as a pytree of tensors, and functions and steps of it |
+| `mixture_experts.py` | computes the mixture-of-experts layers of transformers with `fz.experts` |
 | `module_preparation.py` | prepares the copy of a module that traces run on |
 | `quantized_linear.py` | `fz.quantize_frozen`: linear layers whose frozen weights are stored in 4 or 8 bits |
 | `module_mode.py` | runs a call of that copy in training or evaluation mode |

@@ -4,23 +4,19 @@ install later.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fzero.modules import hook_capture
 from fzero.modules.batch_norms import without_counts_read
 from fzero.modules.meta_module import renumber_hooks
+from fzero.modules.mixture_experts import NAME, register
 
-_log = logging.getLogger("fzero")
-
-_GROUPED, _BATCHED = "grouped_mm", "batched_mm"
-"""Names of transformers for two implementations of mixtures of experts. The first is its default."""
-_BY_DTYPE = "fzero_by_dtype"
+_BATCHED = "batched_mm"
+"""The name of transformers for an implementation of mixtures of experts that can be traced."""
 
 
 def prepared(meta_module: nn.Module) -> nn.Module:
@@ -59,32 +55,15 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _choose_experts(module: nn.Module) -> None:
-    """Chooses how the mixtures of experts of a transformers model compute their products, unless `fz.hf` has.
+    """Lets the mixtures of experts of a transformers model compute with `fz.experts`, without a capacity.
 
-    transformers computes grouped products, which can be traced for bfloat16 only: PyTorch's function of their shapes
-    rejects other dtypes, although its CPU kernel takes float32. A model whose parameters are in bfloat16 may still
-    compute in another dtype, for example with `fz.mixed_precision("fp16")`, so its experts choose in each call.
+    This computes what its own implementations compute. `batched_mm`, which copies the weights of the chosen experts for
+    each token, stays if it was chosen.
     """
     if not hasattr(module, "set_experts_implementation"):
         return
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or _GROUPED
-    if chosen.startswith("fzero_") or not any("Experts" in type(m).__name__ for m in module.modules()):
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or ""
+    if chosen.startswith(NAME) or chosen == _BATCHED:
         return
-    if all(p.dtype is not torch.bfloat16 for p in module.parameters()):
-        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(module).__name__)
-        module.set_experts_implementation(_BATCHED)  # type: ignore[operator]
-    elif chosen == _GROUPED:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports]
-
-        ALL_EXPERTS_FUNCTIONS.register(_BY_DTYPE, _experts_by_dtype)
-        module.set_experts_implementation(_BY_DTYPE)  # type: ignore[operator]
-
-
-def _experts_by_dtype(experts: Any, *args: Any) -> torch.Tensor:
-    """Computes the output of an experts module of transformers with grouped products if they can be traced."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports]
-
-    weight = experts.down_proj  # [experts, width, hidden] or transposed
-    # the kernel loads 16 bytes at once
-    grouped = weight.dtype is torch.bfloat16 and not any(n % 8 for n in weight.shape[1:])
-    return ALL_EXPERTS_FUNCTIONS[_GROUPED if grouped else _BATCHED](experts, *args)
+    if any("Experts" in type(m).__name__ for m in module.modules()):
+        module.set_experts_implementation(register())  # type: ignore[operator]

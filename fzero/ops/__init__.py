@@ -7,7 +7,8 @@ random-number operators are in `random.py`. This folder imports only `tree.py`, 
 | file | what it does |
 |---|---|
 | `registration.py` | registers an operator, with its shape inference and its decomposition |
-| `experts.py` | `fz.experts`: sends tokens to experts of fixed capacity, and combines the results |
+| `experts.py` | `fz.experts`: sends tokens to experts, with or without a capacity, and combines the results |
+| `routed_rows.py` | marks where rows are sent to experts and returned, if there is no capacity |
 | `row_indices.py` | assigns tokens to the rows of experts, and reads rows by index |
 | `grouped_matmul.py` | multiplies each row by the matrix of its own expert |
 | `scaled_matmul.py` | multiplies matrices in 8-bit floating point, with power-of-two scales |

@@ -1,6 +1,7 @@
 """Dispatches tokens to experts and combines the results, in plain functions of tensors with fixed shapes.
 
-A token chooses k experts. Each expert, or group of experts, takes a limited number of rows: its *capacity*. The first
+A token chooses k experts. Without a capacity, there is one row for each choice, in the order of the experts, and no
+choice is dropped. With a *capacity*, each expert, or group of experts, takes a limited number of rows. The first
 choices of all tokens come before the second ones, and tokens in their order; choices beyond the capacity are dropped.
 The functions know nothing of ranks: `fz.expert_parallel` finds the products with experts' parameters and makes ranks
 exchange the rows around them. So the number of groups, such as ranks, is an argument, and has the same meaning on any
@@ -17,13 +18,26 @@ import torch
 from fzero._compat import compat
 from fzero._utils.arguments import count, plain_numbers
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER, GROUPED_MM, GROUPED_OUTER
+from fzero.ops.routed_rows import ROUTE, ROUTED_ENDS, UNROUTE
 from fzero.ops.row_indices import CHOICES, ROWS_AT, SLOTS
 from fzero.tree import describe
 
 __all__ = ["combine", "dispatch", "matmul"]
 
 Capacity = float | tuple[Literal["rank"], float]
+
+
+class Ends(NamedTuple):
+    """The ends of the rows of each expert, if there is no capacity.
+
+    Attributes:
+        chosen: int64[experts], the end of each expert's rows among those of this rank's choices.
+        routed: int64[experts], the end of each expert's rows where they are multiplied.
+    """
+
+    chosen: torch.Tensor
+    routed: torch.Tensor
 
 
 class Back(NamedTuple):
@@ -33,9 +47,11 @@ class Back(NamedTuple):
         place: int64[tokens, k], the row of each choice among those of all experts; -1 if it was dropped.
         weight: [tokens, k], the weight of each choice; 0 if it was dropped.
         dropped: float32[], the fraction of choices that were dropped.
-        choice: int64[experts, rows], the choice that fills each row, numbered by token; -1 if none does.
+        choice: int64[experts, rows], the choice that fills each row, numbered by token; -1 if none does. Without a
+            capacity int64[rows].
         expert: for a capacity per rank, int64[ranks, rows], the number of each row's expert among those of its rank;
             -1 if no choice fills the row. Otherwise None.
+        ends: without a capacity, the ends of the experts' rows. Otherwise None.
     """
 
     place: torch.Tensor
@@ -43,6 +59,7 @@ class Back(NamedTuple):
     dropped: torch.Tensor
     choice: torch.Tensor
     expert: torch.Tensor | None = None
+    ends: Ends | None = None
 
 
 @plain_numbers
@@ -52,45 +69,51 @@ def dispatch(
     weights: torch.Tensor,
     *,
     num_experts: int,
-    capacity: Capacity,
+    capacity: Capacity | None = None,
     ranks: int | None = None,
     overflow: Literal["drop", "error"] = "drop",
 ) -> tuple[torch.Tensor, Back]:
-    """Returns the rows of each expert, or of each rank's experts, and what is needed to combine their results.
+    """Returns the rows of the experts, and what is needed to combine their results.
 
     Args:
         x: tokens, [tokens, features].
         experts: int64[tokens, k], the experts that each token chooses, each at most once.
         weights: [tokens, k], the weight of each choice.
         num_experts: the number of experts.
-        capacity: the number of rows of an expert, as a multiple of tokens x k / experts. A factor of experts / k
+        capacity: None: an expert takes as many rows as choose it, so that no choice is dropped and no row is padding.
+            Otherwise the number of rows of an expert, as a multiple of tokens x k / experts. A factor of experts / k
             drops nothing. Under a transform that shards the batch, `tokens` is the number of tokens of a rank and
             micro-batch. ("rank", factor): the number of rows of all experts of a rank together, as a multiple of
             tokens x k / ranks; the smaller of `ranks` and ranks x experts of a rank / k drops nothing. `matmul`
-            multiplies such rows.
+            multiplies such rows, and those without a capacity.
         ranks: for a capacity per rank, the size of the axis that shards the experts, or a multiple of it: each rank
             has num_experts / ranks consecutive experts.
         overflow: "drop" leaves out choices that have no row; "error" raises an error, from a compiled step on every
             rank.
 
     Returns:
-        rows: [experts, rows, features], or [ranks, rows, features]. A row that no choice fills contains any token, as
-            a constant: `combine` does not read it.
+        rows: without a capacity, [tokens x k, features], in the order of the experts. Otherwise [experts, rows,
+            features], or [ranks, rows, features]; a row that no choice fills contains any token, as a constant:
+            `combine` does not read it.
         back: what `combine` needs. `back.dropped` is a metric.
 
-    Memory: the rows, and two numbers per choice. Time: a sort of tokens x k.
+    Memory: the rows, and two numbers per choice. Without a capacity, `fz.expert_parallel` reserves memory for the rows
+        that a rank may receive. Time: a sort of tokens x k.
 
     Raises:
         FzeroTypeError: if an argument is not a tensor, or has another dtype.
         FzeroValueError: if shapes do not fit together, if a number is below 1 or a factor is not above 0, or for an
             overflow with overflow="error".
 
-    Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
+    Papers: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020;
+        Gale et al., MegaBlocks: efficient sparse training with mixture-of-experts, 2022 (without a capacity).
 
     Example:
         >>> import torch, fzero as fz
         >>> x = torch.tensor([[1.0], [2.0], [3.0]])
         >>> chosen, weights = torch.tensor([[1], [1], [0]]), torch.ones(3, 1)
+        >>> fz.experts.dispatch(x, chosen, weights, num_experts=2)[0][:, 0]
+        tensor([3., 1., 2.])
         >>> rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
         >>> rows[1, :, 0], rows[0, 0, 0]
         (tensor([1., 2.]), tensor(3.))
@@ -98,6 +121,8 @@ def dispatch(
         tensor([1., 2., 3.])
     """
     _check(x, experts, weights, num_experts, capacity, ranks, overflow)
+    if capacity is None:
+        return _dispatch_all(x, experts, weights, num_experts)
     (tokens, k), of_rank = experts.shape, isinstance(capacity, tuple)
     factor, groups = (capacity[1], ranks or 1) if isinstance(capacity, tuple) else (capacity, num_experts)
     each = num_experts // groups
@@ -119,22 +144,39 @@ def dispatch(
     return rows, Back(place, torch.where(kept, weights, 0), dropped.float(), choice, number)
 
 
+def _dispatch_all(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, Back]:
+    """Dispatches tokens without a capacity."""
+    tokens, k = experts.shape
+    numbers = torch.arange(tokens * k, device=x.device)
+    chosen, order = torch.sort(experts.flatten(), stable=True)  # the choices in the order of their experts
+    place = torch.zeros_like(order).scatter(0, order, numbers)
+    ends = torch.searchsorted(chosen, torch.arange(num_experts, device=x.device), right=True)
+    rows = _Route.apply(x, order, place, ends, k, k)
+    dropped = torch.zeros((), device=x.device)
+    return rows, Back(place.view(tokens, k), weights, dropped, order, ends=Ends(ends, ROUTED_ENDS(ends)))
+
+
 def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
     """Returns the product of each row with its expert's matrix: `torch.bmm(rows, w)`, or the equivalent for a
-    capacity per rank.
+    capacity per rank and for rows without a capacity.
 
     Args:
-        rows: [experts, rows, features] or [ranks, rows, features], from `dispatch` or computed from these.
+        rows: [experts, rows, features], [ranks, rows, features] or [rows, features], from `dispatch` or computed from
+            these.
         w: [experts, features, outputs].
         back: what `dispatch` returned.
 
     Returns:
-        [experts, rows, outputs] or [ranks, rows, outputs]; for a capacity per rank, 0 in rows that no choice fills.
-        To add a bias, add the product of `rows.new_ones(*rows.shape[:2], 1)` with the bias as [experts, 1, outputs].
+        [experts, rows, outputs], [ranks, rows, outputs] or [rows, outputs]; for a capacity per rank, 0 in rows that
+        no choice fills. To add a bias, add the product of `rows.new_ones(*rows.shape[:-1], 1)` with the bias as
+        [experts, 1, outputs].
 
     Memory: for a capacity per rank, the rows and products once more, in the order of experts.
-    Time: a sort of the rows by their experts. A GPU uses one kernel in bfloat16, for widths that are multiples of 8;
-        otherwise it multiplies every row by all matrices of its rank.
+    Time: for a capacity per rank, a sort of the rows by their experts. A CPU multiplies expert by expert, a GPU uses
+        one kernel in bfloat16, for widths that are multiples of 8; otherwise it multiplies every row by all matrices
+        of its rank.
 
     Raises:
         FzeroValueError: if shapes or dtypes do not fit together.
@@ -149,6 +191,14 @@ def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
         >>> fz.experts.combine(products, back)[:, 0]
         tensor([1., 1., 1., 3.])
     """
+    if back.ends is not None:
+        num = back.ends.chosen.shape[0]
+        fits = rows.dim() == 2 and w.dim() == 3 and w.shape[:2] == (num, rows.shape[1]) and rows.dtype == w.dtype
+        if fits and rows.shape[0] == back.choice.shape[0]:
+            return _GroupedMm.apply(back.ends.routed, rows, w, *back.place.shape)
+        given = [f"rows {describe(rows)}, w {describe(w)}, for {num} experts and {back.choice.shape[0]} choices"]
+        fix = "rows as of dispatch, w [experts, features, outputs], both of one dtype"
+        raise FzeroValueError("experts.matmul", "shapes or dtypes do not match", given, fix)
     fits = rows.dim() == w.dim() == 3 and rows.shape[2] == w.shape[1] and rows.dtype == w.dtype
     groups = w.shape[:1] if back.expert is None else back.expert.shape[:1]
     if not fits or rows.shape[:1] != groups or w.shape[0] % max(1, groups[0]):
@@ -162,7 +212,7 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
     """Returns the weighted sum of the results of each token's experts: [tokens, features].
 
     Args:
-        rows: [experts, rows, features], computed from the rows of `dispatch`; the number of features may differ.
+        rows: computed from the rows of `dispatch`, with as many rows; the number of features may differ.
         back: what `dispatch` returned.
 
     Memory: one row per choice.
@@ -175,6 +225,10 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
         tensor([2., 2.])
     """
     # [tokens, k, features]
+    if back.ends is not None:
+        tokens, k = back.place.shape
+        chosen = _Unroute.apply(rows, back.place.flatten(), back.choice, back.ends.chosen, k).view(tokens, k, -1)
+        return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
     chosen = _RowsAt.apply(rows.flatten(0, 1), back.place, back.choice, 1, True)
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
 
@@ -207,6 +261,125 @@ class _RowsAt(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, d_x: torch.Tensor, *_: Any) -> torch.Tensor:
         return _RowsAt.apply(d_x, *ctx.saved_tensors, ctx.share, ctx.fill)
+
+
+class _Route(torch.autograd.Function):
+    """Reads the rows of experts: for each of the choices `order` the row of its token in `x`, which has one row for
+    `share` consecutive choices. `place` is the inverse of `order`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, k: int, share: int
+    ) -> torch.Tensor:
+        return ROUTE(x, order if share == 1 else order.div(share, rounding_mode="floor"), ends, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, order, place, ends, ctx.k, ctx.share = inputs
+        ctx.save_for_backward(order, place, ends)
+        ctx.save_for_forward(order, place, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        order, place, ends = ctx.saved_tensors
+        read = _Unroute.apply(grad, place, order, ends, ctx.k)
+        return read if ctx.share == 1 else read.unflatten(0, (-1, ctx.share)).sum(1), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, d_x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _Route.apply(d_x, *ctx.saved_tensors, ctx.k, ctx.share)
+
+
+class _Unroute(torch.autograd.Function):
+    """Reads the rows of experts in the order of the choices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        rows: torch.Tensor, place: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, k: int
+    ) -> torch.Tensor:
+        return UNROUTE(rows, place, ends, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, place, order, ends, ctx.k = inputs
+        ctx.save_for_backward(place, order, ends)
+        ctx.save_for_forward(place, order, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        place, order, ends = ctx.saved_tensors
+        return _Route.apply(grad, order, place, ends, ctx.k, 1), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, d_rows: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _Unroute.apply(d_rows, *ctx.saved_tensors, ctx.k)
+
+
+class _GroupedMm(torch.autograd.Function):
+    """Multiplies rows in the order of their experts by the matrices of these."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(ends: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
+        return GROUPED_MM(ends, rows, w, tokens * k, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        *tensors, tokens, k = inputs
+        ctx.sizes = tokens, k
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, d_rows: torch.Tensor | None, d_w: torch.Tensor | None, *__: Any) -> torch.Tensor:
+        ends, rows, w = ctx.saved_tensors
+        parts = [] if d_rows is None else [_GroupedMm.apply(ends, d_rows, w, *ctx.sizes)]
+        parts += [] if d_w is None else [_GroupedMm.apply(ends, rows, d_w, *ctx.sizes)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ends, rows, w = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        d_rows = _GroupedMm.apply(ends, grad, w.mT, *ctx.sizes) if wanted[1] else None
+        return None, d_rows, _GroupedOuter.apply(ends, rows, grad, *ctx.sizes) if wanted[2] else None, None, None
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """Computes the gradient of the matrices of experts."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(ends: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
+        return GROUPED_OUTER(ends, rows, grad, tokens * k, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        *tensors, tokens, k = inputs
+        ctx.sizes = tokens, k
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, d_rows: torch.Tensor | None, d_grad: torch.Tensor | None, *__: Any) -> torch.Tensor:
+        ends, rows, grad = ctx.saved_tensors
+        parts = [] if d_rows is None else [_GroupedOuter.apply(ends, d_rows, grad, *ctx.sizes)]
+        parts += [] if d_grad is None else [_GroupedOuter.apply(ends, rows, d_grad, *ctx.sizes)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    @staticmethod
+    def backward(ctx: Any, d_w: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ends, rows, grad = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        d_rows = _GroupedMm.apply(ends, grad, d_w.mT, *ctx.sizes) if wanted[1] else None
+        return None, d_rows, _GroupedMm.apply(ends, rows, d_w, *ctx.sizes) if wanted[2] else None, None, None
 
 
 class _ExpertMm(torch.autograd.Function):
@@ -273,6 +446,8 @@ class _ExpertOuter(torch.autograd.Function):
 
 def capacity_problems(capacity: Any, ranks: Any) -> list[str]:
     """Returns the problems of a capacity and a number of ranks."""
+    if capacity is None:
+        return [] if ranks is None else [f"ranks={ranks!r}: only with capacity=('rank', factor)"]
     of_rank = isinstance(capacity, tuple) and len(capacity) == 2 and capacity[0] == "rank"
     factor = capacity[1] if of_rank else capacity
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
@@ -287,7 +462,7 @@ def _check(
     experts: torch.Tensor,
     weights: torch.Tensor,
     num_experts: int,
-    capacity: Capacity,
+    capacity: Capacity | None,
     ranks: int | None,
     overflow: str,
 ) -> None:

@@ -5,6 +5,9 @@ none. `EXPERT_MM` multiplies rows by matrices; the gradient of the matrices is `
 because the sizes are known only from the numbers. A CPU multiplies expert by expert; a GPU uses one kernel for all
 experts (`F.grouped_mm`), which exists for bfloat16. In other dtypes a GPU multiplies each row by all matrices of its
 group, so that the host does not have to wait for a size.
+
+`GROUPED_MM` and `GROUPED_OUTER` are the same for rows that are in the order of their experts already, with the end of
+each expert's rows instead of a number for each row. Rows after the last end belong to no expert.
 """
 
 from __future__ import annotations
@@ -109,7 +112,80 @@ EXPERT_OUTER: Any = define(
 [groups, inputs, rows], and `b` [groups, rows, outputs].
 """
 
-ON_GPU: dict[Any, Any] = {EXPERT_MM: mm_on_gpu, EXPERT_OUTER: outer_on_gpu}
+
+def _grouped_mm(ends: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, filled: int, k: int) -> torch.Tensor:
+    if rows.device.type != "cpu":
+        return grouped_mm_on_gpu(ends, rows, w, filled, k)
+    out, begin = rows.new_empty(rows.shape[0], w.shape[2]), 0
+    for matrix, end in zip(w, ends.tolist(), strict=True):
+        torch.mm(rows[begin:end], matrix, out=out[begin:end])
+        begin = end
+    out[begin:].zero_()
+    return out
+
+
+def _grouped_outer(ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor, filled: int, k: int) -> torch.Tensor:
+    if a.device.type != "cpu":
+        return grouped_outer_on_gpu(ends, a, b, filled, k)
+    out, begin = a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), 0
+    for matrix, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(a[begin:end].t(), b[begin:end], out=matrix)  # zeros for an expert without rows
+        begin = end
+    return out
+
+
+def _owners(ends: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns the expert of each row, int64[size]; the number of experts for a row of none."""
+    return torch.searchsorted(ends, torch.arange(size, device=ends.device), right=True)
+
+
+def grouped_mm_on_gpu(ends: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, filled: int, k: int) -> torch.Tensor:
+    """Computes `GROUPED_MM` with operations that do not wait for a size."""
+    size, features = rows.shape
+    if _has_kernel(rows, features, w.shape[2]):
+        made = F.grouped_mm(rows, w, offs=ends.int())
+        return torch.where((torch.arange(size, device=ends.device) < ends[-1])[:, None], made, 0)
+    owner, out = _owners(ends, size), rows.new_zeros(size, w.shape[2])
+    for i in range(w.shape[0]):
+        out = torch.where((owner == i)[:, None], rows @ w[i], out)
+    return out
+
+
+def grouped_outer_on_gpu(ends: torch.Tensor, a: torch.Tensor, b: torch.Tensor, filled: int, k: int) -> torch.Tensor:
+    """Computes `GROUPED_OUTER` with operations that do not wait for a size."""
+    if _has_kernel(a, a.shape[1], b.shape[1]):
+        made = F.grouped_mm(a.t(), b, offs=ends.int())
+        # zero for an expert without rows
+        return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], made, 0)
+    owner = _owners(ends, a.shape[0])
+    return torch.stack([torch.where((owner == i)[:, None], a, 0).t() @ b for i in range(ends.shape[0])])
+
+
+GROUPED_MM: Any = define(
+    "grouped_mm",
+    "(Tensor ends, Tensor rows, Tensor w, int filled, int k) -> Tensor",
+    _grouped_mm,
+    lambda ends, rows, w, filled, k: rows.new_empty([rows.shape[0], w.shape[2]]),
+)
+"""The product of each row with its expert's matrix, [rows, outputs]; zeros after the last end. `ends` is
+int64[experts], `rows` [rows, features], `w` [experts, features, outputs]. `filled`: the number of rows that belong to
+an expert if all experts are chosen equally often. `k`: the number of experts that a token chooses.
+"""
+GROUPED_OUTER: Any = define(
+    "grouped_outer",
+    "(Tensor ends, Tensor a, Tensor b, int filled, int k) -> Tensor",
+    _grouped_outer,
+    lambda ends, a, b, filled, k: a.new_empty([ends.shape[0], a.shape[1], b.shape[1]]),
+)
+"""For each expert, the sum of `a[r]` times `b[r]` over its rows, [experts, inputs, outputs]."""
+GROUPED = frozenset({GROUPED_MM, GROUPED_OUTER})
+
+ON_GPU: dict[Any, Any] = {
+    EXPERT_MM: mm_on_gpu,
+    EXPERT_OUTER: outer_on_gpu,
+    GROUPED_MM: grouped_mm_on_gpu,
+    GROUPED_OUTER: grouped_outer_on_gpu,
+}
 """The functions that devices other than a CPU run in place of these operators."""
 
 
@@ -121,3 +197,15 @@ def _flops(expert: torch.Size, rows: torch.Size, w: torch.Size, *_: object, **__
 @register_flop_formula(EXPERT_OUTER.overloadpacket)
 def _flops_of_outer(expert: torch.Size, a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
     return 2 * a.numel() * b[2]
+
+
+@register_flop_formula(GROUPED_MM.overloadpacket)
+def _flops_of_grouped(ends: torch.Size, rows: torch.Size, w: torch.Size, filled: int, *_: object, **__: object) -> int:
+    return 2 * filled * w[1] * w[2]
+
+
+@register_flop_formula(GROUPED_OUTER.overloadpacket)
+def _flops_of_grouped_outer(
+    ends: torch.Size, a: torch.Size, b: torch.Size, filled: int, *_: object, **__: object
+) -> int:
+    return 2 * filled * a[1] * b[1]

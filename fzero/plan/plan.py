@@ -19,9 +19,10 @@ from fzero._utils.deprecation import attribute_alias, keyword_aliases
 from fzero._utils.path_permissions import unwritable_file
 from fzero._utils.units import duration, parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.ir.attributes import RowsAttrs
 from fzero.ir.ops import transfer_bytes
 from fzero.ir.printer import statements
-from fzero.ir.program import Program
+from fzero.ir.program import Program, local_bytes
 from fzero.plan.cost import (
     HOST,
     as_used,
@@ -103,6 +104,20 @@ class StagePlan(NamedTuple):
     resting_bytes = attribute_alias("StagePlan", "resting_bytes", "persistent_bytes")
 
 
+class ExpertRows(NamedTuple):
+    """The largest exchange of rows without a capacity (`fz.expert_parallel`).
+
+    Attributes:
+        reserved: number of rows that a rank has memory for.
+        balanced: number of rows that it receives if all experts are chosen equally often.
+        row_bytes: bytes of a row.
+    """
+
+    reserved: int
+    balanced: int
+    row_bytes: int
+
+
 class PlanDecision(NamedTuple):
     """A choice that a step leaves open: what was decided for this program, and why."""
 
@@ -145,6 +160,8 @@ class Plan:
             this rank, except `step_seconds`, which is that of all stages.
         bubble: the mean of the stages' bubbles.
         stage_events: the timeline of each stage.
+        expert_rows: if rows are exchanged without a capacity, those of the largest exchange; otherwise None. The peak
+            contains the memory that is reserved for them.
         process: what a rank's process needs in addition, part by part, and whether a calibration has measured it. For
             a device, the context and the buffers of NCCL are assumed.
         programs, stage: the programs of all stages that were planned, and the index of this rank's; of a step without
@@ -190,6 +207,7 @@ class Plan:
     stages: tuple[StagePlan, ...] = ()
     stage_events: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
     process: tuple[ProcessPart, ...] = ()
+    expert_rows: ExpertRows | None = None
     programs: tuple[Program, ...] = field(default=(), repr=False, compare=False)
     stage: int = field(default=0, repr=False)
 
@@ -405,10 +423,22 @@ def plan(
             if len(stages) > 1
         ),
         stage_events=tuple(tuple(x.events) for x in timelines if len(stages) > 1),
+        expert_rows=_expert_rows(program),
         process=tuple(beside(found, peak.total, program.mesh.size > 1)),
         programs=tuple(stages),
         stage=stage,
     )
+
+
+def _expert_rows(program: Program) -> ExpertRows | None:
+    found = list[ExpertRows]()
+    for op, _ in program.walk():
+        if isinstance(op.attrs, RowsAttrs):
+            for value in (program.values_by_name[a] for a in op.args[:-1]):
+                rows = value.shape[0]
+                found.append(ExpertRows(op.attrs.rows, rows, local_bytes(value, program.mesh) // rows))
+    # On the way to the experts, the result has more rows than the operand.
+    return max((x for x in found if x.reserved >= x.balanced), key=lambda x: x.reserved * x.row_bytes, default=None)
 
 
 def _stage(program: Program, timeline: Timeline, step_seconds: float, device: Device, backend: str) -> StagePlan:

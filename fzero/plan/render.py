@@ -17,7 +17,7 @@ from fzero.plan.timeline import COMPUTE, Event
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fzero.plan.plan import Channel, Plan
+    from fzero.plan.plan import Channel, ExpertRows, Plan
 
 _WIDTH = 120  # columns of a table
 _LONGEST_WAITS = 5
@@ -51,6 +51,7 @@ def tables(plan: Plan) -> list[TextTable]:
             if plan.peer_replica_bytes
             else []
         ),
+        *([("rows of experts", *_expert_rows(plan.expert_rows))] if plan.expert_rows else []),
         ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
@@ -107,6 +108,11 @@ def _largest_part(plan: Plan) -> str:
     where = "device" if plan.device.asynchronous else "host"
     largest = max((x for x in plan.process if x.where == where), key=lambda x: x.nbytes)
     return f"{largest.what}, {'by calibration' if largest.measured else 'assumed'}"
+
+
+def _expert_rows(rows: ExpertRows) -> tuple[str, str]:
+    balanced = f"{size(rows.balanced * rows.row_bytes)} if all experts are chosen equally often"
+    return size(rows.reserved * rows.row_bytes), f"reserved for each exchange, at most; {balanced}"
 
 
 def _utilisation(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.sharding.graph_writer import MARKERS, all_gather, all_reduce, reduce_scatter
+from fzero.sharding.graph_writer import MARKERS, all_gather, all_reduce, all_to_all_v, reduce_scatter
 from fzero.sharding.placements import Partial, Placement, Replicate, Varying
 from fzero.sharding.sharded_graph import ShardedGraph
 from fzero.trace.flops import product_flops
@@ -54,6 +54,11 @@ class ExchangeStep:
     @property
     def sent(self) -> tuple[fx.Node, ...]:
         return tuple(m.args[0] for m in self.markers)  # type: ignore[misc]
+
+    @property
+    def counts(self) -> fx.Node | None:
+        """The numbers of rows that ranks send to each other; None if all send as many."""
+        return self.markers[0].args[1] if self.kind is all_to_all_v else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,8 +253,8 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
     body = [x for x in graph.graph.nodes if x.op == "call_function"]
     for k in sorted({level[x] for x in body}):
         here = [x for x in body if level[x] == k and x not in marked]
-        sources = [m.args[0] for m in markers if level[m] == k]
-        first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
+        sources = [a for m in markers if level[m] == k for a in m.all_input_nodes]
+        first = ancestors(sources, stop=marked) if sources else {*here}
         late = any(product_flops(x) for x in here if x not in first)  # only products take long
         made.update((x, 2 * k + (late and x not in first)) for x in here)
     for x in body:  # all results of an op with several results stay in its partition

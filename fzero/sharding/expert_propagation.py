@@ -3,8 +3,13 @@
 Each rank has its own rows, for all experts, and its shard of the experts' parameters. A product of rows with such a
 parameter needs the rows of all ranks for the experts of this rank (`ExpertShard`); an all_to_all delivers them. Ops
 keep this form if their rule has labels for the experts and the rows (`fzero.sharding.factors.pairs`). All other ops get
-the rank's own rows back. The gradient of a sharded parameter is a sum over the rows of all ranks: either one product
-over all these rows, or the sum of the gradients of the ranks.
+the rank's own rows back.
+
+Rows without a capacity (fzero/ops/routed_rows.py) are exchanged where the function says so: `ROUTE` sends each row to
+the rank of its expert, as many as there are (`Routed`), and `UNROUTE` returns them.
+
+The gradient of a sharded parameter is a sum over the rows of all ranks: either one product over all these rows, or the
+sum of the gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +17,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.fx as fx
 
 from fzero.errors import FzeroValueError
-from fzero.ops.grouped_matmul import EXPERT_MM
-from fzero.sharding.factors import Factors, pairs, rule_of, strategies
-from fzero.sharding.graph_writer import MARKERS
+from fzero.ops.grouped_matmul import EXPERT_MM, GROUPED, GROUPED_MM
+from fzero.ops.routed_rows import ROUTE, ROUTES, UNROUTE
+from fzero.sharding.factors import Factors, pairs, rule_of, strategies, with_rows
+from fzero.sharding.graph_writer import MARKERS, all_gather, all_to_all_v
 from fzero.sharding.operations import Operation, Strategy, nbytes_of, shape_of
 from fzero.sharding.placements import (
     REPLICATE,
@@ -26,6 +34,7 @@ from fzero.sharding.placements import (
     VARYING,
     ExpertShard,
     Placement,
+    Routed,
     Shard,
     local_shape,
 )
@@ -53,7 +62,9 @@ _LINEAR = {
 _ADDS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default}
 
 
-def propagate(graph: Recorded, n: int, places: Sequence[Placement], wanted: Sequence[Wanted]) -> ShardedGraph:
+def propagate(
+    graph: Recorded, n: int, places: Sequence[Placement], wanted: Sequence[Wanted], max_rows: float | None = None
+) -> ShardedGraph:
     """Returns the function on a rank's own rows and its shard of the experts.
 
     Args:
@@ -62,19 +73,51 @@ def propagate(graph: Recorded, n: int, places: Sequence[Placement], wanted: Sequ
         places: the placements of its inputs.
         wanted: the requested placements of its outputs. A `Shard` is the placement of a gradient, which is summed over
             all ranks.
+        max_rows: without a capacity, the number of rows that a rank has memory for, as a multiple of those that it
+            sends. None: as many as it can receive.
 
     Raises:
-        FzeroValueError: the function computes with the gradient of a sharded parameter, other than adding to it.
+        FzeroValueError: the function computes with the gradient of a sharded parameter, other than adding to it; or
+            with rows without a capacity in a way that needs the rows of one rank.
     """
-    return ExpertPropagation(graph, n, places, wanted).result()
+    return ExpertPropagation(graph, n, places, wanted, max_rows).result()
+
+
+class RoutedRows(NamedTuple):
+    """The exchange of the rows of one dispatch, in the graph of a rank.
+
+    Attributes:
+        counts: int64[ranks, ranks], the number of rows that each rank sends to each rank.
+        returned: the same for the way back.
+        ends: int64[experts of the rank], the end of the rows of each of its experts.
+        order: int64[size], for each row in the order of the experts the position at which it arrives.
+        place: the inverse of `order`.
+        size: the number of rows that a rank has memory for.
+    """
+
+    counts: fx.Node
+    returned: fx.Node
+    ends: fx.Node
+    order: fx.Node
+    place: fx.Node
+    size: int
 
 
 class ExpertPropagation(Propagation):
     """The propagation through one function along an axis that shards the batch. A value that depends on a rank's rows
     varies between ranks as it was recorded (`base`). `sums` are shards of sums over the rows of all ranks."""
 
-    def __init__(self, source: Recorded, n: int, places: Sequence[Placement], wanted: Sequence[Wanted]):
+    def __init__(
+        self,
+        source: Recorded,
+        n: int,
+        places: Sequence[Placement],
+        wanted: Sequence[Wanted],
+        max_rows: float | None = None,
+    ):
         self.sums: set[fx.Node] = set()
+        self.max_rows = max_rows
+        self.routed: dict[fx.Node, RoutedRows] = {}  # by the ends of the experts' rows
         super().__init__(source, n, places, wanted)
 
     # --- inputs and outputs ---
@@ -92,7 +135,7 @@ class ExpertPropagation(Propagation):
         if node in self.sums:
             return REPLICATE
         if node.op == "placeholder":
-            return VARYING if place == VARYING or isinstance(place, ExpertShard) else REPLICATE
+            return VARYING if place == VARYING or isinstance(place, (ExpertShard, Routed)) else REPLICATE
         return VARYING if any(self.base[a] == VARYING for a in node.all_input_nodes) else REPLICATE
 
     def output(self, x: fx.Node, want: Wanted) -> tuple[fx.Node, Placement]:
@@ -105,7 +148,7 @@ class ExpertPropagation(Propagation):
             return (self.write(aten.clone.default, value) if value.target in MARKERS else value), SUM
         place = self.base[x]
         if want is OutputPlacement.FREE:  # rows that were exchanged for this function are also needed by the next one
-            place = next((m for m in self.made[x] if isinstance(m, ExpertShard)), self.place[x])
+            place = next((m for m in self.made[x] if isinstance(m, (ExpertShard, Routed))), self.place[x])
         return self.get(x, place), place
 
     # --- ops ---
@@ -124,6 +167,10 @@ class ExpertPropagation(Propagation):
         varies = {a for a in op.inputs if self.base[a] == VARYING}
         if not varies:
             yield from super().strategies(op)
+        elif op.target in ROUTES or op.target in GROUPED:
+            yield self._of_routed(op)
+        elif any(isinstance(m, Routed) for a in varies for m in self.made[a]):
+            yield from self._on_routed(op, varies)
         elif op.target in VIEWS:  # their rule has no labels for a view with another size
             exchanged = (m for m in self.made[op["self"]] if isinstance(m, ExpertShard))
             yield from (s for m in exchanged if (s := self._view(op, m)))
@@ -163,6 +210,132 @@ class ExpertPropagation(Propagation):
         # The value is the same on all ranks, so the sum over the n ranks is n times the value.
         return self.write(aten.mul.Scalar, self.get(node, place), self.n)
 
+    # --- rows without a capacity ---
+
+    def _of_routed(self, op: Operation) -> Strategy:
+        """The strategy of an op that exchanges rows without a capacity, or multiplies them."""
+        own = {a: self.base[a] for a in op.inputs}
+        if op.target in GROUPED:
+            return self._product(op)
+        if op.target is UNROUTE:
+            rows, ends = op["rows"], op["ends"]
+            place = Routed(0, self._size(shape_of(rows)[0], shape_of(ends)[0], op["k"]))
+            return Strategy({**own, rows: place}, (VARYING,), lambda w, a: self._returned(a, op["k"]))
+        ends = op["ends"]
+        if op.target is ROUTE:
+            place = Routed(0, self._size(op.shape[0], shape_of(ends)[0], op["k"]))
+            return Strategy(own, (place,), lambda w, a: self._sent(a, op["k"]))
+        return Strategy(own, (Routed(0, shape_of(ends)[0] // self.n),), lambda w, a: self._exchange(a["ends"], 1).ends)
+
+    def _product(self, op: Operation) -> Strategy:
+        ends, *others = op.inputs
+        place = Routed(0, self._size(op["filled"], shape_of(ends)[0], op["k"]))
+        rows = others[:1] if op.target is GROUPED_MM else others
+        if any(self.cost(x, place) for x in rows):
+            what = "rows without a capacity are multiplied in another block than the one that dispatches them"
+            raise self._rejected(what, "call dispatch, matmul and combine in one block")
+        want: dict[fx.Node, Placement] = dict.fromkeys(others, place)
+        want[ends] = Routed(0, shape_of(ends)[0] // self.n)
+        if op.target is not GROUPED_MM:
+            return Strategy(want, (Shard(0),))
+        w = op["w"]
+        if self.place[w] != Shard(0):
+            what = "a product of experts reads a parameter that `where` does not match"
+            raise self._rejected(what, "match all parameters [experts, ...] that matmul reads, or none of them")
+        return Strategy({**want, w: Shard(0)}, (place,))
+
+    def _on_routed(self, op: Operation, varies: set[fx.Node]) -> Iterator[Strategy]:
+        """The strategies of an op on rows where they are multiplied."""
+        if (rule := rule_of(op.target)) is None or (f := factors(op, rule)) is None:
+            return
+        for place in dict.fromkeys(m for a in op.inputs for m in self.made[a] if isinstance(m, Routed)):
+            if op.target in VIEWS:  # their rule has no labels for a view with another size
+                yield from self._routed_view(op, f, place)
+            else:
+                yield from with_rows(op, f, place, self.made, varies, lambda i: self._summed(op.node, i))
+
+    def _routed_view(self, op: Operation, f: Factors, place: Routed) -> Iterator[Strategy]:
+        (x, of), out = f.operands[0], f.results[0] or ()
+        if (row := of[place.dim]) and row in out:
+            made = Routed(out.index(row), place.size)
+            size = local_shape(op.shape, made, self.n)
+            yield Strategy({x: place}, (made,), lambda w, a: w.view(a["self"], size))
+
+    def _is_only_summed(self, node: fx.Node) -> bool:
+        """Whether a sum over rows leaves the function only as a summand, through linear ops: then it does not matter
+        which rank has added up which rows."""
+        summands = (OutputPlacement.SUMMAND, OutputPlacement.PARTIAL)
+        if not node.users or any(w not in summands for w in self.ends(node)):
+            return False
+        users = [u for u in node.users if u.op != "output"]
+        linear = ((u.target in _LINEAR and len(u.all_input_nodes) == 1) or _is_sum(u) for u in users)
+        return all(linear) and all(self.is_on_the_way("only_summed", u) for u in users)
+
+    def _summed(self, node: fx.Node, number: int) -> bool:
+        """Whether the result of an op with this number leaves the function only as a summand."""
+        if isinstance(node.meta["val"], torch.Tensor):
+            return self.is_on_the_way("only_summed", node)
+        return all(self.is_on_the_way("only_summed", u) for u in node.users if u.args[1] == number)
+
+    def _size(self, rows: int, experts: int, k: int) -> int:
+        """The number of rows that a rank has memory for."""
+        # A token chooses each expert at most once, so a rank sends at most this many rows of a token to another one.
+        most = self.n * (rows // k) * min(k, experts // self.n)
+        return most if self.max_rows is None else min(most, math.ceil(self.max_rows * rows))
+
+    def _sent(self, a: dict[str, Any], k: int) -> fx.Node:
+        """Sends rows to the ranks of their experts, and brings those that arrive in the order of the experts."""
+        rows = self.write(aten.index_select.default, a["x"], 0, a["index"])
+        e = self._exchange(a["ends"], k, shape_of(rows)[0])
+        come = self.write.mark(all_to_all_v, rows, [e.size, shape_of(rows)[1]], e.counts, e.size)
+        return self.write(aten.index_select.default, come, 0, e.order)
+
+    def _returned(self, a: dict[str, Any], k: int) -> fx.Node:
+        """Returns rows to the ranks that have sent them."""
+        num = shape_of(a["index"])[0]
+        e = self._exchange(a["ends"], k, num)
+        rows = self.write(aten.index_select.default, a["rows"], 0, e.place)
+        come = self.write.mark(all_to_all_v, rows, [num, shape_of(rows)[1]], e.returned, num)
+        return self.write(aten.index_select.default, come, 0, a["index"])
+
+    def _exchange(self, ends: fx.Node, k: int, rows: int | None = None) -> RoutedRows:
+        """Makes ranks tell each other how many rows each expert of theirs was chosen for."""
+        n, (experts,) = self.n, shape_of(ends)
+        each = experts // n
+
+        def received(counts: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+            """int64[from, experts of the rank]."""
+            return counts.view(n, n, each).index_select(1, rank).view(n, each)
+
+        def order_of(come: torch.Tensor, size: int) -> torch.Tensor:
+            # Rows arrive by rank and, of each rank, by expert.
+            arrival = torch.arange(size, device=come.device)
+            of = torch.searchsorted(come.flatten().cumsum(0), arrival, right=True)
+            expert = torch.where(of < n * each, of.remainder(each), each)
+            return torch.sort(expert, stable=True)[1]
+
+        w = self.write
+        if ends not in self.routed:
+            counts = w.trace(lambda x: x.diff(prepend=x.new_zeros(1)).view(1, -1), ends)
+            counts = w.mark(all_gather, counts, [n, experts])
+            between = w.trace(lambda c: c.view(n, n, each).sum(2), counts)
+            come = w.trace(received, counts, w.index())
+            local = w.trace(lambda c: c.sum(0).cumsum(0), come)
+            returned = w.trace(lambda c: c.t().contiguous(), between)
+            self.routed[ends] = RoutedRows(between, returned, local, come, come, 0)
+        e = self.routed[ends]
+        if rows is None or e.size:
+            return e
+        size = self._size(rows, experts, k)
+        order = w.trace(lambda c: order_of(c, size), e.order)
+        place = w.trace(lambda x: torch.zeros_like(x).scatter(0, x, torch.arange(size, device=x.device)), order)
+        self.routed[ends] = e._replace(order=order, place=place, size=size)
+        return self.routed[ends]
+
+    def _rejected(self, what: str, fix: str) -> FzeroValueError:
+        place = self.write.place
+        return FzeroValueError("expert_parallel", what, [line(place)] if place else [], fix)
+
     # --- prices ---
 
     def price(self, node: fx.Node, s: Strategy) -> float:
@@ -195,7 +368,9 @@ class ExpertPropagation(Propagation):
             return 0.0
         if want == self.base[node] and self._is_viewed(node):
             return 0.0
-        return math.inf if isinstance(self.place[node], Shard) else nbytes_of(node)
+        if isinstance(want, Routed):  # rows are exchanged only by `ROUTE`
+            return 0.0 if node.target is aten.full.default else math.inf
+        return math.inf if isinstance(self.place[node], (Shard, Routed)) else nbytes_of(node)
 
     # --- values at placements ---
 
@@ -213,6 +388,13 @@ class ExpertPropagation(Propagation):
 
     def converted(self, node: fx.Node, want: Placement) -> fx.Node:
         made, natural, base = self.made[node], self.place[node], self.base[node]
+        if isinstance(want, Routed) and node.target is aten.full.default:  # of any size
+            size, *args = node.args
+            return self.write(node.target, local_shape(size, want, self.n), *args, **node.kwargs)  # type: ignore
+        if isinstance(natural, Routed) or isinstance(want, Routed):
+            what = "an operation between dispatch and combine, without a capacity, needs the rows of one rank"
+            fix = "compute each row by itself there: matmul, pointwise operations, norms; or pass a capacity"
+            raise self._rejected(what, fix)
         if want == base and self._is_viewed(node):
             return self.viewed_again(node, self.base[node.all_input_nodes[0]])
         if isinstance(want, ExpertShard):

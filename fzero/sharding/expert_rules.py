@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER, GROUPED_MM, GROUPED_OUTER
+from fzero.ops.routed_rows import ROUTE, UNROUTE
 from fzero.ops.row_indices import CHOICES, ROWS_AT, SLOTS
 from fzero.sharding.factors import custom, rule
 from fzero.sharding.operations import Operation, Strategy, shape_of
@@ -23,6 +24,10 @@ aten = torch.ops.aten
 
 rule(EXPERT_MM, "gr,grk,gkn->grn", seeds=(0, 1), linear="1|2")
 rule(EXPERT_OUTER, "gr,gmr,grn->gmn", linear="1|2")
+rule(GROUPED_MM, "e,rk,ekn->rn", blocked="er", linear="1|2")
+rule(GROUPED_OUTER, "e,rm,rn->emn", blocked="er", linear="1|2")
+rule(ROUTE, "tf,r,e->rf", blocked="tre", linear="0", moves=True)
+rule(UNROUTE, "rf,m,e->mf", blocked="rme", linear="0", moves=True)
 
 
 def _converted(

@@ -13,7 +13,8 @@ used by Shardy (`op_sharding_rule`) and by `jax.experimental.custom_partitioning
 The same labels serve three kinds of sharding:
 
 - tensor and sequence parallelism shard one factor (`strategies`);
-- expert parallelism shards two factors at once, the experts and the rows of tokens (`pairs`);
+- expert parallelism shards two factors at once, the experts and the rows of tokens (`pairs`), or changes the number of
+  rows (`with_rows`);
 - ZeRO's flat shards stay flat if every operand has the labels of the result in the same order
   (fzero/sharding/flat_propagation.py).
 
@@ -33,7 +34,17 @@ import torch
 import torch.fx as fx
 
 from fzero.sharding.operations import Operation, Strategy, Writes, Written, shape_of
-from fzero.sharding.placements import REPLICATE, SUM, ExpertShard, Partial, Placement, Shard, local_shape
+from fzero.sharding.placements import (
+    REPLICATE,
+    SUM,
+    VARYING,
+    ExpertShard,
+    Partial,
+    Placement,
+    Routed,
+    Shard,
+    local_shape,
+)
 
 aten = torch.ops.aten
 Labels = tuple[str, ...]
@@ -308,6 +319,39 @@ def pairs(
                 out.append(Shard(labels.index(e)))
         if fits:
             yield Strategy(want, tuple(out), _writes(op, f, e, tuple(out)))
+
+
+def with_rows(
+    op: Operation,
+    f: Factors,
+    place: Routed,
+    found: Mapping[fx.Node, Collection[Placement]],
+    varies: Collection[fx.Node],
+    summed: Callable[[int], bool],
+) -> Iterator[Strategy]:
+    """The strategies of an op on the rows that this rank's experts were sent.
+
+    Every varying operand must have these rows; any other operand must not have rows, unless it is a constant. A result
+    without rows is a sum over the rows of this rank, which is allowed only if the sum of all ranks is wanted: `summed`
+    says this of the result with a number.
+    """
+    rows = dict.fromkeys(labels[place.dim] for x, labels in f.operands if place in found[x])
+    for r in rows:
+        want, out = op.at({}), list[Placement]()
+        fits = bool(r) and r not in f.blocked
+        for x, labels in f.operands:
+            if r in labels:
+                want[x] = Routed(labels.index(r), place.size)
+            else:
+                fits &= x not in varies
+        for i, labels in enumerate(f.results):
+            if labels is not None and r in labels:
+                out.append(Routed(labels.index(r), place.size))
+            else:
+                fits &= f.reduce == "sum" and summed(i)
+                out.append(VARYING)
+        if fits:
+            yield Strategy(want, tuple(out), _writes(op, f, r, tuple(out)))
 
 
 def _pair_seeds(

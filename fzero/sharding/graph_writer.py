@@ -50,7 +50,13 @@ def all_to_all(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a marker is not executable")
 
 
-MARKERS = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all})
+def all_to_all_v(x: torch.Tensor, counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """Marker: an all-to-all in which rank i sends `counts[i, j]` rows to rank j, in the order of the ranks: [sent,
+    *row] to [rows, *row], with zeros after the rows that were received."""
+    raise AssertionError("a marker is not executable")
+
+
+MARKERS = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all, all_to_all_v})
 
 
 class GraphWriter:
@@ -115,7 +121,7 @@ class GraphWriter:
         return self(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def mark(self, marker: Any, x: fx.Node, shape: Sequence[int], *extra: Any) -> fx.Node:
-        """Writes the marker of a collective, whose result has this shape."""
+        """Writes the marker of a collective, whose result has this shape. `extra`: its further arguments."""
         value = x.meta["val"]
         if marker is not all_reduce:
             x = self.packed(x)

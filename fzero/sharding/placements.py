@@ -8,6 +8,7 @@
 | `Partial(op)` | one of n values, whose reduction ("sum", "max" or "min") is the value |
 | `Varying()` | a value of its own, computed from its samples of the batch |
 | `ExpertShard(dim, rows)` | its shard of the experts, with the rows of all ranks |
+| `Routed(dim, size)` | the rows of all ranks that chose its experts, as many as these are, and then unused rows |
 
 `Replicate`, `Shard` and `Partial` have the meaning that they have in `torch.distributed.tensor` and in GSPMD. `Flat`
 occurs only outside subgraphs, except in a sharded optimizer, where a shard is an ordinary 1-D tensor. An axis along
@@ -60,6 +61,16 @@ class ExpertShard:
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """A varying value of rows that ranks have sent to the experts that they chose: each rank holds `size` rows along
+    `dim`, first those of its experts, in their order, then unused ones. Or a value of a rank's experts: `size` of
+    them along `dim`."""
+
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flat:
     """Rank i of n holds flat shard i of the value, as a 1-D tensor (fzero/sharding/layout.py): an equal piece of the
     flattened and padded value or, with `along`, its shard along that dim, flattened and padded.
@@ -72,7 +83,7 @@ class Flat:
     permuted: bool = False
 
 
-Placement = Replicate | Shard | Flat | Partial | Varying | ExpertShard
+Placement = Replicate | Shard | Flat | Partial | Varying | ExpertShard | Routed
 REPLICATE, SUM, VARYING = Replicate(), Partial(), Varying()
 _ORDER = (Flat, Varying, Shard, Partial)
 
@@ -239,6 +250,8 @@ def local_shape(shape: Sequence[int], place: Placement, n: int) -> list[int]:
         out[place.dim] //= n
     if isinstance(place, ExpertShard):
         out[place.rows] *= n
+    if isinstance(place, Routed):
+        out[place.dim] = place.size
     return out
 
 
@@ -246,6 +259,8 @@ def divides(shape: Sequence[int], place: Placement, n: int) -> bool:
     """Whether a value of this shape has n equal shards at a placement."""
     if isinstance(place, ExpertShard):
         return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
+    if isinstance(place, Routed):
+        return place.dim < len(shape)
     if not isinstance(place, Shard):
         return True
     return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.groups * n) == 0

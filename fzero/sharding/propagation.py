@@ -48,6 +48,7 @@ from fzero.sharding.placements import (
     ExpertShard,
     Partial,
     Placement,
+    Routed,
     Shard,
     divides,
     local_shape,
@@ -229,7 +230,7 @@ class Propagation:
         assert divides(value.shape, place, self.n), f"{x.name}{list(value.shape)} has no {self.n} shards at {place}"
         new = self.graph.placeholder(x.name)
         new.meta["val"] = value
-        if isinstance(place, (Shard, ExpertShard)):  # a rank's shard is a separate, contiguous tensor
+        if isinstance(place, (Shard, ExpertShard, Routed)):  # a rank's shard is a separate, contiguous tensor
             shape = local_shape(value.shape, place, self.n)
             new.meta["val"] = compat.new_fake(value.fake_mode, shape, value.dtype, value.device)
         self.write.last_input, self.write.device = new, value.device

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero.comm.collectives import gather
+from fzero.comm.collectives import check_rows, gather
 from fzero.comm.groups import ranks_along
 from fzero.ir.ops import OPS, STARTS, Attempt
 from fzero.ir.printer import statements
@@ -114,6 +114,19 @@ class PlainTransfers:
 
         def exchanged(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             return torch.cat([part.reshape(n, -1)[here] for part in self._exchange.along(self._mesh, axis, x)])
+
+        return _each(values, exchanged)
+
+    def all_to_all_v_start(
+        self, values: Tensors, counts: torch.Tensor, axis: str, rows: int, into: Any = None
+    ) -> Moving:
+        here, numbers = self._mesh.index(axis), counts.tolist()
+        check_rows(numbers, rows, axis)
+
+        def exchanged(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            sent = zip(self._exchange.along(self._mesh, axis, x), numbers, strict=True)
+            come = torch.cat([part[sum(to[:here]) : sum(to[: here + 1])] for part, to in sent])
+            return torch.cat([come, come.new_zeros(rows - len(come), *come.shape[1:])])
 
         return _each(values, exchanged)
 

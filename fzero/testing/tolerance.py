@@ -71,7 +71,7 @@ WAYS = (1, -1)
 NUM_MOVED = 4
 """Number of runs with perturbed parameters."""
 
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "expert_mm", "expert_outer")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "expert_mm", "expert_outer", "grouped_mm", "grouped_outer")
 _NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
 
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from fzero._compat import compat
-from fzero.ops import grouped_matmul
+from fzero.ops import grouped_matmul, routed_rows
 from fzero.ops.index_sums import IN_ORDER
 from fzero.ops.recurrent import LSTM
 from fzero.ops.row_indices import WRITTEN_OUT
@@ -31,7 +31,8 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
     - Matrix products in bfloat16 and float16 run in float32 if the device has no native products in these dtypes.
       `slow` names these dtypes; without it, the device is queried.
     - Products in 8 bits run by the device's own means (fzero/ops/scaled_matmul.py).
-    - The operators that number rows of experts are replaced by functions of ATen ops (fzero/ops/row_indices.py). On
+    - The operators that number and route rows of experts are replaced by functions of ATen ops
+      (fzero/ops/row_indices.py, fzero/ops/routed_rows.py). On
       devices other than CPUs, so are the products of several experts' rows (fzero/ops/grouped_matmul.py).
     - A CPU adds at indices in their order (fzero/ops/index_sums.py), and has its own implementations of LSTM layers
       (fzero/ops/recurrent.py) and of batch norms with two dtypes.
@@ -52,7 +53,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes)
         else {}
     )
-    rules |= {scaled_mm: multiply_on(device), **WRITTEN_OUT}
+    rules |= {scaled_mm: multiply_on(device), **WRITTEN_OUT, **routed_rows.WRITTEN_OUT}
     on_cpu = IN_ORDER | LSTM | _NORMS
     return substituted(graph, rules | (on_cpu if device.type == "cpu" else grouped_matmul.ON_GPU))
 
@@ -147,6 +148,8 @@ _MATMULS = {
     aten.baddbmm.default,
     grouped_matmul.EXPERT_MM,
     grouped_matmul.EXPERT_OUTER,
+    grouped_matmul.GROUPED_MM,
+    grouped_matmul.GROUPED_OUTER,
     aten.convolution.default,
     aten.convolution_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,

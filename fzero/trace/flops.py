@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER, GROUPED_MM, GROUPED_OUTER
 from fzero.ops.scaled_matmul import scaled_mm
 from fzero.trace.storages import is_view
 
@@ -26,6 +26,8 @@ PRODUCTS = {
     scaled_mm.overloadpacket,
     EXPERT_MM.overloadpacket,
     EXPERT_OUTER.overloadpacket,
+    GROUPED_MM.overloadpacket,
+    GROUPED_OUTER.overloadpacket,
     aten.convolution,
     aten.convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu,

@@ -22,15 +22,15 @@ import torch.fx as fx
 from fzero._utils.arguments import amount
 from fzero._utils.units import size
 from fzero.errors import FzeroValueError
-from fzero.ir.attributes import JoinAttrs, Over, RankIndexAttrs, ReduceAttrs, ScatterAttrs, UpdateAttrs
+from fzero.ir.attributes import JoinAttrs, Over, RankIndexAttrs, ReduceAttrs, RowsAttrs, ScatterAttrs, UpdateAttrs
 from fzero.ir.from_graph import Functions
-from fzero.ir.ops import COLLECTIVES
+from fzero.ir.ops import COLLECTIVES, STARTS
 from fzero.ir.program import Instruction, Program, Value, moving, with_segments
 from fzero.ir.value_names import Names, call_name, operation_name
 from fzero.mesh import AbstractMesh
 from fzero.sharding import expert_propagation, propagation
 from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
-from fzero.sharding.graph_writer import all_gather, all_reduce, all_to_all, reduce_scatter
+from fzero.sharding.graph_writer import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from fzero.sharding.layout import Leaf
 from fzero.sharding.operations import Attention
 from fzero.sharding.placements import (
@@ -41,6 +41,7 @@ from fzero.sharding.placements import (
     Partial,
     Placement,
     Replicate,
+    Routed,
     Shard,
     Varying,
     local_shape,
@@ -80,6 +81,12 @@ class DimSharding(Transform):
     @property
     def stream(self) -> Shard | None:
         """The dim along which values that pass between blocks are sharded; None if they are not."""
+        return None
+
+    @property
+    def routed_rows(self) -> float | None:
+        """The number of rows without a capacity that a rank has memory for, as a multiple of those that it sends; None
+        if it has memory for all that it can receive."""
         return None
 
     @property
@@ -127,9 +134,22 @@ _STARTS = {
     all_gather: "all_gather_start",
     reduce_scatter: "reduce_scatter_start",
     all_to_all: "all_to_all_start",
+    all_to_all_v: "all_to_all_v_start",
 }
-_HANDLES = {all_reduce: "reduce", all_gather: "gather", reduce_scatter: "scatter", all_to_all: "exchange"}
-_ARRIVED = {all_reduce: "sum", all_gather: "gathered", reduce_scatter: "scattered", all_to_all: "exchanged"}
+_HANDLES = {
+    all_reduce: "reduce",
+    all_gather: "gather",
+    reduce_scatter: "scatter",
+    all_to_all: "exchange",
+    all_to_all_v: "exchange",
+}
+_ARRIVED = {
+    all_reduce: "sum",
+    all_gather: "gathered",
+    reduce_scatter: "scattered",
+    all_to_all: "exchanged",
+    all_to_all_v: "exchanged",
+}
 """The endings of the names of handles and of received values."""
 
 
@@ -222,7 +242,7 @@ class _Before:
         placed = {name: value.placement for name, value in program.values().items()}
         own = {a: at.varies_over for a, at in placed.items()}
         num_dim_shards = {a: len(at.dim_shards) for a, at in placed.items()}
-        return cls(own, {op.out[0].name: op.args for op in starts}, rows, num_dim_shards)
+        return cls(own, {op.out[0].name: STARTS[op.op].sent(op) for op in starts}, rows, num_dim_shards)
 
 
 @dataclass(frozen=True)
@@ -369,7 +389,7 @@ class _Placements:
         if isinstance(place, Partial) and value.name in self.maxima:
             place = Partial("max")
         self.places[value.name] = place
-        if isinstance(place, ExpertShard):
+        if isinstance(place, (ExpertShard, Routed)):
             value, place = replace(value, shape=tuple(local_shape(value.shape, place, self.n))), VARYING
         return replace(value, placement=value.placement.along(self.axis, place))
 
@@ -423,14 +443,15 @@ class _Placements:
         places = tuple(self.places[a] for a in op.args)
         wanted = tuple(self.wanted.get(v.name, OutputPlacement.FREE) for v in op.out)
         if not any(
-            isinstance(place, (Shard, ExpertShard)) or place is OutputPlacement.PARTIAL for place in (*places, *wanted)
+            isinstance(place, (Shard, ExpertShard, Routed)) or place is OutputPlacement.PARTIAL
+            for place in (*places, *wanted)
         ):
             return None
         if self.spec.shards_batch:
             of = op.fn, places, wanted
             if of not in self.known:
                 self.known[of] = expert_propagation.propagate(
-                    self.program.functions[op.fn].graph, self.n, places, wanted
+                    self.program.functions[op.fn].graph, self.n, places, wanted, self.spec.routed_rows
                 )
             return self.known[of]
         request = _Request(
@@ -570,7 +591,8 @@ class _ToParts:
             elif isinstance(step, ExchangeStep):
                 handle = moving(self.names(f"{call_name(op)}_{_HANDLES[step.kind]}"))
                 handles[step] = handle.name
-                ops.append(self._start(step, tuple(call.names[x] for x in step.sent), handle))
+                sent = step.sent if step.counts is None else (*step.sent, step.counts)
+                ops.append(self._start(step, tuple(call.names[x] for x in sent), handle))
             else:
                 moved = zip(step.of.sent, step.of.markers, strict=True)
                 out = tuple(call.final.get(m) or self._arrived(call.names[x], m, call.others[m]) for x, m in moved)
@@ -619,7 +641,7 @@ class _ToParts:
         own = varying(axes)
         name, shape = self.names(f"{call_name(call.op)}_{operation_name(node)}"), tuple(value.shape)
         sent = call.sent.get(node)
-        if sent is None or sent.kind is all_to_all:
+        if sent is None or sent.kind in (all_to_all, all_to_all_v):
             varies = node in call.segments.own
             return Value(name, shape, value.dtype, own.along(axis, VARYING if varies else REPLICATE))
         if sent.kind is all_gather:
@@ -635,7 +657,7 @@ class _ToParts:
         name, shape = self.names(f"{sent}_{_ARRIVED[marker.target]}"), tuple(value.shape)
         if marker.target is reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, own.along(self.axis, Shard(0)))
-        own = own.along(self.axis, VARYING if marker.target is all_to_all else REPLICATE)
+        own = own.along(self.axis, VARYING if marker.target in (all_to_all, all_to_all_v) else REPLICATE)
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Instruction:
@@ -643,6 +665,7 @@ class _ToParts:
         attrs = {
             "all_gather_start": lambda: Over(axes=axes),
             "all_to_all_start": lambda: Over(axes=axes),
+            "all_to_all_v_start": lambda: RowsAttrs(axes=axes, rows=int(step.markers[0].args[2])),  # type: ignore
             "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
             "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
         }[op]()

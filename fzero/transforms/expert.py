@@ -29,6 +29,7 @@ class ExpertParallel(DimSharding):
 
     axis: str = "expert"
     where: Callable[[str, torch.Tensor], bool] = lambda path, leaf: False
+    max_rows: float | None = None
     order: ClassVar[int] = 43
     name: ClassVar[str] = "expert_parallel"
     shards_batch: ClassVar[bool] = True
@@ -37,6 +38,10 @@ class ExpertParallel(DimSharding):
         "torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
         "dispatch be a multiple of the axis"
     )
+
+    @property
+    def routed_rows(self) -> float | None:
+        return self.max_rows
 
     def sharded_dim(self, leaf: Leaf) -> Shard | None:
         return Shard(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
@@ -57,7 +62,7 @@ class ExpertParallel(DimSharding):
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
-        return self.shown(f"where={where}")
+        return self.shown(f"where={where}", *([] if self.max_rows is None else [f"max_rows={self.max_rows}"]))
 
 
 @keyword_aliases("fz.expert_parallel", whole_bytes="max_replicated_bytes")
@@ -67,6 +72,7 @@ def expert_parallel(
     *,
     where: Callable[[str, torch.Tensor], bool],
     axis: str = "expert",
+    max_rows: float | None = None,
     max_replicated_bytes: int | str = "1MiB",
 ) -> Any:
     """Shards experts' parameters and the batch over `axis`; ranks exchange tokens around products with these
@@ -74,29 +80,35 @@ def expert_parallel(
 
     Equal to the untransformed step, up to the order of summation, as long as no token is dropped for lack of capacity.
     Each rank has its own samples of the batch, and its share of the experts in each parameter [experts, ...] that
-    `where` accepts. A product `torch.bmm(rows, w)` of rows [experts, rows, features] sends each expert's rows to the
-    rank that has the expert. Pointwise operations between two such products are computed there. `fz.experts.dispatch`
-    makes such rows. A ZeRO stage may name the axis together with others: `fz.shard_params(axis=("expert", "data"))`
-    shards experts over data, and everything else over both axes. `tensor_parallel` over another axis shards parameters,
-    those of experts included, along further dims.
+    `where` accepts. `fz.experts.dispatch` without a capacity sends each row to the rank that has its expert, and
+    `fz.experts.combine` returns the results. With a capacity, a product `torch.bmm(rows, w)` of rows [experts, rows,
+    features] sends each expert's rows. Pointwise operations between two products are computed there. A ZeRO stage may
+    name the axis together with others: `fz.shard_params(axis=("expert", "data"))` shards experts over data, and
+    everything else over both axes. `tensor_parallel` over another axis shards parameters, those of experts included,
+    along further dims.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
         where: predicate `(path, leaf)` that selects the parameters of experts, whose first dim is the expert. `leaf` is
             a meta tensor.
         axis: the mesh axis. It shards the batch.
+        max_rows: without a capacity, the number of rows that a rank has memory for, as a multiple of those that it
+            receives if all experts are chosen equally often; at least 1. None: as many as it can receive at most,
+            which are E times as many.
         max_replicated_bytes: an operation for which more bytes of experts than this would be gathered is an error.
 
     Communication: a block with two products has 2 all_to_alls of its rows in the forward and 2 in the backward; each
         sends (E-1)/E of them. Gradients of experts are not reduced over `axis`, because the rows of all ranks are
         processed by the rank that has the expert.
-    Memory: 1/E of the experts' parameters, gradients and optimizer state. The number of rows is the same as without
-        this transform: E times the rows, for 1/E of the experts.
+    Memory: 1/E of the experts' parameters, gradients and optimizer state. With a capacity, the number of rows is the
+        same as without this transform: E times the rows, for 1/E of the experts. Without one, see `max_rows`.
 
     Raises:
         FzeroTypeError: `where` cannot be called; `axis` is not a name.
         FzeroValueError: when the program is built, the number of experts is not divisible by the axis; `where` accepts
-            no parameter; an operation exceeds `max_replicated_bytes`.
+            no parameter; an operation exceeds `max_replicated_bytes`; without a capacity, an operation between dispatch
+            and combine needs the rows of one rank. When the step runs, on every rank along the axis: a rank would
+            receive more than `max_rows`.
         TransformError: `tensor_parallel` or `sequence_parallel` over `axis`; `where` accepts one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
@@ -118,8 +130,11 @@ def expert_parallel(
         ['all_to_all_start', 'all_to_all_start']
     """
     problems = problems_of(axis, max_replicated_bytes)
+    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, (int, float)) or max_rows < 1):
+        problems.append(f"max_rows={max_rows!r}: at least 1, or None")
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
         raise FzeroTypeError("expert_parallel", "invalid arguments", problems, fix)
-    return applied(ExpertParallel(axis=axis, max_replicated_bytes=parse_bytes(max_replicated_bytes), where=where), step)
+    limit = parse_bytes(max_replicated_bytes)
+    return applied(ExpertParallel(axis=axis, max_replicated_bytes=limit, where=where, max_rows=max_rows), step)

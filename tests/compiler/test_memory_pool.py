@@ -203,6 +203,7 @@ def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     other = {
         "replicate_start": lambda: lowered(fz.shard_params(), fz.redundant()),
         "all_to_all_start": lambda: program_of("tensor"),
+        "all_to_all_v_start": lambda: program_of("experts"),
         "send_start": lambda: program_of("pipeline"),
         "recv_start": lambda: program_of("pipeline"),
     }

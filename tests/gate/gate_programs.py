@@ -345,6 +345,9 @@ PROGRAMS: dict[str, Callable[[], Case]] = {
         fz.shard_params(axis=("expert", "data")), mesh={"data": 2, "expert": 2}, capacity=EXPERTS / 2
     ),
     "expert_per_rank": lambda: train_moe(fz.accumulate(2), mesh={"expert": 2}, capacity=("rank", 2.0), ranks=2),
+    "expert_without_capacity": lambda: train_moe(
+        fz.shard_params(axis=("expert", "data")), fz.accumulate(2), mesh={"data": 2, "expert": 2}
+    ),
     "pipeline_1f1b": lambda: pipelined(micro_batches=4),
     "pipeline_interleaved": lambda: pipelined(schedule="interleaved", chunks=2),
     "pipeline_zero_bubble": lambda: pipelined(fz.shard_params(), schedule="zb", mesh={"data": 2, "pipe": 2}),

@@ -85,6 +85,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.tensor_parallel(rules={"w": 0, "b": 0}), fz.shard_params()),
         fz.AbstractMesh(data=2, model=2),
     ),
+    "experts": (fz.expert_parallel(where=lambda path, leaf: leaf.ndim == 3), fz.AbstractMesh(expert=2)),
     "whole": (fz.shard_params(axis=("data", "node")), fz.AbstractMesh(node=2, data=2)),
     "pipeline": (
         fz.compose(fz.accumulate(2, schedule="layerwise"), fz.pipeline(stages=[1, 1]), fz.shard_opt_state()),
@@ -104,9 +105,18 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
 }
 
 
+def experts_loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    weights, chosen = (x @ params["router"]).softmax(-1).topk(1, -1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2)
+    return fz.experts.combine(fz.experts.matmul(rows, params["experts"], back), back).square().mean()
+
+
 @functools.cache
 def program_of(name: str) -> Program:
     transform, mesh = PROGRAMS[name]
+    if name == "experts":
+        params = {"router": torch.eye(4)[:, :2], "experts": torch.ones(2, 4, 4)}
+        return fz.lower(transform(fz.train_step(experts_loss, optim.sgd(0.1))), mesh, params, torch.ones(6, 4)).program
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
     size = 64 if name.startswith("codes") else 4

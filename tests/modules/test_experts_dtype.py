@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers compute with grouped products only if these can be traced."""
+"""Mixtures of experts of transformers compute one row for each choice, in every dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim
@@ -33,24 +32,25 @@ def step(module: torch.nn.Module, compute: str | None) -> tuple[float, float]:
     return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the grouped products that are traced."""
-    dtypes, product = list[torch.dtype](), F.grouped_mm
+def products(module: torch.nn.Module, *transforms: Any) -> set[str]:
+    """The operators with which a step multiplies the experts' weights."""
+    model = fz.functionalize(module)
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    made = fz.compose(*transforms)(model.train_step(optim.sgd(1e-2)))
+    mesh = fz.AbstractMesh(expert=2) if transforms else fz.AbstractMesh(data=1)
+    program = fz.lower(made, mesh, model.params, {"input_ids": tokens, "labels": tokens}).program
+    assert not program.notes
+    nodes = (n for function in program.functions.values() for n in function.graph.graph.nodes)
+    return {str(n.target) for n in nodes if "grouped" in str(n.target) or "bmm" in str(n.target)}
 
-    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dtypes.append(x.dtype)
-        return product(x, *args, **kwargs)
 
-    monkeypatch.setattr(F, "grouped_mm", noted)
-    return dtypes
+GROUPED = {"fzero.grouped_mm.default", "fzero.grouped_outer.default"}
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16", "bf16", None])
-def test_a_model_in_bfloat16_computes_in_any_dtype(compute: str | None, grouped: list[torch.dtype]) -> None:
+def test_a_model_in_bfloat16_computes_in_any_dtype(compute: str | None) -> None:
     """PyTorch's function of the shapes of grouped products rejects other dtypes than bfloat16."""
     loss, norm = step(mixtral(torch.bfloat16), compute)
-    assert bool(grouped) == (compute in ("bf16", None))
     module = mixtral(torch.bfloat16).float()  # the same weights
     tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = module(input_ids=tokens, labels=tokens).loss
@@ -60,12 +60,18 @@ def test_a_model_in_bfloat16_computes_in_any_dtype(compute: str | None, grouped:
     assert (loss, norm) == (pytest.approx(expected.item(), rel=rel), pytest.approx(squares**0.5, rel=rel))
 
 
-def test_dimensions_that_the_kernel_does_not_take(grouped: list[torch.dtype]) -> None:
+def test_dimensions_that_the_kernel_does_not_take() -> None:
     """Rows of 12 numbers of bfloat16 are not a multiple of 16 bytes."""
     loss, _ = step(mixtral(torch.bfloat16, hidden=12), None)
-    assert loss == pytest.approx(4.16, abs=0.05) and not grouped
+    assert loss == pytest.approx(4.16, abs=0.05)
 
 
-def test_an_implementation_that_was_chosen_stays(grouped: list[torch.dtype]) -> None:
-    step(mixtral(torch.bfloat16, experts_implementation="batched_mm"), None)
-    assert not grouped
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_multiplied_row_by_row_and_stay_sharded(dtype: torch.dtype) -> None:
+    assert products(mixtral(dtype)) >= GROUPED
+    sharded = fz.expert_parallel(where=lambda path, leaf: "['experts']" in path, max_replicated_bytes=0)
+    assert products(mixtral(dtype), sharded) >= GROUPED
+
+
+def test_an_implementation_that_was_chosen_stays() -> None:
+    assert not products(mixtral(torch.bfloat16, experts_implementation="batched_mm")) & GROUPED

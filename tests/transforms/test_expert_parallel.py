@@ -384,7 +384,14 @@ def test_draws_on_rows_are_those_of_each_rank():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "of"), [("mixtral", {}), ("gpt_oss", {"capacity": ("rank", 2.0), "ranks": 2})])
+@pytest.mark.parametrize(
+    ("family", "of"),
+    [
+        ("mixtral", {"capacity": 2.0}),
+        ("gpt_oss", {"capacity": ("rank", 2.0), "ranks": 2}),
+        *((family, {}) for family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    ],
+)
 def test_mixtures_of_transformers(family, of):
     """Their losses are those of the library's own way, and they train as the plain step does."""
     pytest.importorskip("transformers")
@@ -410,7 +417,8 @@ def test_rows_meet_for_a_gradient_that_is_narrower():
     import architectures
 
     module = architectures.MODELS["qwen3_moe"]().module
-    module.set_experts_implementation(fz.hf.experts_implementation())
+    config = module.config
+    module.set_experts_implementation(fz.hf.experts_implementation(config.num_experts / config.num_experts_per_tok))
     model, tokens = fz.functionalize(module), torch.empty(4, LENGTH, dtype=torch.int64, device="meta")
     made = fz.expert_parallel(model.train_step(tensor.OPTIMIZER), where=lambda path, leaf: "['experts']" in path)
     program = fz.lower(made, AbstractMesh(expert=2), model.params, {"input_ids": tokens, "labels": tokens}).program

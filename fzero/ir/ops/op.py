@@ -32,6 +32,7 @@ _WORDS = {
         "scatter",
         "reduce",
         "exchange",
+        "exchange_rows",
         "fetch",
         "replicate",
         "leaves",
@@ -118,8 +119,8 @@ class Op(Generic[A]):
             been waited for. On CUDA only the device waits, so these ops wait for such copies themselves before they
             write.
         pool: how its results lie in the arena (fzero/compiler/buffer_allocation.py): "total", "sum", "gather",
-            "scatter", "reduce", "exchange", "fetch", "send", "leaves", "results" or "". A "total" accumulates over the
-            iterations of the enclosing loop, a "sum" over ops.
+            "scatter", "reduce", "exchange", "exchange_rows", "fetch", "send", "leaves", "results" or "". A "total"
+            accumulates over the iterations of the enclosing loop, a "sum" over ops.
         makes_own: whether its results share memory with nothing else.
         batched: whether one op may process several values, with the same effect as several ops that process one each.
         uncaptured: why a CUDA graph cannot contain the op; "" if it can.
@@ -280,6 +281,10 @@ class Start(Op[A]):
     def filled(self, op: Instruction[A]) -> Sequence[Place | None]:
         """Returns the buffers in the arena that its wait returns."""
         return op.into
+
+    def received(self, op: Instruction[A], value: Value) -> tuple[tuple[int, ...], torch.dtype]:
+        """Returns the shape and dtype of a value after it has arrived."""
+        return value.shape, value.dtype
 
     def arrives(self, op: Instruction[A], placement: MeshPlacement) -> MeshPlacement:
         """Returns the placement of a value after it has arrived."""

@@ -17,6 +17,7 @@ from fzero.ir.attributes import (
     Over,
     ReduceAttrs,
     ReplicateAttrs,
+    RowsAttrs,
     ScatterAttrs,
     SendAttrs,
     SentValue,
@@ -50,6 +51,7 @@ class Collective(Start[Over]):
 
     def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
         _starts(op, rules)
+        args = [v for v in args if v.name in self.sent(op)]
         if not args or len(op.attrs.axes) != 1:
             rules.bad(op, f"moves {len(args)} values over {len(op.attrs.axes)} axes")
         if isinstance(op.attrs, ReduceAttrs) and op.attrs.reduction not in REDUCTIONS:
@@ -190,6 +192,55 @@ class AllToAll(Collective):
 
     def filled(self, op: Instruction[Over]) -> Sequence[Place | None]:
         return op.into[len(op.args) :]
+
+
+class AllToAllV(AllToAll):
+    """Exchanges any number of rows of dimension 0: rank i sends `counts[i, j]` rows to rank j, first those for rank 0.
+    The result has the rows of rank 0 first, and zeros after the last row. Its last argument is the counts, int64[ranks,
+    ranks]. They are gathered, so they are the same on all ranks along the axis.
+
+    The host reads the counts, so on a GPU it waits for the device. If a rank would receive more rows than its buffer
+    has, all ranks raise an error.
+    """
+
+    name = "all_to_all_v_start"
+    attrs = RowsAttrs
+    pool = "exchange_rows"
+    # It runs over process groups, where a rank that receives no rows hears nothing of the others.
+    direct = True
+    uncaptured = "exchanges as many rows as the host reads"
+
+    def sent(self, op: Instruction[Over]) -> tuple[str, ...]:
+        return op.args[:-1]
+
+    def given(self, op: Instruction[Over]) -> Sequence[str]:
+        return op.args
+
+    def check(self, op: Instruction[Over], args: list[Value], rules: Rules) -> None:
+        super().check(op, args, rules)
+        counts, n = args[-1], rules.program.mesh.axis_size(op.attrs.axes)
+        if counts.shape != (n, n) or counts.dtype != torch.int64:
+            rules.bad(op, f"{counts} are no counts of {n} ranks")
+        if op.says(RowsAttrs).rows < 1:
+            rules.bad(op, f"receives {op.says(RowsAttrs).rows} rows")
+
+    def received(self, op: Instruction[Over], value: Value) -> tuple[tuple[int, ...], torch.dtype]:
+        return (op.says(RowsAttrs).rows, *value.shape[1:]), value.dtype
+
+    def moved_bytes(self, op: Instruction[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Returns the bytes that a rank sends if all experts are chosen equally often."""
+        n, rows = mesh.axis_size(op.attrs.axes), op.says(RowsAttrs).rows
+        moved = 0
+        for v in (values[a] for a in self.sent(op)):
+            # On one of the two sides there are unused rows.
+            moved += local_bytes(v, mesh) // v.shape[0] * min(rows, v.shape[0])
+        return moved * (n - 1) // n
+
+    def text(self, op: Instruction[Over], program: Program) -> Text:
+        sent = size(self.moved_bytes(op, program.values_by_name, program.mesh))
+        how = [f"counts={op.args[-1]}", over(op), f"rows={op.says(RowsAttrs).rows}", *into(op, program)]
+        remark = f">>> sends {sent} over {', '.join(op.attrs.axes)} if balanced"
+        return Text(f"{self.name}([{', '.join(self.sent(op))}], {', '.join(how)})", remark)
 
 
 class ReplicateStart(Start[ReplicateAttrs]):
@@ -399,7 +450,8 @@ class Wait(Op[WaitAttrs]):
             rules.bad(op, f"{op.args[0]} was not started, or is waited for twice")
             return
         moved = not (start.writes or isinstance(start.attrs, ReplicateAttrs | SendAttrs))
-        sent = [rules.known[a] for a in start.args if a in rules.known and moved]
+        row: Start[Any] = STARTS[start.op]
+        sent = [rules.known[a] for a in row.sent(start) if a in rules.known and moved]
         # A receive reads no values of this program, so its attributes say what comes.
         if start.op == Recv.name:
             said, mesh = start.says(SendAttrs), rules.program.mesh
@@ -407,7 +459,7 @@ class Wait(Op[WaitAttrs]):
             if [(v.local_shape(mesh), v.dtype, v.placement.varies_over, v.tier) for v in op.out] != comes:
                 rules.bad(op, "returns different values than it receives")
             return
-        if [(v.shape, v.dtype) for v in op.out] != [(v.shape, v.dtype) for v in sent]:
+        if [(v.shape, v.dtype) for v in op.out] != [row.received(start, v) for v in sent]:
             rules.bad(op, "returns different shapes or dtypes than were sent")
             return
         if not op.attrs.host:
@@ -446,6 +498,7 @@ STARTS: Mapping[str, Start[Any]] = {
         ReduceScatter(),
         AllReduce(),
         AllToAll(),
+        AllToAllV(),
         ReplicateStart(),
         Send(),
         Recv(),

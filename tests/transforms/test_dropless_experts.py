@@ -1,0 +1,254 @@
+"""Experts without a capacity: every choice has a row, and ranks exchange as many rows as their experts were chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.ir.attributes import RowsAttrs
+from fzero.mesh import AbstractMesh
+from fzero.ops.grouped_matmul import GROUPED_MM, GROUPED_OUTER, grouped_mm_on_gpu, grouped_outer_on_gpu
+
+EXPERTS, K, WIDTH, HIDDEN, LENGTH = 4, 2, 16, 24, 6
+BOTH = ("expert", "data")
+
+
+def dense(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mixture as a sum over all experts, without rows."""
+    out = torch.zeros_like(h)
+    for i in range(EXPERTS):
+        gate, up = (h @ p["up"][i]).chunk(2, -1)
+        y = (F.silu(gate) * up) @ p["down"][i] + p["bias"][i]
+        out = out + y * ((chosen == i) * weights).sum(-1, keepdim=True)
+    return out
+
+
+def by_rows(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS)
+    gate, up = fz.experts.matmul(rows, p["up"], back).chunk(2, -1)
+    bias = fz.experts.matmul(rows.new_ones(rows.shape[0], 1), p["bias"][:, None], back)
+    return fz.experts.combine(fz.experts.matmul(F.silu(gate) * up, p["down"], back) + bias, back)
+
+
+def loss_of(mixture: Any = by_rows) -> Any:
+    @fz.block
+    def layer(p: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        h = F.layer_norm(x, (WIDTH,), p["norm"]).flatten(0, 1)
+        q, k, v = (h.view_as(x) @ p["qkv"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        weights, chosen = (h @ p["router"] + shift).softmax(-1).topk(K, -1)
+        return x + mixture(p, h, chosen, weights).view_as(x)
+
+    def loss(p: Any, batch: Any) -> torch.Tensor:
+        x = batch["x"]
+        for block in p["layers"]:
+            x = layer(block, x, batch["shift"][0])
+        return x.square().mean()
+
+    return loss
+
+
+def params(layers: int = 2) -> Any:
+    g = torch.Generator().manual_seed(1)
+    shapes = {"norm": (WIDTH,), "qkv": (WIDTH, 3 * WIDTH), "router": (WIDTH, EXPERTS), "bias": (EXPERTS, WIDTH)}
+    shapes |= {"up": (EXPERTS, WIDTH, 2 * HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    make = lambda: {name: torch.randn(shape, generator=g) * 0.3 for name, shape in shapes.items()}  # noqa: E731
+    return {"layers": [make() for _ in range(layers)]}
+
+
+def batch(shift: tuple[float, ...] = (0, 0, 0, 0), samples: int = 8, length: int = LENGTH) -> Any:
+    x = torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(2))
+    return {"x": x, "shift": torch.tensor([shift] * samples, dtype=torch.float32)}
+
+
+def of_experts(path: str, leaf: torch.Tensor) -> bool:
+    return path.endswith(("['up']", "['down']", "['bias']"))
+
+
+def step(*transforms: Any, loss: Any = None, **options: Any) -> Any:
+    made = fz.expert_parallel(fz.train_step(loss or loss_of(), tensor.OPTIMIZER), where=of_experts, **options)
+    return fz.compose(*transforms)(made)
+
+
+CHOICES = {
+    "as the router says": batch(),
+    "all tokens choose the experts of one rank": batch((40, 39, 0, 0)),
+    "all tokens choose one expert of each rank": batch((40, 0, 39, 0)),
+    "one token per rank": batch(samples=2, length=1),
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_the_rows_of_ranks_train_as_a_dense_sum_over_experts(choices: str) -> None:
+    given = CHOICES[choices]
+    plain = fz.train_step(loss_of(dense), tensor.OPTIMIZER)
+    expected, metrics = plain(plain.init(params()), given)
+    mesh = AbstractMesh(expert=2)
+    state, found = fz.testing.simulate(step(), mesh, params(), given)
+    torch.testing.assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["loss"], metrics["loss"], rtol=1e-5, atol=0)
+    fz.testing.check_equivalent(step(), params(), given, mesh, steps=2)
+
+
+WAYS = {
+    "four ranks": ({"expert": 4}, []),
+    "ZeRO-3": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH)]),
+    "ZeRO-3, layerwise": (
+        {"data": 2, "expert": 2},
+        [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")],
+    ),
+    "ZeRO-2, accumulation, remat": (
+        {"data": 2, "expert": 2},
+        [fz.shard_grads(axis=BOTH), fz.accumulate(2), fz.remat(policy="full")],
+    ),
+    "nothing recomputed": ({"expert": 2}, [fz.remat(policy="none")]),
+    "bf16": ({"expert": 2}, [fz.mixed_precision("bf16"), fz.shard_params(axis="expert")]),
+    "state in host memory": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.offload("cpu")]),
+    "matrices over another axis": (
+        {"expert": 2, "model": 2},
+        [fz.tensor_parallel(rules={"up": (2, 2), "down": 1})],
+    ),
+    "stages": ({"expert": 2, "pipe": 2}, [fz.pipeline(), fz.accumulate(2, schedule="layerwise")]),
+}
+
+
+@pytest.mark.full(keep=["ZeRO-3, layerwise"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_combination_trains_as_the_plain_step(way: str) -> None:
+    axes, transforms = WAYS[way]
+    program = fz.lower(step(*transforms), AbstractMesh(**axes), *meta()).program
+    assert any(x.op == "all_to_all_v_start" for x, _ in program.walk()) and "unsharded" not in str(program.notes)
+    fz.testing.check_equivalent(step(*transforms), params(), batch((3, 0, 0, 0)), AbstractMesh(**axes), steps=2)
+
+
+def meta(layers: int = 2) -> Any:
+    return fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(layers), batch()))
+
+
+def test_counts_are_exchanged_before_rows() -> None:
+    ops = fz.lower(step(fz.remat("none")), AbstractMesh(expert=2), *meta(2)).program.instructions
+    starts = [x for x in ops if x.op in ("all_gather_start", "all_to_all_v_start")]
+    # One block's forward and its backward exchange counts once each; those of the last block are one subgraph.
+    there_and_back = ["all_to_all_v_start"] * 2
+    one = ["all_gather_start", *there_and_back]
+    assert [x.op for x in starts] == [*one, *one, *there_and_back, *one]
+    rows = 8 * LENGTH * K  # one for each choice of a rank; as many come from the other rank at most
+    assert [x.attrs.rows for x in starts if isinstance(x.attrs, RowsAttrs)] == [2 * rows, rows] * 4
+
+
+def test_positions_over_another_axis_are_named_or_gathered() -> None:
+    """Each rank along `seq` computes the rows of all positions."""
+    at = AbstractMesh(expert=2, seq=2)
+    with pytest.raises(FzeroValueError, match=r"(?s)would be computed unsharded.*aten.sort.*rows, back ="):
+        fz.lower(fz.sequence_parallel(step(), max_replicated_bytes=0), at, *meta())
+    made = fz.sequence_parallel(step())
+    assert "computed unsharded on every rank of seq" in str(fz.lower(made, at, *meta()).program.notes)
+    fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
+
+
+def on_ranks(transforms: list[Any], axes: dict[str, int], backend: str, shift: Any, **options: Any) -> None:
+    mesh = fz.make_mesh(**axes, **options)
+    given = {name: x.chunk(mesh.size)[mesh.rank] for name, x in batch(shift).items()}
+    fz.testing.check_equivalent(step(*transforms), params(), given, mesh, backend=backend, steps=2)
+
+
+@pytest.mark.full(keep=["True"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_on_ranks(run_ranks: Any, shared: bool) -> None:
+    run_ranks(2, on_ranks, [fz.accumulate(2)], {"expert": 2}, "eager", (0, 0, 0, 0), shared_memory=shared)
+    more = [fz.shard_params(axis=BOTH), fz.remat("full")]
+    run_ranks(4, on_ranks, more, {"data": 2, "expert": 2}, "eager", (40, 39, 0, 0), shared_memory=shared)
+
+
+@pytest.mark.full
+def test_compiled(run_ranks: Any) -> None:
+    run_ranks(2, on_ranks, [], {"expert": 2}, "inductor", (0, 0, 0, 0), timeout=300)
+
+
+def too_many() -> str:
+    mesh = fz.make_mesh(expert=2)
+    given = {name: x.chunk(mesh.size)[mesh.rank] for name, x in batch((40, 39, 0, 0)).items()}
+    train = fz.compile(step(max_rows=1.5), mesh, backend="eager")
+    with pytest.raises(FzeroValueError) as found:
+        train(train.init(params()), given)
+    return str(found.value)
+
+
+def test_rows_that_exceed_the_memory_are_an_error_on_every_rank(run_ranks: Any) -> None:
+    one, other = run_ranks(2, too_many)
+    assert one == other and "rank 0 of 'expert': 96 rows" in one and "max_rows=None" in one
+
+
+def test_bounded_rows_train_as_the_plain_step() -> None:
+    at = AbstractMesh(expert=2)
+    fz.testing.check_equivalent(step(max_rows=1.8), params(), batch(), at, steps=2)
+    bounded, worst = (fz.lower(step(max_rows=n), at, *meta()).plan.peak_bytes for n in (1.25, None))
+    assert bounded < worst
+    for wrong in (0.5, True, "2"):
+        with pytest.raises(FzeroTypeError, match=r"max_rows=.*at least 1"):
+            step(max_rows=wrong)
+
+
+def test_what_needs_the_rows_of_one_rank_is_named() -> None:
+    def mixed(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS)
+        rows = fz.experts.matmul(rows, p["up"], back)[:, :HIDDEN]
+        return fz.experts.combine(fz.experts.matmul(rows.softmax(0), p["down"], back), back)
+
+    with pytest.raises(FzeroValueError, match=r"(?s)needs the rows of one rank.*test_dropless_experts.py:\d+: return"):
+        fz.lower(step(loss=loss_of(mixed)), AbstractMesh(expert=2), *meta())
+    with pytest.raises(FzeroValueError, match=r"(?s)`where` does not match.*all parameters"):
+        only = fz.expert_parallel(fz.train_step(loss_of(), tensor.OPTIMIZER), where=lambda path, leaf: "down" in path)
+        fz.lower(only, AbstractMesh(expert=2), *meta())
+    h, chosen = torch.ones(2, WIDTH), torch.zeros(2, 1, dtype=torch.int64)
+    rows, back = fz.experts.dispatch(h, chosen, torch.ones(2, 1), num_experts=EXPERTS)
+    with pytest.raises(FzeroValueError, match=r"shapes or dtypes do not match\n.*for 4 experts and 2 choices"):
+        fz.experts.matmul(rows, torch.ones(3, WIDTH, 1), back)
+
+
+def test_norms_of_rows_with_weights() -> None:
+    """The gradient of a weight that all experts share is a sum over the rows of all ranks."""
+
+    def normed(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS)
+        rows = fz.experts.matmul(rows * p["norm"], p["up"], back)[:, :HIDDEN]
+        rows = F.layer_norm(fz.experts.matmul(rows, p["down"], back), (WIDTH,), p["norm"])
+        return fz.experts.combine(rows, back)
+
+    fz.testing.check_equivalent(step(loss=loss_of(normed)), params(), batch(), AbstractMesh(expert=2), steps=2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch.func.jvp itself
+def test_derivatives_of_torch_func_are_those_of_every_token_by_itself() -> None:
+    x, w = torch.linspace(-1, 1, 8).view(4, 2).double(), torch.linspace(-2, 2, 8).view(2, 2, 2).double()
+    chosen, weights = torch.tensor([[0], [1], [0], [0]]), torch.full((4, 1), 0.5).double()
+
+    def by_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2)
+        return fz.experts.combine(torch.tanh(fz.experts.matmul(rows, w, back)), back).square().sum()
+
+    def by_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        products = torch.tanh(torch.einsum("ti,tkio->tko", x, w[chosen]))
+        return (products * weights[..., None]).sum(1).square().sum()
+
+    for differentiated in (
+        lambda fn: torch.func.jvp(fn, (x, w), (2 * x + 1, w - 1)),
+        lambda fn: torch.func.grad(fn, (0, 1))(x, w),
+        lambda fn: torch.func.hessian(fn, (0, 1))(x, w),
+    ):
+        torch.testing.assert_close(differentiated(by_experts), differentiated(by_tokens))
+
+
+def test_what_a_gpu_runs_gives_the_same_products() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows, grad, w = (torch.randn(*shape, generator=g) for shape in ((9, 8), (9, 16), (3, 8, 16)))
+    for ends in (torch.tensor([4, 4, 7]), torch.tensor([0, 0, 9]), torch.tensor([0, 0, 0])):
+        torch.testing.assert_close(grouped_mm_on_gpu(ends, rows, w, 9, 1), GROUPED_MM(ends, rows, w, 9, 1))
+        found, expected = grouped_outer_on_gpu(ends, rows, grad, 9, 1), GROUPED_OUTER(ends, rows, grad, 9, 1)
+        torch.testing.assert_close(found, expected)
