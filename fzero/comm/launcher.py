@@ -36,16 +36,12 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _parent = os.getppid()
 _store: dist.Store | None = None
 _installed: Any = None
-_signals: int | None = None  # read end of the pipe to which Python writes the number of each handled signal
-_stopped = False
+_stopped = False  # whether fz.run has received a signal that torchrun forwards
 
 
 def _forked() -> None:
-    global _parent, _signals
+    global _parent
     _parent = os.getppid()
-    if _signals is not None:  # a DataLoader worker must not report its signals to this process
-        signal.set_wakeup_fd(-1)
-        _signals = None
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -75,37 +71,10 @@ def tell_through(store: dist.Store) -> None:
     _store = store
 
 
-def listen() -> None:
-    """Records the signals that this process receives, whoever handles them.
-
-    After a signal that ends the run, torchrun prints no summary of errors.
-    """
-    global _signals
-    if _signals is not None or not under_torchrun() or threading.current_thread() is not threading.main_thread():
-        return
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:  # an event loop's descriptor: keep it
-        signal.set_wakeup_fd(other)
-        os.close(reader)
-        os.close(writer)
-        return
-    _signals = reader
-
-
-def stopped() -> bool:
-    """Whether this process has received a signal that torchrun forwards when it exits."""
+def received(number: int) -> None:
+    """Records a signal. After a signal that ends the run, torchrun prints no summary of errors."""
     global _stopped
-    while _signals is not None and not _stopped:
-        try:
-            _stopped = any(number in _ENDING for number in os.read(_signals, 1 << 12))
-        except BlockingIOError:
-            break
-    return _stopped
-
-
-def starts_again() -> bool:
-    """Whether torchrun will restart the ranks if they fail."""
-    return restarts_left() and not stopped()
+    _stopped = _stopped or number in _ENDING
 
 
 def install_excepthook() -> None:
@@ -114,7 +83,6 @@ def install_excepthook() -> None:
     An exception hook of the user is still called for every exception, on every rank.
     """
     global _installed
-    listen()
     previous = sys.excepthook
     is_torchs = (getattr(previous, "__module__", None) or "").startswith("torch.")
     if _installed is not None:
@@ -138,7 +106,8 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     or after a while.
 
     If torchrun prints a summary, the error appears there. After a signal torchrun prints no summary, and kills the
-    remaining ranks after 30 s; then the error is printed immediately and no rank waits.
+    remaining ranks after 30 s; then the error is printed immediately and no rank waits. The same holds for scripts that
+    handle SIGTERM themselves.
 
     A `DivergenceError`, which the other ranks raise when one fails, is not reported after the error that caused it.
 
@@ -150,12 +119,13 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     world, file = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("TORCHELASTIC_ERROR_FILE")
     me, here = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")  # torchrun's number of the host
     teller = _claim(error, f"{me} {here}") if world > 1 else f"{me} {here}"
-    summary = file is not None and not stopped()  # torchrun's summary is about the rank that exits first
+    # torchrun's summary is about the rank that exits first. A script that handles SIGTERM itself may have received it.
+    summary = file is not None and not _stopped and not callable(signal.getsignal(signal.SIGTERM))
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
         text = error_text(error, frames)
-        if file and summary and not starts_again() and not isinstance(error, DivergenceError):
+        if file and summary and not restarts_left() and not isinstance(error, DivergenceError):
             # not printed directly: torchrun's SIGTERM may follow immediately, and the text would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": facts}))

@@ -32,7 +32,6 @@ class StopSignals:
         self.came, self.exits = False, False
 
     def __enter__(self) -> StopSignals:
-        launcher.listen()
         self._before = {n: signal.signal(n, self._hear) for n in self._numbers}
         return self
 
@@ -41,6 +40,7 @@ class StopSignals:
             signal.signal(n, handler)
 
     def _hear(self, number: int, _: Any) -> None:
+        launcher.received(number)
         if self.exits:
             sys.exit(128 + number)
         self.came = True

@@ -197,7 +197,7 @@ def test_another_account_opens_nothing_of_a_run(home: Path) -> None:
     """Neither the states in memory and the progress of a rank, nor a private checkpoint; what is beside them, it
     does."""
     for directory in (home, *home.parents):
-        if directory.name.startswith(("pytest", home.name)):
+        if directory.name.startswith(("pytest", "popen", home.name)):
             directory.chmod(0o755)  # as /dev/shm and a directory of a project are
     memory, saved, beside = home / "memory", home / "saved", home / "beside"
     memory.mkdir(mode=0o755)
