@@ -30,6 +30,7 @@ from cases import (
     plans,
     published,
     steps,
+    trainers,
     wire,
 )
 from cases.contestants import CONTESTANTS
@@ -92,6 +93,13 @@ CASES = {
         "the first step of that module, from empty caches", 6, modules.first, contestants.worker,
         flags={**MODULES, "layers": 4, "rounds": 3},
         small={**FEW, "rounds": 1, "only": list(modules.NAMES[:2])},
+    ),
+    "trainers": Case(
+        "fzero's Trainer compared with transformers' own, sharded by its DistributedConfig", 8, trainers.trainers,
+        trainers.worker,
+        flags={**model(8, 384, 6, 128, 4), "processes": 2, "warmup": 3, "rounds": 1, "steps": 20,
+               "backend": "inductor", "only": list(trainers.CONTESTANTS)},
+        small={**EAGER, "warmup": 1, "rounds": 1, "steps": 2, "only": ["fzero", "theirs"]},
     ),
     "build_time": Case(
         "tracing and building by depth", 4, steps.build_time, steps.build_worker,

@@ -28,6 +28,7 @@ from `ir/` or `compiler/`.
 | `trainer_checkpoint.py` | saves and restores the Trainer's sharded state, its weights and its scheduler |
 | `trainer_options.py` | `TrainingArguments`, and which options of the Trainer are ignored or rejected |
 | `step_recipe.py` | decides the optimizer, transforms and learning rates of the Trainer's step |
+| `deepspeed_recipe.py` | the same from a ds_config.json |
 | `torch_optimizers.py` | translates PyTorch optimizers, and writes their learning rates to the state |
 | `traced_loss.py` | traces the loss and the evaluation outputs through `compute_loss` |
 | `loss_guard.py` | finds what the loss reads in addition to its batch, and rejects changes of it |

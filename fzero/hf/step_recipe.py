@@ -11,13 +11,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from fzero import accumulate, compose, mixed_precision, optim, remat, shard_params
-from fzero.deepspeed.config import load_config
-from fzero.deepspeed.config_values import read_file
-from fzero.deepspeed.optimizer import default_rate
-from fzero.deepspeed.training_arguments import from_arguments
 from fzero.hf import torch_optimizers
 from fzero.hf.data_parallel_ranks import OtherArguments
-from fzero.hf.torch_optimizers import Translated, rate_in_state, translated
+from fzero.hf.torch_optimizers import Translated, translated
 from fzero.optim import GradientTransformation, Schedule
 from fzero.transforms.remat import Remat
 from fzero.transforms.transform import Transform, find
@@ -59,28 +55,6 @@ def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Tr
     return Recipe(optimizer, made.groups, compose(*specs))
 
 
-def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Sequence[Transform] = ()) -> Recipe:
-    """Makes the recipe from a ds_config.json, with "auto" filled in from the arguments, plus the transforms in `more`.
-
-    If the file defines no optimizer, the Trainer's own is used (`made`), and likewise its schedule.
-    """
-    own, scheduled = _sections(args.deepspeed)
-    given: dict[str, Any] = {}
-    schedule, at_rate = rate_in_state()
-    if not own:
-        given["optimizer"] = lambda schedule: made and made.optimizer
-    elif not scheduled:
-        given["schedule"] = schedule
-    auto = from_arguments(args, num_steps)
-    found = load_config(args.deepspeed, auto=auto, world=args.world_size, **given)
-    optimizer, groups = found.optimizer, () if made is None else made.groups
-    if own and not scheduled:
-        optimizer, groups = at_rate(optimizer), (0,)
-    more = [*more]
-    more += [remat(policy="full")] if args.activation_checkpointing and find(found.transforms, Remat) is None else []
-    return Recipe(optimizer, groups, compose(found, *more), found.schedule if scheduled else None, found.report())
-
-
 def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
     """Makes the recipe of a Trainer, and creates its torch optimizer and scheduler, which hold the learning rates.
 
@@ -90,38 +64,29 @@ def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence
     args, module = OtherArguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
     if trainer._created_lr_scheduler:
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
-    own, scheduled = _sections(args.deepspeed)
-    made = None
-    if own:  # a schedule writes its rates to the group of this optimizer
-        lr = 1.0 if scheduled else _base_rate(args)
-        trainer.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=lr)
+    made, rate = None, None
+    if args.deepspeed:
+        from fzero.hf import deepspeed_recipe  # here, because everything else works without fzero.deepspeed
+
+        rate = deepspeed_recipe.base_rate(args)
+    if rate is not None:  # a schedule writes its rates to the group of this optimizer
+        trainer.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=rate)
     else:
         trainer.create_optimizer()
         made = translated(trainer.optimizer, dict(module.named_parameters(remove_duplicate=False)), model)
     trainer.optimizer.state = torch_optimizers.Elsewhere()
     values = torch_optimizers.values(trainer.optimizer)  # before a schedule changes them
     if args.deepspeed:
-        found = of_deepspeed(args, num_steps, made, more)
+        from fzero.hf import deepspeed_recipe
+
+        found = deepspeed_recipe.of_deepspeed(args, num_steps, made, more)
     else:
         assert made is not None, "or there was a section"
         found = of_arguments(args, made, transforms, more)
     if (schedule := found.schedule) is not None:
-        base = 1.0 if own else args.learning_rate
+        base = 1.0 if rate is not None else args.learning_rate
         # LambdaLR multiplies the rate of the parameter group, `base`, by this factor.
         trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda t: float(schedule(torch.tensor(t))) / base)
         trainer._created_lr_scheduler = True
     trainer.create_scheduler(num_training_steps=num_steps)
     return replace(found, values=values)
-
-
-def _sections(config: Any) -> tuple[bool, bool]:
-    """Returns whether a configuration has an optimizer, and whether it has a schedule."""
-    found = read_file(config)[0] if config else {}
-    return "optimizer" in found, "scheduler" in found
-
-
-def _base_rate(args: Any) -> float:
-    """Returns the learning rate of a configuration's optimizer."""
-    section = read_file(args.deepspeed)[0]["optimizer"]
-    lr = section.get("params", {}).get("lr", default_rate(str(section.get("type", ""))))
-    return args.learning_rate if lr == "auto" else lr

@@ -36,7 +36,8 @@ def problems(optimizer: Any, where: str) -> list[str]:
 def not_translated(cls: Any) -> str:
     """Returns the message that a class cannot be translated, with the classes that can."""
     known = ", ".join(c.__name__ for c in CLASSES)
-    return f"{getattr(cls, '__name__', cls)} is not translated: torch.optim's {known} are"
+    name = f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else str(cls)
+    return f"{name} is not translated; of torch.optim these are: {known}"
 
 
 class Translated(NamedTuple):
@@ -139,7 +140,10 @@ class Elsewhere(_Dict):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         what = "an optimizer's moments are not in torch's optimizer: they are sharded, in trainer.train_state.opt_state"
-        fix = "leave them to the checkpoints; trainer.optimizer = None before train() begins with new ones"
+        fix = (
+            "leave them to the checkpoints; trainer.optimizer = None before train() begins with new ones; learning "
+            "rates are in trainer.optimizer.param_groups"
+        )
         raise FzeroValueError("hf.Trainer", what, fix=fix)
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __reduce__ = _refuse

@@ -116,6 +116,9 @@ def load_scheduler(trainer: Any, directory: str) -> None:
 def check_state(directory: str) -> None:
     """Raises an error if a checkpoint has no complete sharded state."""
     path = os.path.join(directory, STATE)
+    if not os.path.isdir(directory):
+        what = f"Can't find a valid checkpoint at {directory}: there is no such directory"  # as transformers says it
+        raise CheckpointError("hf.Trainer", what, fix="give a directory checkpoint-N, or True for the newest one")
     if checkpoint.find(path) is None:
         why = "is not complete" if os.path.isdir(path) else "is not there"
         what = f"{directory} has no state of fzero: {STATE}/ {why}"

@@ -11,15 +11,11 @@ from typing import Any
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 from transformers.trainer_utils import HubStrategy  # pyright: ignore[reportMissingImports]
 
-from fzero import optim
 from fzero._utils.arguments import shown
-from fzero.deepspeed.config_values import read_file, read_text
 from fzero.errors import FzeroValueError
 from fzero.hf import torch_optimizers
 from fzero.hf.data_parallel_ranks import OtherArguments
 from fzero.hf.models import Pretrained
-from fzero.hf.step_recipe import of_deepspeed
-from fzero.hf.torch_optimizers import Translated
 from fzero.hf.weight_sync import problems
 from fzero.transforms.transform import Transform
 
@@ -114,8 +110,11 @@ class TrainingArguments(Base):
     def __post_init__(self) -> None:
         given, self.deepspeed = self.deepspeed, None
         super().__post_init__()
-        is_text = isinstance(given, str) and given.lstrip().startswith("{")
-        self.deepspeed = read_text(given, "deepspeed=") if is_text else given
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            from fzero.deepspeed.config_values import read_text  # here, because the rest works without this folder
+
+            given = read_text(given, "deepspeed=")
+        self.deepspeed = given
 
 
 def notes(args: Any, save_weights: bool = True) -> list[str]:
@@ -171,14 +170,11 @@ def check(
     if getattr(args, "deepspeed_plugin", None) is not None:
         found.append("deepspeed: these arguments initialise DeepSpeed: from fzero.hf import TrainingArguments")
     elif args.deepspeed:
-        config, _ = read_file(args.deepspeed)
-        try:
-            # Only for the checks: the result is dropped, so the optimizer and the number of steps need not be the real
-            # ones. Batch sizes are those of data shards, not of processes.
-            counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
-            of_deepspeed(counted, max(1, args.max_steps), Translated(optim.identity(), ()))
-        except FzeroValueError as error:
-            found += [f"deepspeed: {line.strip()}" for line in str(error).splitlines() if line.startswith("  ")]
+        from fzero.hf import deepspeed_recipe
+
+        counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
+        config, wrong_keys = deepspeed_recipe.checked(counted)
+        found += wrong_keys
         if transforms is not None:
             found.append("transforms: args.deepspeed sets them already")
     own = config is not None and "optimizer" in config

@@ -89,7 +89,8 @@ class TraceRecord:
         for (old, _), (new, place) in itertools.zip_longest(before, lines, fillvalue=("nothing", None)):
             if old != new:
                 found = [line(place)] if place else []
-                problems = [*found, *changed(), f"before: {old}", f"now: {new}"]
+                drawn = [f"draws random numbers: {place}" for place in draws]
+                problems = [*found, *changed(), *drawn, f"before: {old}", f"now: {new}"]
                 what = f"{self.step.name} computes something different than when it was traced"
                 raise FzeroValueError(owner, what, problems, _FIX)
         if draws:

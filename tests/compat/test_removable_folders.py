@@ -33,15 +33,31 @@ assert not [name for name in sys.modules if name.split(".")[:1] == ["fzero"] and
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """The package without these folders."""
+TRAINER = """
+import tempfile, transformers
+from fzero.hf import Trainer, TrainingArguments
+config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+usual = {"max_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+args = TrainingArguments(tempfile.mkdtemp(), **usual)
+trainer = Trainer(transformers.GPT2LMHeadModel(config), args, train_dataset=rows, backend="eager")
+assert trainer.train().global_step == 1
+"""
+
+
+def without(tmp_path: Path, names: set[str]) -> Path:
+    """The package without these files and folders."""
     rest = tmp_path / "fzero"
     rest.mkdir()
     for path in Path(fzero.__file__).parent.iterdir():
-        if path.name not in {*REMOVABLE, "__pycache__"}:
+        if path.name not in {*names, "__pycache__"}:
             (rest / path.name).symlink_to(path)
     return rest
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    return without(tmp_path, REMOVABLE)
 
 
 def run(package: Path, *command: str) -> None:
@@ -59,3 +75,9 @@ def test_the_rest_passes_its_tests(package: Path) -> None:
     """Some of the step, trees, data and modules, which stand for all folders below the front ends."""
     tests = ("tests/step/test_plain_step.py", "tests/tree", "tests/data", "tests/modules/test_batch_binding.py")
     run(package, "-P", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests)
+
+
+@pytest.mark.full
+def test_the_trainer_needs_no_other_front_end(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run(without(tmp_path, REMOVABLE - {"hf"}), "-P", "-c", TRAINER)

@@ -319,6 +319,9 @@ def test_a_save_that_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture
     again = Trainer(Net(), args, train_dataset=settings["rows"], backend="eager")
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert losses(again) == losses(first) and "no older checkpoint, training begins from scratch" in caplog.text
+    text = "Can't find a valid checkpoint at .*checkpoint-9: there is no such directory"
+    with pytest.raises(fz.errors.CheckpointError, match=text):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
 
 
 def test_the_best_model(tmp_path: Path) -> None:

@@ -97,6 +97,14 @@ def test_a_draw_that_decides_the_same_in_both_traces(draw, names):
         raises(FzeroValueError, again, "draws random numbers in Python", names, "fz.random")
 
 
+@pytest.mark.parametrize(("draw", "names"), [(random.random, "torch.tensor(draw())"), (np.random.rand, "numpy.random")])
+def test_a_draw_that_becomes_a_literal_is_named(draw, names):
+    train = compiled_loss(lambda p, x: squares(p, x) + torch.tensor(draw()))
+    state, _ = train(train.init(VECTOR), ROWS)
+    again = lambda: train(state, ROWS)  # noqa: E731
+    raises(FzeroValueError, again, "computes something different", "draws random numbers: ", names, "fz.random")
+
+
 def test_a_trace_that_checks_leaves_the_global_generators_as_they_were():
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         random.random(), np.random.rand()
