@@ -60,6 +60,26 @@ TRANSFORMS = {
     "accumulate": ((fz.accumulate(4),), fz.AbstractMesh(data=1)),
     "remat": ((fz.remat("full"),), fz.AbstractMesh(data=1)),
     "all": ((fz.shard_params(), fz.accumulate(2), fz.remat("full")), fz.AbstractMesh(data=2)),
+    "tensor_parallel": ((fz.shard_params(), fz.tensor_parallel()), fz.AbstractMesh(data=2, model=2)),
+    "tensor_parallel by positions": ((fz.tensor_parallel(sequence=True),), fz.AbstractMesh(model=2)),
+    "keys of all positions": (
+        (fz.sequence_parallel(attention="keys"),),
+        fz.AbstractMesh(seq=4),
+    ),  # documents cross ranks
+    "pipeline": ((fz.accumulate(2, schedule="layerwise"), fz.pipeline()), fz.AbstractMesh(pipe=2)),
+    "pipeline, ZeRO-1, heads": (
+        (
+            fz.accumulate(2, schedule="layerwise"),
+            fz.pipeline(schedule="zb"),
+            fz.shard_opt_state(),
+            fz.tensor_parallel(),
+        ),
+        fz.AbstractMesh(data=2, model=2, pipe=2),
+    ),
+    "host memory": (
+        (fz.shard_params(), fz.offload("cpu", ("params", "opt_state", "activations"))),
+        fz.AbstractMesh(data=2),
+    ),
     "sequence_parallel": ((fz.shard_params(), fz.sequence_parallel(axis="seq")), fz.AbstractMesh(data=2, seq=2)),
 }
 
@@ -90,6 +110,25 @@ def test_isolation_is_proved_to_the_bit_and_an_attention_mask_breaks_it(name: st
     with pytest.raises(fz.errors.EquivalenceError, match="depends on row"):
         masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         fz.testing.check_isolation(step, functional.params, masked)
+
+
+def test_documents_of_other_lengths_run_the_same_program_in_any_precision() -> None:
+    functional = fz.functionalize(model("Llama"))
+    other = fz.data.pack([list(range(1, 17)), [3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3]], seq=16)
+    batches = [BATCH, fz.data.ArrayDataset(other, batch=8, shuffle=False).batch_at(0)]
+    assert not torch.equal(batches[0]["position_ids"], batches[1]["position_ids"])
+    step = fz.compose(fz.mixed_precision("bf16"), fz.remat("full"), fz.accumulate(2))(
+        functional.train_step(fz.optim.sgd(1.0))
+    )
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state, programs = train.init(functional.params), list[Any]()
+    for batch in batches:
+        state, metrics = train(state, batch)
+        programs.append(train.program)
+        assert float(metrics["loss"]) > 0
+    assert programs[0] is programs[1]
+    two = {name: x[:2] for name, x in BATCH.items()}
+    assert fz.testing.check_isolation(step, functional.params, two) == 0.0
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
