@@ -184,7 +184,7 @@ def test_a_batch_that_is_too_large_is_advised_to_be_divided(run: Any, tmp_path: 
 
 @pytest.mark.full
 def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
-    """With the library's own way every token would bring copies of its experts' weights."""
+    """With the way of the library that can be traced, every token would bring copies of its experts' weights."""
     flags = ("--devices", "1xh100", "--seq", "64", "--remat", "none")
     code, out, err = run("--hf", saved("mixtral"), *flags, "--details")
     assert code == 0, err
@@ -193,7 +193,8 @@ def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     ) and "experts_implementation=rows" in code_of(out)
     assert "experts: fz.hf.experts_implementation" in out
     code, out, _ = run("--hf", saved("mixtral"), *flags, "--json")
-    model = fz.hf.from_config(transformers.AutoModelForCausalLM, SMALL["mixtral"]())
+    of = {"experts_implementation": "batched_mm"}
+    model = fz.hf.from_config(transformers.AutoModelForCausalLM, SMALL["mixtral"](), **of)
     ids = torch.empty(1, 64, dtype=torch.int64, device="meta")
     step = fz.mixed_precision("bf16")(model.train_step(fz.optim.adamw(1e-5)))
     params = fz.tree.map(lambda x: x.to("meta"), model.params)
