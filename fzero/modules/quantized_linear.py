@@ -2,8 +2,8 @@
 
 A `QuantizedLinear` has codes in place of a weight, and dequantizes them in its forward. So a step gathers the codes of
 a block and dequantizes them inside of it. The scales are a buffer, because mixed precision casts parameters, but no
-buffers. There is no attribute `weight`: code that reads or writes it, such as a merge of adapters, gets an error that
-says so instead of taking codes for numbers.
+buffers. The attribute `weight` is None: code that reads or writes it, such as a merge of adapters, fails instead of
+taking codes for numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fzero._utils.arguments import keywords
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.modules.module_preparation import kept_in_fp32
 from fzero.ops.weight_quantization import Quantized, check_format, dequantize, quantize
 from fzero.tree import describe
@@ -39,22 +39,11 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, quantized: Quantized):
         nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("weight", None)
         self.qweight = nn.Parameter(quantized.codes, requires_grad=False)
         self.bias = linear.bias
         self.register_buffer("absmax", quantized.absmax)
         self.train(linear.training)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            what = (
-                f"a quantized layer has no attribute `weight`: it stores the weight as codes of {self.quantized.format}"
-            )
-            fix = (
-                "save or stream the adapters (peft's save_pretrained, fz.hf.save_pretrained), and merge them into a "
-                "model that is not quantized; fz.dequantize(layer.quantized, torch.float32) returns the weight"
-            )
-            raise AttributeError(message("quantize_frozen", what, fix=fix))
-        return super().__getattr__(name)
 
     @property
     def quantized(self) -> Quantized:
