@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -193,18 +194,28 @@ for path in sys.stdin.read().splitlines():
 
 
 @root_alone
-def test_another_account_opens_nothing_of_a_run(home: Path) -> None:
+def test_another_account_opens_nothing_of_a_run() -> None:
     """Neither the states in memory and the progress of a rank, nor a private checkpoint; what is beside them, it
     does."""
-    for directory in (home, *home.parents):
-        if directory.name.startswith(("pytest", "popen", home.name)):
-            directory.chmod(0o755)  # as /dev/shm and a directory of a project are
+    # Not in pytest's directory, which every start of pytest closes to other accounts.
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        home = Path(directory)
+        home.chmod(0o755)  # as /dev/shm and a directory of a project are
+        paths, opened = opened_by_another_account(home)
+    names = {path.name for path in paths}
+    assert {"rank-00000.json", "rank-00000.0.safetensors", "progress-00000", "index.json", "latest"} <= names, names
+    assert opened == [str(home / "beside")], opened
+
+
+def opened_by_another_account(home: Path) -> tuple[list[Path], list[str]]:
+    """All paths of a run whose memory and private checkpoints are in `home`, and those that another account can open;
+    among them one beside these directories."""
     memory, saved, beside = home / "memory", home / "saved", home / "beside"
     memory.mkdir(mode=0o755)
     beside.write_text("for all")
     step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.adam(0.1))
 
-    def main(run: Any) -> tuple[list[Path], str]:
+    def main(run: Any) -> tuple[list[Path], list[str]]:
         train = fz.compile(step, run.mesh, backend="eager")
         state = run.state(train, {"w": torch.ones(8)}, path=saved, private=True)
         for _ in run.steps(state, 3):
@@ -214,12 +225,9 @@ def test_another_account_opens_nothing_of_a_run(home: Path) -> None:
         paths = [path for root in (memory, saved) for path in root.rglob("*")]
         given = "\n".join(map(str, [*paths, beside]))
         ran = subprocess.run([sys.executable, "-c", OPENS], input=given, capture_output=True, text=True, check=True)
-        return paths, ran.stdout
+        return paths, ran.stdout.split()
 
-    paths, opened = fz.run(main, memory=memory, device="cpu")
-    names = {path.name for path in paths}
-    assert {"rank-00000.json", "rank-00000.0.safetensors", "progress-00000", "index.json", "latest"} <= names, names
-    assert opened.split() == [str(beside)], opened
+    return fz.run(main, memory=memory, device="cpu")
 
 
 # --- checkpoints ---
