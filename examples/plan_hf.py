@@ -1,8 +1,9 @@
-"""Plans steps of Llama 3 8B, from Hugging Face Transformers, without its weights.
+"""Plans steps of Llama 3 8B and Qwen3 30B-A3B, from Hugging Face Transformers, without their weights.
 
 fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100              # full fine-tuning on 8 GPUs
 fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 fzero plan examples/plan_hf.py:llama_8b_qlora --mesh data=1 --device rtx4090     # the same, with weights in 4 bits
+fzero plan examples/plan_hf.py:qwen3_30b_a3b --mesh data=1 --device rtx4090      # a mixture, with its state on the host
 """
 
 from __future__ import annotations
@@ -35,6 +36,42 @@ def llama_8b_lora(rows: int = 1, seq: int = 2048) -> Any:
 def llama_8b_qlora(rows: int = 1, seq: int = 1024) -> Any:
     """The same, with the frozen weights of linear layers in 4 bits."""
     return llama(fz.quantize_frozen(with_lora(module())), fz.optim.adamw(2e-4), rows, seq)
+
+
+def qwen3_30b_a3b(rows: int = 1, seq: int = 4096, count: int = 8, **sizes: int) -> Any:
+    """Full fine-tuning of a mixture of 30.5 billion parameters, of which 3.3 billion compute each token. Parameters,
+    in bf16, and optimizer state, with moments of 8 bits, stay in host memory. Each layer, with all its experts, is
+    copied to the device once for all micro-batches.
+
+    Args:
+        rows, seq: the shape of a micro-batch.
+        count: the number of micro-batches.
+        sizes: replace those of the configuration, for a smaller copy.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig  # pyright: ignore[reportMissingImports]
+
+    published = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    with torch.device("meta"):
+        model = fz.functionalize(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**published, **sizes})))
+    transforms = fz.compose(
+        fz.mixed_precision("bf16", params="bf16"),
+        fz.accumulate(count, schedule="layerwise"),
+        fz.remat("full"),
+        fz.offload("cpu", ("params", "opt_state", "activations")),
+    )
+    ids = torch.empty(rows * count, seq, dtype=torch.int64, device="meta")
+    step = transforms(model.train_step(fz.optim.adamw(1e-5, state_dtype="int8")))
+    return step, model.params, {"input_ids": ids, "labels": ids}
 
 
 def with_lora(base: Any) -> Any:
