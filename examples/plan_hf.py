@@ -50,7 +50,7 @@ def qwen3_30b_a3b(rows: int = 1, seq: int = 4096, count: int = 8, **sizes: int) 
     """
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig  # pyright: ignore[reportMissingImports]
 
-    published: dict[str, Any] = {
+    published = {
         "vocab_size": 151936,
         "hidden_size": 2048,
         "moe_intermediate_size": 768,
@@ -61,8 +61,9 @@ def qwen3_30b_a3b(rows: int = 1, seq: int = 4096, count: int = 8, **sizes: int) 
         "num_experts": 128,
         "num_experts_per_tok": 8,
     }
+    settings: dict[str, Any] = published | sizes
     with torch.device("meta"):
-        model = fz.functionalize(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**published | sizes)))
+        model = fz.functionalize(AutoModelForCausalLM.from_config(Qwen3MoeConfig(**settings)))
     transforms = fz.compose(
         fz.mixed_precision("bf16", params="bf16"),
         fz.accumulate(count, schedule="layerwise"),
