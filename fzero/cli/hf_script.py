@@ -245,10 +245,22 @@ def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
     return Target(found["step"], model.params, found["batch"], len(model.blocks)), is_mixture(model.module)
 
 
-def as_flags(refusal: str, of: OfModel) -> str:
+def as_flags(refusal: str, of: OfModel, device: str, budgets: Sequence[str]) -> str:
     """Adds the flags that correspond to the calls that an error message suggests, and `--loss chunked` if the peak is
-    where the loss is computed."""
+    where the loss is computed.
+
+    Args:
+        refusal: the error message.
+        of: the flags of the model.
+        device: the name of the device, as in `--devices 8xh100`.
+        budgets: the flags of budgets that were given, which may be raised.
+    """
     flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
+    if re.search(_NEEDS_DISK, refusal):
+        more = {"--offload auto": of.offload != "auto", "--host-budget SIZE": "--host-budget" not in budgets}
+        flags.append(" ".join([*(flag for flag, missing in more.items() if missing), "--disk-budget SIZE"]))
+    if budgets and "raise a budget" in refusal:
+        flags.append(f"a larger {' or '.join(budgets)}")
     if (fewer := re.search(r"num_micro_batches=(\d+)", refusal)) and of.batch >= (n := int(fewer[1])):
         flags.insert(0, f"--batch {of.batch // n} --accumulate {of.accumulate * n}")
     # behind the embedding, only the loss reads the batch
@@ -256,20 +268,19 @@ def as_flags(refusal: str, of: OfModel) -> str:
         flags.insert(0, "--loss chunked")
     ranks = re.search(r"at least (\d+) ranks", refusal)
     # No cluster has more devices: in that case the budget is too small, and other flags are the way out.
-    flags += [f"--devices {ranks[1]}xNAME"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []
+    flags += [f"--devices {ranks[1]}x{device}"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []
     return "\n".join([refusal, *([f"As flags: {'; '.join(flags)}"] if flags else [])])
 
 
 _FLAGS = {
-    r"fz\.offload\(.auto., path=DIR\)": "--offload auto --scratch DIR, with --host-budget and --disk-budget",
     r"fz\.offload\(.cpu.": "--offload cpu --host-budget SIZE",
     r"fz\.offload\(.nvme., \(": "--offload nvme --scratch DIR",
     r"fz\.remat\(.full.\)": "--remat full",
     r"fz\.shard_params\(axis": "--zero 3",
     r"schedule=.layerwise.": "--accumulate N --layerwise",
-    r"raise a budget": "--budget SIZE, --host-budget SIZE, --disk-budget SIZE",
 }
 """The flags for the calls that error messages suggest (compiler/advice.py, state_budget.py, auto_offload.py)."""
+_NEEDS_DISK = r"fz\.offload\(.auto., path=DIR\)"
 
 # --- the configuration ---
 

@@ -75,7 +75,10 @@ class PlanCommand(StepCommand):
         try:
             found = self.lowered()
         except BudgetError as error:
-            text = as_flags(str(error), self.model) if self.model.hf else str(error)
+            text = str(error)
+            if self.model.hf:
+                name = self.device or (self.devices or "").partition("x")[2] or "NAME"
+                text = as_flags(text, self.model, name, self.budget_flags)
             if self.html is not None:
                 self._write_page_over_budget(self.html, text)
             if self.json:

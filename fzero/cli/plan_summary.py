@@ -178,12 +178,13 @@ class Answer:
             )
             return f"no: {lacks}. {self._way_out(over)}"
         budget = self.lowered.budget
-        left = [f"{size(t.spare)} of {t.name}" for t in self.tiers if t.spare is not None]
+        left = ", ".join(f"{size(t.spare)} of {t.name}" for t in self.tiers if t.spare is not None)
+        parts = [f"{left} to spare"] if left else []
         if budget is not None and budget.nbytes is not None and not self._budget_is_the_devices:
-            left.insert(0, f"{size(budget.nbytes - self.plan.peak_bytes)} of --budget {size(budget.nbytes)}")
-        if not left:
+            parts.insert(0, f"{size(budget.nbytes - self.plan.peak_bytes)} below --budget {size(budget.nbytes)}")
+        if not parts:
             return "not known: --device NAME or --budget SIZE gives the memory that a rank has"
-        return f"yes: {', '.join(left)} to spare"
+        return f"yes: {'; '.join(parts)}"
 
     @property
     def _budget_is_the_devices(self) -> bool:

@@ -96,6 +96,12 @@ class StepCommand:
         """The budget of the program, without the process."""
         return self.budgets[0]
 
+    @property
+    def budget_flags(self) -> list[str]:
+        """The flags of the budgets that are given."""
+        given = {"--budget": self.budget, "--host-budget": self.host_budget, "--disk-budget": self.disk_budget}
+        return [flag for flag, size in given.items() if size is not None]
+
     @functools.cached_property
     def interpreter(self) -> int:
         """The bytes that are resident before there is a state. For a transformers model they are measured here."""

@@ -40,7 +40,6 @@ folder imports nothing from `state/` or `runtime/`.
 | `batched_ops.py` | merges adjacent casts and additions into one kernel launch on a GPU |
 | `device_waits.py` | marks the copies to the host that only the device, not the host thread, has to wait for |
 | `candidate_programs.py` | traces a step, and makes a finished program for each combination of options |
-| `knobs.py` | lists the values that a search within a memory budget tries, and their order |
 | `search.py` | searches for the options whose program is fastest within the memory budgets |
 | `program_selection.py` | selects the program of a step; if none fits, the error says what would |
 | `budget_report.py` | memory budgets, the decisions that they forced, and the error if nothing fits |

@@ -127,10 +127,9 @@ def _axes_reduced(ops: Sequence[Instruction], kinds: Collection[str]) -> list[st
 def _of_order(order: ScheduleOptions) -> Iterator[PlanDecision]:
     why = "serve the forward and the backward of a block: as many as fit and save time"
     yield PlanDecision("shared gathers", str(order.shared), why)
-    why = "blocks that a gather starts before it is needed"
-    yield PlanDecision("ahead", str(order.ahead), f"{why}: {'the fastest' if order.ahead else 'no other fits'}")
-    if order.leafwise:
-        yield PlanDecision("reductions", "tensor by tensor", "a block's gradients do not fit at once in their dtype")
+    if order.narrow:
+        why = "gathers start when they are needed, and gradients are reduced one by one: nothing else fits"
+        yield PlanDecision("values in flight", "as few as possible", why)
     if order.late_sums:
         why = "a micro-batch's gradients are reduced while the next block computes: faster"
         yield PlanDecision("sums", "a block later", why)

@@ -60,4 +60,4 @@ class Options:
     def narrow(self) -> Options:
         """Returns a copy with as few values in flight at a time as possible, which is slower; it is used if nothing
         else fits."""
-        return self.ordered(ahead=0, leafwise=True)
+        return self.ordered(narrow=True)

@@ -26,19 +26,17 @@ class ScheduleOptions:
     Attributes:
         shared: the number of gathers, from the last block backwards, that serve both the forward and the backward: the
             parameters of their blocks stay unsharded in between.
-        ahead: how many blocks before the one that needs it a gather starts. With 1, at most two blocks' parameters are
-            unsharded at a time; with 0, those of one, and no block computes while they are gathered.
         late_sums: in a loop over micro-batches, the result of a reduction is added to the earlier ones a block later,
             as reduction results are used a block later elsewhere: so the reduction overlaps the computation of that
             block.
-        leafwise: gradients are cast and reduced one parameter at a time: only one parameter of a block at a time has
-            the dtype of the reduction, and nothing else runs while it is reduced.
+        narrow: as few values are in flight as possible. A gather starts when its block needs it, so the parameters of
+            one block are unsharded at a time, and not of two; nothing computes meanwhile. Gradients are cast and
+            reduced one parameter at a time, so only one parameter of a block at a time has the dtype of the reduction.
     """
 
     shared: int = 0
-    ahead: int = 1
     late_sums: bool = False
-    leafwise: bool = False
+    narrow: bool = False
 
 
 _DEFAULT = ScheduleOptions()
@@ -57,9 +55,9 @@ def rewrite(program: Program, options: ScheduleOptions = _DEFAULT) -> Program:
         ops = [replace(x, body=visit(x.body)) if x.body else x for x in ops]
         for kind, tiers in ((_GATHER, ()), (_COPY, _TO_DEVICE), (_COPY, _TO_HOST), (_COPY, _READ)):
             if not (program.mesh.unified_memory and "device" in tiers):
-                ops = _Hoisting(ops, kind, tiers, state, options.ahead).run()
+                ops = _Hoisting(ops, kind, tiers, state, int(not options.narrow)).run()
         ops = _Sinking(ops, options.late_sums).run()
-        ops = _leafwise(ops) if options.leafwise else ops
+        ops = _leafwise(ops) if options.narrow else ops
         return tuple(_pair_updates(ops))
 
     return replace(program, instructions=visit(program.instructions))
@@ -155,8 +153,8 @@ calls that encode its values come along too."""
 
 
 class _Hoisting:
-    """Moves each gather, or each copy between two tiers, to the block that is `ahead` of its reader, but not before its
-    last input is available.
+    """Moves each gather, or each copy between two tiers, to the block that is `ahead` of its reader (0 or 1), but not
+    before its last input is available.
 
     A copy from the device starts directly after its last input, unless it only moves stored state. Values that are
     written in this step also start directly after they are written, except on disk: those wait until there is memory.

@@ -3,10 +3,17 @@
 Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that would
 run. Each program is made once, and its cost is computed once.
 
-1. The search begins at the fastest of the options with the least memory that fit.
-2. It goes through the knobs (knobs.py) one after the other, and takes a value if the step gets faster by STEP. Knobs
-that only hide transfers are skipped if compute hardly waits for them.
-3. It ends when a round through all knobs gains less than GAIN: predicted times are not more precise than that.
+| option | values, in the order in which they are decided |
+|---|---|
+| held gradients, speculative updates | each combination, as the search begins (`PassCache.starts`) |
+| accumulation | gradients of micro-batches are reduced after each one, a block later, or once per step |
+| recomputation | the share of activations that `remat("auto")` keeps, in eighths |
+| kept gathers | parameters that stay gathered: over the axis of `hierarchical`, and from a forward to its backward |
+| side of the updates | the share of the updates that the host computes, in eighths: see [Note: both sides] |
+
+A value is taken if it shortens the step by STEP: among nearly equal ones, the simplest. Options that only hide
+transfers are skipped if compute hardly waits for them. Each option is decided once. Gathers start at most one block
+ahead: for no step of docs/results/plan_search.md was more chosen.
 
 [Note: both sides] The arithmetic of the host and the link work in parallel, so the fastest step may be one in which
 host and device each update a part of the blocks. With a share s on the host, every queue is busy for a time linear in
@@ -17,20 +24,23 @@ queue. So a mix is tried only if this bound leaves something to gain, and only n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fzero._utils.units import duration, size
 from fzero.compiler.budget_report import Budget
-from fzero.compiler.knobs import ACCUMULATION, GROWING, PREFETCH, Knob, kept_activations, loops
 from fzero.compiler.options import FINEST, Options
+from fzero.compiler.overlap import sharable
 from fzero.ir.program import Program
 from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
 from fzero.transforms.offload import leaves_side_open
+from fzero.transforms.remat import Remat
+from fzero.transforms.transform import find
+from fzero.transforms.zero import keeps_gathers
 
 ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less device memory
-GAIN = 0.05  # the search ends after a round that shortens the step by less; transfers that take less are hidden
+GAIN = 0.05  # transfers that take a smaller share of the step are hidden: predicted times are not more precise
 STEP = 0.01  # a value is taken if it shortens the step by this share
 
 
@@ -91,6 +101,11 @@ class Search:
     def seconds(self, options: Options) -> float:
         return self.cost(options).queues[0]
 
+    def waits(self, options: Options, share: float = GAIN) -> bool:
+        """Whether compute waits for transfers for more than this share of the step."""
+        taken, queues = self.cost(options).queues
+        return taken - queues[COMPUTE] > share * taken
+
     def best(self, starts: Sequence[Options]) -> Options | None:
         """Returns the options of the fastest program that the search finds; None if no start fits.
 
@@ -102,76 +117,29 @@ class Search:
             fitting += filter(self.fits, self._sides(start))
             if fitting and not self.waits(fitting[-1]):
                 break
-        least = min(map(self.seconds, fitting), default=0.0)
-        best = next((c for c in fitting if self.seconds(c) <= (1 + STEP) * least), None)  # the simplest of the fastest
-        if best is None or not self.limited:
-            return best and self._with_side(best)
-        best = self._grown(best)
-        while True:
-            before = self.seconds(best)
-            for knob in ACCUMULATION:
-                best = self._step(best, knob, regrown=True)
-            for knob in PREFETCH:
-                best = self._step(best, knob)
-            best = self._with_side(best)
-            if self.seconds(best) > (1 - GAIN) * before:
-                return replace(best, because=self._why_accumulated(best))
+        if not fitting:
+            return None
+        best = self._fastest(fitting)
+        if self.limited:
+            others = self._accumulations(best) if self.waits(best, STEP) else ()
+            # each with as much memory as then remains for the others
+            best = self._fastest([self._grown(options) for options in (best, *filter(self.fits, others))])
+            best = replace(best, because=self._why_accumulated(best))
+        return self._with_side(best)
 
-    def waits(self, options: Options, share: float = GAIN) -> bool:
-        """Whether compute waits for transfers for more than this share of the step."""
-        taken, queues = self.cost(options).queues
-        return taken - queues[COMPUTE] > share * taken
+    def _fastest(self, options: Iterable[Options]) -> Options:
+        """Returns the first of those that take about as long as the fastest: the simplest ones come first."""
+        options = list(options)
+        least = min(map(self.seconds, options))
+        return next(x for x in options if self.seconds(x) <= (1 + STEP) * least)
 
-    def _gains(self, other: Options, than: Options) -> bool:
-        return self.seconds(other) <= (1 - STEP) * self.seconds(than)
-
-    def _values(self, knob: Knob, options: Options) -> Sequence[Options]:
-        return knob(options, self.cost(options).program, self.budget.device)
-
-    def _step(self, best: Options, knob: Knob, regrown: bool = False) -> Options:
-        """Returns the last of a knob's values, in order, up to which each fits and is faster than the one before.
-        `regrown`: the growing knobs are chosen anew for each value."""
-        for value in self._values(knob, best) if self.waits(best, STEP) else ():
-            value = self._least(value) if regrown else value
-            if not self.fits(value):
-                break
-            value = self._grown(value) if regrown else value
-            if not self._gains(value, best):
-                break
-            best = value
-        return best
-
-    def _least(self, options: Options) -> Options:
-        """Returns the options with the values of least memory for all growing knobs."""
-        for knob in GROWING:
-            options = next(iter(self._values(knob, options)), options)
-        return options
-
-    def _grown(self, options: Options) -> Options:
-        """Returns the options with the largest values of the growing knobs that fit. The knob that gains most gets the
-        memory first."""
-        left = [knob for knob in GROWING if len(self._values(knob, options)) > 1]
-        while left:
-            able = [knob for knob in left if knob is kept_activations or self.waits(options)]
-            found = {knob: self._most(options, knob) for knob in able}
-            if not found:
-                break
-            knob = min(found, key=lambda knob: self.seconds(found[knob]))
-            options = found[knob]
-            left.remove(knob)
-        return options
-
-    def _most(self, options: Options, knob: Knob) -> Options:
-        """Returns the last of a growing knob's values that fits, by bisection. If not even the last value is faster,
-        the first is returned."""
-        values = self._values(knob, options)
-        low, high, at = 0, len(values), len(values) - 1
-        if self.seconds(values[at]) >= self.seconds(values[0]):
-            return values[0]
-        while high - low > 1:
-            low, high = (at, high) if self.fits(values[at]) else (low, at)
-            at = (low + high) // 2
-        return values[low]
+    def _accumulations(self, options: Options) -> list[Options]:
+        """Returns the options with other schedules for the reductions of micro-batches. A reduction that overlaps the
+        computation of the next block gains nothing on synchronous devices."""
+        if not loops(self.cost(options).program):
+            return []
+        later = [options.ordered(late_sums=True)] if self.budget.device.asynchronous else []
+        return [*later, replace(options, full_grads=True)]
 
     def _why_accumulated(self, best: Options) -> str:
         """Returns the reason for the number of reductions of a step with micro-batches."""
@@ -185,6 +153,32 @@ class Search:
             return f"{duration(faster)} a step faster than {'shards' if best.full_grads else 'unsharded gradients'}"
         more = min(self.budget.over(self.cost(c).peaks) for c in others)
         return f"accumulated unsharded they would take {size(more)} more than the budget"
+
+    # --- options whose values each take more memory than the one before, and are never slower ---
+
+    def _grown(self, options: Options) -> Options:
+        """Returns the options with as many kept activations, and then kept gathers, as fit."""
+        program = self.cost(options).program
+        spec, once = find(program.transforms, Remat), keeps_gathers(program.transforms)
+        if spec is not None and spec.policy == "auto":
+            options = self._most(options.shares("remat"))
+        if once is not None and once.least < once.most and self.waits(options):
+            options = self._most(options.shares("secondary_shard"))
+        if (num := len(sharable(self.cost(options).program))) and self.waits(options):
+            numbers = sorted({num * k // FINEST for k in range(FINEST + 1)})
+            options = self._most([options.ordered(shared=n) for n in numbers])
+        return options
+
+    def _most(self, values: Sequence[Options]) -> Options:
+        """Returns the last of the values that fits, by bisection. If not even the last value is faster, the first is
+        returned."""
+        low, high, at = 0, len(values), len(values) - 1
+        if self.seconds(values[at]) >= self.seconds(values[0]):
+            return values[0]
+        while high - low > 1:
+            low, high = (at, high) if self.fits(values[at]) else (low, at)
+            at = (low + high) // 2
+        return values[low]
 
     # --- the side of the updates ---
 
@@ -242,3 +236,8 @@ def _meeting(host: Mapping[str, float], device: Mapping[str, float]) -> tuple[fl
 
     bound, share = min((busiest(n / FINEST), n / FINEST) for n in range(1, FINEST))
     return share, bound
+
+
+def loops(program: Program) -> bool:
+    """Whether a program loops over micro-batches."""
+    return any(op.op == "loop" for op in program.instructions)

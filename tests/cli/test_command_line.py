@@ -237,7 +237,7 @@ def test_a_budget_that_fits(run):
         want = lowered(memory_budget=flags[1], device="h100")
         assert code == 0 and out.startswith(str(want.plan))
         assert "choices" in out and "share of activation memory" in out and "reduced once a step" in out
-        assert re.search(r"^fits +yes: .* of --budget .*, 73.* of device memory to spare$", out, re.M)
+        assert re.search(r"^fits +yes: .* below --budget .*; 73.* of device memory to spare$", out, re.M)
     code, out, _ = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1TB", "--json")
     found = json.loads(out)
     assert code == 0 and found["peak_bytes"] == least

@@ -347,7 +347,7 @@ def test_a_state_that_is_too_large_is_refused_before_a_trace(
     assert code == 1 and "with fz.shard_params(axis='data'): " in err and "As flags: " in err and "--zero 3" in err
     code, _, err = run("--hf", where, "--devices", "1xh100", "--budget", f"{budget + CONTEXT}B")
     assert code == 1 and re.search(r"fz\.shard_params\(\) over at least 1[01] ranks", err)
-    assert re.search(r"\nAs flags: .*--offload cpu --host-budget SIZE; --devices 1[01]xNAME", err)
+    assert re.search(r"\nAs flags: .*--offload cpu --host-budget SIZE; .*--disk-budget SIZE; --devices 1[01]xh100", err)
     monkeypatch.setattr("fzero.cli.step_command.resident", lambda: 0)
     limits = ("--budget", f"{budget + CONTEXT}B", "--host-budget", f"{CUDA_LIBRARIES + 1000}B")
     code, _, err = run("--hf", where, "--devices", "1xh100", *limits, "--offload", "auto")

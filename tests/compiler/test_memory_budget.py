@@ -259,7 +259,7 @@ def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(tran
     assert set(between(first)) == {0} and between(roomy)[:-1] == [1] * (len(between(roomy)) - 1)
 
 
-def test_gathers_start_further_ahead(unordered: Program) -> None:
+def test_gathers_start_a_block_ahead(unordered: Program) -> None:
     def first_start_after(program: Program, blocks: int) -> int:
         seen = 0
         for op, _ in program.walk():
@@ -271,9 +271,9 @@ def test_gathers_start_further_ahead(unordered: Program) -> None:
         return -1
 
     counts = []
-    for ahead in (1, 2):
+    for narrow in (True, False):
         before: list[Any] = []
-        counts.append(first_start_after(overlap.rewrite(unordered, ScheduleOptions(ahead=ahead)), 1))
+        counts.append(first_start_after(overlap.rewrite(unordered, ScheduleOptions(narrow=narrow)), 1))
     assert counts[1] > counts[0]
 
 

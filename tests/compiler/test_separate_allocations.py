@@ -228,7 +228,7 @@ def _leaf_by_leaf(budget: int | None) -> tuple[Any, Any, bool]:
         for batch in batches(2):
             state, found = train(state, part(batch, mesh))
             metrics.append(found)
-    return metrics, train.gather(state), "reductions" in {d.what for d in train.plan.decisions}
+    return metrics, train.gather(state), "values in flight" in {d.what for d in train.plan.decisions}
 
 
 @pytest.mark.full
@@ -243,7 +243,7 @@ def test_leaf_by_leaf_where_nothing_else_fits(run_ranks: Any) -> None:
         lower(memory_budget=2000)
     need = int(str(error.value).split("(")[1].split(" bytes")[0].replace(",", "")) + 2000
     found = lower(memory_budget=need)
-    assert found.options.order.leafwise and need < lower().plan.peak_bytes
+    assert found.options.order.narrow and need < lower().plan.peak_bytes
     starts = [x for x in found.program.instructions if x.op == "reduce_scatter_start"]
     assert all(len(x.args) == 1 for x in starts) and len(starts) > 8
     wanted, narrow = (run_ranks(2, _leaf_by_leaf, budget) for budget in (None, need))
