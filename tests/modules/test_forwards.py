@@ -50,7 +50,7 @@ def module(layer: Any, in_block: bool) -> nn.Module:
 
 
 def squares(out: Any, batch: Any) -> torch.Tensor:
-    return F.mse_loss(out.float(), batch[1])
+    return F.mse_loss(out.float(), batch[1].float())  # torch 2.11 has no backward for two dtypes
 
 
 def trained(net: nn.Module, *transforms: Any, steps: int = 2) -> tuple[list[float], Any]:
@@ -182,7 +182,7 @@ def test_a_norm_in_float32_under_bf16_has_its_parameters_cast(norm: Any, in_bloc
         for i in range(0, len(masters), 4):
             w, b, scale, bias = (p.bfloat16() for p in masters[i : i + 4])
             x = NORMS[norm](F.linear(x, w, b).float(), scale.float(), bias.float()).bfloat16()
-        loss = F.mse_loss(x.float(), Y.bfloat16())
+        loss = F.mse_loss(x.float(), Y.bfloat16().float())
         grads = torch.autograd.grad(loss, masters)
         masters = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(masters, grads, strict=True)]
         want.append(loss.item())
