@@ -31,6 +31,7 @@ from cases import (
     published,
     steps,
     trainers,
+    weights,
     wire,
 )
 from cases.contestants import CONTESTANTS
@@ -100,6 +101,16 @@ CASES = {
         flags={**model(8, 384, 6, 128, 4), "processes": 2, "warmup": 3, "rounds": 1, "steps": 20,
                "backend": "inductor", "only": list(trainers.CONTESTANTS)},
         small={**EAGER, "warmup": 1, "rounds": 1, "steps": 2, "only": ["fzero", "theirs"]},
+    ),
+    "qlora": Case(
+        "adapters on frozen weights in NF4, compared with peft and bitsandbytes", 5, modules.qlora, contestants.worker,
+        flags={**MODULES, "rounds": 7, "only": list(modules.QLORA)},
+        small={**FEW, **model(2, 64, 2, 16, 4), "only": list(modules.QLORA[:2])},
+    ),
+    "weights": Case(
+        "weights for an inference engine: memory and time of each way", 5, weights.weights, weights.worker,
+        flags={**model(8, 768, 12, 128, 8), "vocab": 16384, "processes": 2, "rounds": 3, "only": list(weights.WAYS)},
+        small={**TINY, "vocab": 256, "rounds": 1},
     ),
     "build_time": Case(
         "tracing and building by depth", 4, steps.build_time, steps.build_worker,

@@ -62,7 +62,8 @@ class FzeroStep:
 
 def torch_adamw(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
     """PyTorch's AdamW, by default the fused one."""
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **(options or {"fused": True}))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, **(options or {"fused": True}))
 
 
 def torch_step(model: Any, optimizer: Any, forward: Any = None) -> Step:

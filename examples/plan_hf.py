@@ -4,6 +4,7 @@ fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100             
 fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 fzero plan examples/plan_hf.py:llama_8b_qlora --mesh data=1 --device rtx4090     # the same, with weights in 4 bits
 fzero plan examples/plan_hf.py:qwen3_30b_a3b --mesh data=1 --device rtx4090      # a mixture, with its state on the host
+fzero plan examples/plan_hf.py:llama_70b_qlora --mesh data=1 --device rtx4090 --budget 22GB --host-budget 100GB
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ def qwen3_30b_a3b(rows: int = 1, seq: int = 4096, count: int = 8, **sizes: int) 
     return step, model.params, {"input_ids": ids, "labels": ids}
 
 
+def llama_70b_qlora(rows: int = 1, seq: int = 1024) -> Any:
+    """The same of a 70B model. Weights in 4 bits are 38 GB: on a single GPU of 24 GB, they stay in host memory."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    step, params, batch = llama(fz.quantize_frozen(with_lora(module(**sizes))), fz.optim.adamw(2e-4), rows, seq)
+    return fz.offload("auto")(step), params, batch
+
+
 def with_lora(base: Any) -> Any:
     """Returns the model with adapters."""
     import peft  # pyright: ignore[reportMissingImports]
@@ -84,18 +92,12 @@ def with_lora(base: Any) -> Any:
         return peft.get_peft_model(base, lora)
 
 
-def module() -> Any:
-    """Llama 3 8B on the meta device: its tensors have shapes, but no values."""
+def module(**sizes: Any) -> Any:
+    """Llama 3 8B on the meta device, or one of other sizes: its tensors have shapes, but no values."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # pyright: ignore[reportMissingImports]
 
-    config = LlamaConfig(  # or transformers.AutoConfig.from_pretrained("a directory")
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-    )
+    usual = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    more = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    config = LlamaConfig(**usual | sizes, **more)  # or transformers.AutoConfig.from_pretrained("a directory")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

@@ -92,6 +92,11 @@ CONTESTANTS = {
     ),
     "llama_fsdp2": Contestant("FSDP2 + compile per layer", "fsdp2", compiled=True, optional=True, model="llama"),
     "llama_deepspeed": Contestant("DeepSpeed ZeRO-3", "deepspeed", 3, optional=True, model="llama"),
+    "qlora_module": Contestant("fzero ZeRO-3, NF4", "fzero", 3, optional=True, model="qlora", functionalized=True),
+    "qlora_whole": Contestant(
+        "fzero data parallel, NF4", "fzero", 0, optional=True, model="qlora", functionalized=True
+    ),
+    "qlora_ddp": Contestant("peft + bitsandbytes, DDP", "ddp", optional=True, model="qlora"),
     "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
     "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
     "floor_fzero_bf16": Contestant("floor: fzero, one process, bf16", "fzero", bf16=True, alone="part"),
@@ -190,7 +195,8 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
         else:
             loss = models.make_loss(config, contestant.chunks) if contestant.chunks else models.make_loss(config)
             step, init = fz.train_step(loss, clipped_adamw()), models.make_init(config)
-        return FzeroStep(fz.compose(*transforms)(step), mesh, init, fz.random.key(0), backend=args.backend)
+        initial = (init, fz.random.key(0)) if callable(init) else (init,)  # a function, or the parameters themselves
+        return FzeroStep(fz.compose(*transforms)(step), mesh, *initial, backend=args.backend)
 
     return make, mesh.rank
 

@@ -6,6 +6,7 @@ import argparse
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from common import largest_difference, within_rounds
@@ -14,24 +15,35 @@ from cases import Table, cpu_seconds
 from cases.contestants import CONTESTANTS, start
 from cases.peers import measure, present
 
+QLORA = ("qlora_module", "qlora_whole", "qlora_ddp")
 NAMES = ("llama_module", "llama_functions", "llama_fsdp2", "llama_deepspeed")
 
 
 def speed(args: argparse.Namespace) -> Table:
     """A Llama of transformers under `fz.functionalize`, as functions, under FSDP2 and DeepSpeed, as in `peers`."""
+    return _compared(args, NAMES, "Llama", "A module of transformers, beside its peers")
+
+
+def qlora(args: argparse.Namespace) -> Table:
+    """LoRA of a Llama whose frozen weights are stored in NF4: `fz.quantize_frozen`, beside bitsandbytes."""
+    about = "LoRA of rank 16 on all linear layers, whose frozen weights are in NF4, of a Llama"
+    return _compared(args, QLORA, about, "Adapters on frozen 4-bit weights, beside bitsandbytes")
+
+
+def _compared(args: argparse.Namespace, names: Sequence[str], about: str, title: str) -> Table:
     found = measure(args, present(args.only))
     ratios: dict[str, Any] = {}
     notes = [
-        f"Llama of {args.layers} layers of width {args.width}, {args.heads} heads, sequence {args.seq}, global "
+        f"{about} of {args.layers} layers of width {args.width}, {args.heads} heads, sequence {args.seq}, global "
         f"batch {args.batch}, fp32, AdamW, clipping; {args.processes} processes with one thread each; medians of "
         f"{args.rounds} interleaved rounds of {args.steps} steps. MiB: of a rank, at the peak of a step and "
         "between steps, above what it had before the model was built."
     ]
-    for other in NAMES[1:]:
-        for kind, text in (("cpu_s", "CPU"), ("wall_s", "wall")) if other in found else ():
-            rounds = zip(found["llama_module"]["rounds"], found[other]["rounds"], strict=True)
+    for other in names[1:]:
+        for kind, text in (("cpu_s", "CPU"), ("wall_s", "wall")) if {names[0], other} <= found.keys() else ():
+            rounds = zip(found[names[0]]["rounds"], found[other]["rounds"], strict=True)
             each = [a[kind] / b[kind] for a, b in rounds]
-            name = f"functionalized / {CONTESTANTS[other].title}, {text} seconds"
+            name = f"{CONTESTANTS[names[0]].title} / {CONTESTANTS[other].title}, {text} seconds"
             ratios[name], note = within_rounds(name, each)
             notes.append(note)
     losses = [x["losses"] for x in found.values()]
@@ -45,7 +57,7 @@ def speed(args: argparse.Namespace) -> Table:
     ]
     columns = ("", "CPU s", "wall s", "peak MiB", "resting MiB", "first step s", "last loss")
     data = {"contestants": found, "ratios": ratios}
-    return Table("A module of transformers, beside its peers", columns, rows, notes, data)
+    return Table(title, columns, rows, notes, data)
 
 
 def first(args: argparse.Namespace) -> Table:

@@ -257,8 +257,8 @@ def stream(
     device: torch.device | str | None = None,
     merge: bool = False,
 ) -> WeightStream:
-    """Returns the weights of a state as pairs of a name and a tensor, for an inference engine: vLLM and SGLang take
-    them by `load_weights(fz.hf.stream(model, state))`.
+    """Returns the weights of a state as pairs of a name and a tensor, for an inference engine. vLLM takes them by
+    `llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fz.hf.stream(model, state)})`.
 
     Names and form are those of the files that transformers writes: tied weights come once, and fused experts in the
     stored layout. The order is block by block. Every rank reads the stream to its end, and each gets all tensors; a

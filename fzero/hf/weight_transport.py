@@ -89,8 +89,8 @@ class Sender:
 
 
 def receive(address: str, *, timeout: float = 60.0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that `fz.hf.stream(...).send(address)` sends, in another process: for
-    `engine.load_weights(fz.hf.receive(address))`.
+    """Yields the tensors that `fz.hf.stream(...).send(address)` sends, in another process, as pairs of a name and a
+    tensor: for `worker.reload_weights(weights_iterator=fz.hf.receive(address))` in a worker of vLLM.
 
     It listens until the sender connects, and takes one stream. The socket is of this machine's user and network: give
     an address that only the sender can reach, because whoever connects first decides the weights.
