@@ -67,6 +67,7 @@ def module(config: Config) -> nn.Module:
 
 def functionalized(config: Config) -> tuple[Any, Any]:
     """The module with `fz.quantize_frozen`, and its parameters."""
-    base = llama.module(config).inner.train()
+    inner: Any = llama.module(config).inner
+    base = inner.train()
     model = fz.functionalize(fz.quantize_frozen(_adapted(base), "nf4"))
     return model, model.params

@@ -63,7 +63,7 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
     def build() -> float:
         torch.set_num_threads(1)
-        module = llama.module(config).inner
+        module: Any = llama.module(config).inner
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
         live["take"] = (_of_fsdp2 if args.way.startswith("fsdp2") else _of_fzero)(args.way, module)
         gc.collect()

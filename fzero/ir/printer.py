@@ -51,10 +51,11 @@ class Printed:
         line, each has its own line.
         """
         pad, one_line = "    " * self.depth, self.text().rstrip()
-        if len(self.out) <= _RESULTS and len(", ".join(self.out)) <= _WIDTH // 2:
+        if not self.types or (len(self.out) <= _RESULTS and len(", ".join(self.out)) <= _WIDTH // 2):
             return "\n".join(_wrapped(one_line, _comment(self.remark, ", ".join(self.types))))
         results = [
-            _noted(f"{pad}    {name},", _comment("", kind)) for name, kind in zip(self.out, self.types, strict=True)
+            _noted(f"{pad}    {name.rstrip(',')},", _comment("", kind))
+            for name, kind in zip(self.out, self.types, strict=True)
         ]
         return "\n".join([f"{pad}(", *results, *_wrapped(f"{pad}) = {self.code}", _comment(self.remark))])
 

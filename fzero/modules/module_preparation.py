@@ -5,6 +5,8 @@ install later.
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from fzero.modules import hook_capture
 from fzero.modules.batch_norms import without_counts_read
-from fzero.modules.meta_module import renumber_hooks
+from fzero.modules.meta_module import TensorSlot, renumber_hooks
 from fzero.modules.mixture_experts import NAME, register
 
 _BATCHED = "batched_mm"
@@ -30,6 +32,7 @@ def prepared(meta_module: nn.Module) -> nn.Module:
         if getattr(m, "gradient_checkpointing", False) is True:
             m.gradient_checkpointing = False  # type: ignore[assignment]
     _choose_experts(meta_module)
+    _adapt_parameters(meta_module)
     hook_capture.install(meta_module)
     renumber_hooks(meta_module)
     return without_counts_read(meta_module)
@@ -67,3 +70,30 @@ def _choose_experts(module: nn.Module) -> None:
         return
     if any("Experts" in type(m).__name__ for m in module.modules()):
         module.set_experts_implementation(register())  # type: ignore[operator]
+
+
+def _adapt_parameters(module: nn.Module) -> None:
+    """Gives adapters of parameters (`target_parameters` of peft) a forward that can be traced.
+
+    peft's own forward registers a parametrization in each call, which changes the class of the module.
+    """
+    library = sys.modules.get("peft.tuners.lora.layer")
+    wrapper = getattr(library, "ParamWrapper", None)
+    for m in module.modules():
+        if wrapper is not None and isinstance(m, wrapper):
+            m.forward = types.MethodType(_adapted, m)
+
+
+def _adapted(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an adapter of a parameter: the base layer computes with the parameter plus the product of the
+    adapter's factors."""
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.disable_adapters or wrapper.merged or not active:
+        return wrapper.base_layer(*args, **kwargs)
+    slot = TensorSlot(wrapper.get_base_layer(), "_parameters", wrapper.parameter_name, "")
+    weight = slot.get()
+    slot.put(sum((wrapper.get_delta_weight(name) for name in active), weight))
+    try:
+        return wrapper.base_layer(*args, **kwargs)
+    finally:
+        slot.put(weight)

@@ -180,6 +180,17 @@ def test_what_runs_is_the_full_form():
         assert runs == shown
 
 
+def test_the_full_form_of_names_that_fill_a_line():
+    """Such as those of adapters of experts."""
+    name = "the_weight_of_a_layer_whose_name_is_longer_than_half_a_line_of_the_printed_program"
+    step = fz.train_step(lambda p, x: (x @ p[name]).square().mean(), optim.sgd(0.1))
+    made = fz.compose(fz.shard_params(), fz.accumulate(2))(step)
+    params, batch = {name: torch.empty(8, 8, device="meta")}, torch.empty(4, 8, device="meta")
+    text = fz.show(fz.lower(made, fz.AbstractMesh(data=2), params, batch).program, full=True)
+    assert f"d_{name}_total = None\n" in text
+    ast.parse(text)
+
+
 def test_folding_keeps_the_length_of_the_text_from_growing():
     short, long = (len(str(gpt_program("stage_3", layers)).splitlines()) for layers in (4, 12))
     assert long <= 1.3 * short  # a few waits say `together`
