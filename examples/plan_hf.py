@@ -96,7 +96,12 @@ def module(**sizes: Any) -> Any:
     """Llama 3 8B on the meta device, or one of other sizes: its tensors have shapes, but no values."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # pyright: ignore[reportMissingImports]
 
-    usual: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    usual: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
     more: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     config = LlamaConfig(**usual | sizes, **more)  # or transformers.AutoConfig.from_pretrained("a directory")
     with torch.device("meta"):
