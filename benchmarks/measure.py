@@ -28,6 +28,7 @@ from cases import (
     modules,
     peers,
     plans,
+    preferences,
     published,
     steps,
     trainers,
@@ -106,6 +107,12 @@ CASES = {
         "adapters on frozen weights in NF4, compared with peft and bitsandbytes", 5, modules.qlora, contestants.worker,
         flags={**MODULES, "rounds": 7, "only": list(modules.QLORA)},
         small={**FEW, **model(2, 64, 2, 16, 4), "only": list(modules.QLORA[:2])},
+    ),
+    "dpo": Case(
+        "preference optimization, compared with TRL", 4, preferences.dpo, preferences.worker,
+        flags={**model(6, 384, 6, 128, 8), "processes": 2, "warmup": 3, "rounds": 3, "steps": 10,
+               "backend": "inductor", "only": list(preferences.TITLES)},
+        small={**EAGER, "warmup": 1, "rounds": 1, "steps": 2},
     ),
     "weights": Case(
         "weights for an inference engine: memory and time of each way", 5, weights.weights, weights.worker,

@@ -77,7 +77,8 @@ def qwen3_30b_a3b(rows: int = 1, seq: int = 4096, count: int = 8, **sizes: int) 
 
 
 def llama_70b_qlora(rows: int = 1, seq: int = 1024) -> Any:
-    """The same of a 70B model. Weights in 4 bits are 38 GB: on a single GPU of 24 GB, they stay in host memory."""
+    """The same of a 70B model. Weights in 4 bits are 38 GB: on a single GPU of 24 GB, more than half of them
+    stay in host memory."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     step, params, batch = llama(fz.quantize_frozen(with_lora(module(**sizes))), fz.optim.adamw(2e-4), rows, seq)
     return fz.offload("auto")(step), params, batch

@@ -687,6 +687,6 @@ def test_ctrl_c_is_quiet(here):
 def test_a_whole_budget_holds_the_process_too(run):
     device = ("--mesh", "data=8", "--device", "a100")
     code, out, _ = run("plan", "targets.py:good", *device, "--budget", "2GiB", "--include-process")
-    assert code == 0 and "of --budget 948.0 MiB" in out  # of 2,048: 600 for the context, 500 for NCCL
+    assert code == 0 and "below --budget 948.0 MiB" in out  # of 2,048: 600 for the context, 500 for NCCL
     code, _, err = run("plan", "targets.py:good", *device, "--include-process")
     assert code == 2 and "--include-process: applies only with --budget SIZE or --host-budget SIZE" in err
