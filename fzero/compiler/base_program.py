@@ -177,7 +177,9 @@ def _record_loss(
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
         # The seed is an output only so that its node can be found in the recorded graph. It is removed from the outputs
         # below.
-        return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed, *noted.joined]
+        # What reads a gradient expects it contiguous, as its parameter is.
+        contiguous = (g.contiguous() for g in grads if g is not None)
+        return [seed, *map(summable, sums), *contiguous, *agreed, *noted.joined]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)

@@ -173,7 +173,8 @@ def check_unquantized(owner: str, module: nn.Module, fix: str) -> None:
 
 
 def _kept(module: nn.Module) -> set[nn.Module]:
-    """Returns the linear layers that stay as they are: with tied weights, output layers, and those in float32."""
+    """Returns the linear layers that stay as they are: with tied weights or adapters of the weight itself
+    (`target_parameters`), output layers, and those in float32."""
     uses: dict[int, set[tuple[int, str]]] = {}
     for m in module.modules():
         for attribute, p in m._parameters.items():
@@ -183,6 +184,8 @@ def _kept(module: nn.Module) -> set[nn.Module]:
     for name, m in module.named_modules():
         if type(m) is nn.Linear and (len(uses[id(m.weight)]) > 1 or (fp32 and fp32.search(f"{name}.weight"))):
             kept.add(m)
+        if hasattr(m, "parameter_name") and hasattr(m, "get_base_layer"):
+            kept.add(m.get_base_layer())  # type: ignore[operator] - an adapter of peft of the weight itself
         output: Any = getattr(m, "get_output_embeddings", None)
         if callable(output) and isinstance(found := output(), nn.Module):
             kept |= {*found.modules()}  # also below a wrapper of peft

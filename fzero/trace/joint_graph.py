@@ -102,7 +102,9 @@ def trace_joint(
                         wanted, [args[i] for i in needs], list(args[len(primals) :]), allow_unused=True
                     )
                 diff = tuple(i for i, g in zip(needs, grads, strict=True) if g is not None)
-                return [*ys, *(resolved(g) for g in grads if g is not None)]
+                # What reads the gradient of a parameter expects it contiguous, as the parameter is.
+                made = {i: resolved(g) for i, g in zip(needs, grads, strict=True) if g is not None}
+                return [*ys, *(g.contiguous() if i < num_params else g for i, g in made.items())]
 
             names += [f"tangents_{i + 1}" for i in range(len(tangents))]
             forward_alone = graph

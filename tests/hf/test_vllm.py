@@ -56,8 +56,7 @@ def test_vllm_generates_with_the_weights_that_it_receives(name: str, tmp_path: P
         engine.kill()
     before, after = lines
 
-    net.load_state_dict(dict(fz.hf.stream(model, state)), strict=False)
-    net.tie_weights()
+    net = fz.hf.module(model, state)
     want = net.generate(prompts, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert after["tokens"] == want[:, 8:].tolist() != before["tokens"]
     with torch.no_grad():

@@ -152,7 +152,7 @@ def test_losses_are_those_of_the_dequantized_module(
         torch.testing.assert_close(losses, want, rtol=1e-6, atol=1e-6)
         assert changed == trained
         for key in trained:
-            torch.testing.assert_close(after[key], plain.state_dict()[key], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[key], plain.state_dict()[key], rtol=1e-4, atol=5e-5)
 
 
 def test_equal_layers_are_one_block_and_scales_stay_exact_in_bf16() -> None:
@@ -216,3 +216,18 @@ def test_merging_adapters_into_codes_is_rejected() -> None:
     with pytest.raises(FzeroError, match=r"(?s)are quantized.*q_proj.*without merge=True"):
         fz.hf.stream(model, model.params, merge=True)
     assert all("lora_" in name for name, _ in fz.hf.stream(model, model.params))
+
+
+def test_a_weight_with_an_adapter_of_its_own_stays() -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
+    lora = peft.LoraConfig(r=4, target_modules=["v_proj"], target_parameters=["q_proj.weight"])
+    net = fz.quantize_frozen(peft.get_peft_model(base, lora))
+    quantized = {name.split(".")[-2 if "base_layer" in name else -1] for name, m in net.named_modules()
+                 if isinstance(m, QuantizedLinear)}  # fmt: skip
+    assert quantized == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    model, tokens = fz.functionalize(net), tokens_of()
+    train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    _, metrics = train(train.init(model.params), {"input_ids": tokens, "labels": tokens})
+    assert metrics["loss"].isfinite()

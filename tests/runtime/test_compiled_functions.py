@@ -149,6 +149,24 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "functions"
 
 
+def test_a_gradient_that_the_backward_lays_out_transposed(cold):
+    """The functions that read a gradient are compiled for a contiguous one."""
+
+    def loss_fn(p, x):
+        return (x @ p["w"].t().contiguous().pow(2)).square().mean()
+
+    adamw = fz.optim.chain(fz.optim.clip_by_global_norm(1.0), fz.optim.adamw(0.1))
+    w, x = torch.randn(48, 32), torch.randn(8, 32)
+    found = []
+    for backend in ("eager", "inductor"):
+        train = fz.compile(fz.train_step(loss_fn, adamw), fz.make_mesh(data=1), backend=backend)
+        state = train.init({"w": w})
+        for _ in range(2):
+            state, _ = train(state, x)
+        found.append(state.params["w"])
+    torch.testing.assert_close(*found)
+
+
 def test_what_is_compiled_is_kept_for_its_owner(cold):
     cache, seen = cold
     generated, ready = seen[:4], seen[4:]

@@ -191,7 +191,9 @@ def test_functions_that_the_cache_does_not_keep(compiler: Compiler, limit: str, 
             break
         time.sleep(0.05)
     assert warmed(train) is None
-    assert len(compiler.jobs) == len(set(compiler.jobs)) * (2 if limit == "0" else 1)
+    # Without a cache, they are compiled again when they are needed, except those that are needed before it is emptied.
+    functions = len(set(compiler.jobs))
+    assert functions <= len(compiler.jobs) <= functions * (2 if limit == "0" else 1)
 
 
 def test_a_failed_compilation_is_the_error_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,14 +86,17 @@ CHOICES = {
 
 @pytest.mark.parametrize("choices", CHOICES)
 def test_the_rows_of_ranks_train_as_a_dense_sum_over_experts(choices: str) -> None:
-    given = CHOICES[choices]
-    plain = fz.train_step(loss_of(dense), tensor.OPTIMIZER)
+    # SGD, because AdamW divides rounding errors by themselves where gradients are 0: attention over one token has none
+    # for queries and keys.
+    given, sgd = CHOICES[choices], fz.optim.sgd(0.1)
+    plain = fz.train_step(loss_of(dense), sgd)
     expected, metrics = plain(plain.init(params()), given)
     mesh = AbstractMesh(expert=2)
-    state, found = fz.testing.simulate(step(), mesh, params(), given)
+    experts = fz.expert_parallel(fz.train_step(loss_of(), sgd), where=of_experts)
+    state, found = fz.testing.simulate(experts, mesh, params(), given)
     torch.testing.assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["loss"], metrics["loss"], rtol=1e-5, atol=0)
-    fz.testing.check_equivalent(step(), params(), given, mesh, steps=2)
+    fz.testing.check_equivalent(experts, params(), given, mesh, steps=2)
 
 
 WAYS = {
