@@ -38,18 +38,19 @@ def weights(args: argparse.Namespace) -> Table:
         for way in random.Random(turn).sample(list(found), len(found)):
             with processes(args, args.processes, env={"way": way}) as group:
                 megabytes = group.ask("build")[0]
-                group.ask("take")  # the first time loads libraries
-                answers = group.ask("take")
-            found[way].append({k: max(x[k] for x in answers) for k in ("wall_s", "peak_mib")})
+                first = group.ask("take")  # memory that it frees may stay with the process, so it counts for memory
+                answers = group.ask("take")  # the first time loads libraries, so this one counts for seconds
+            found[way].append({"wall_s": max(x["wall_s"] for x in answers)})
+            found[way][-1]["peak_mib"] = max(x["peak_mib"] for x in first)
             found[way][-1]["cpu_s"] = sum(x["cpu_s"] for x in answers)
             print(f"round {turn + 1}: {way}: {found[way][-1]}", file=sys.stderr, flush=True)
     middle = {way: {k: statistics.median(x[k] for x in each) for k in each[0]} for way, each in found.items()}
     rows = [(WAYS[way], f"{x['peak_mib']:.0f}", f"{x['wall_s']:.2f}", f"{x['cpu_s']:.2f}") for way, x in middle.items()]
     notes = [
         f"Llama of {args.layers} layers of width {args.width}, vocabulary {args.vocab}, fp32, {megabytes:.0f} MiB of "
-        f"weights, on {args.processes} processes with one thread each; medians of {args.rounds} rounds, each with "
-        "processes of its own, where each way is taken twice and the second time is measured. MiB: at the peak, above "
-        "the shards, of the rank with the most. CPU seconds: of all ranks."
+        f"weights, on {args.processes} processes with one thread each; medians of {args.rounds} round(s), each with "
+        "processes of its own. MiB: at the peak of the first time, above the shards, of the rank with the most, with "
+        "the libraries that are loaded then. Seconds: of the second time. CPU seconds: of all ranks."
     ]
     return Table("Weights for an inference engine", ("", "MiB", "seconds", "CPU s"), rows, notes, {"ways": found})
 
