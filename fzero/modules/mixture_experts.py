@@ -46,7 +46,7 @@ def _computed(
     else:
         rows = experts.act_fn(_product(experts, rows, "up_proj", back))
     rows = _product(experts, rows, "down_proj", back)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # not in transformers 5.19
         rows = experts.post_expert_norm(rows)
     return combine(rows, back).to(x.dtype)
 
