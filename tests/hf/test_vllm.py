@@ -27,7 +27,6 @@ CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
     # not tied: vLLM 0.32 on a CPU keeps the old output weights of tied models, also when it reloads from its own files
     "qwen3": lambda: transformers.Qwen3Config(**TINY, tie_word_embeddings=False),
-    "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4),
 }
 
 
