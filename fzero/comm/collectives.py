@@ -431,13 +431,28 @@ def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return out
 
 
+GATHER_BYTES = 4 << 20
+"""The most bytes that `gather` gathers by one collective of Gloo."""
+
+
 def gather(mesh: Mesh, shard: torch.Tensor, axis: str, into: torch.Tensor | None = None) -> torch.Tensor:
     """All-gathers the shards along an axis into one flat tensor, either a new one or `into`.
 
-    For use outside programs.
+    For use outside programs. Large shards in host memory are gathered in pieces, because Gloo allocates a buffer for
+    all that one collective gathers.
     """
+    size, group = mesh.axes[axis], mesh.group(axis)
     whole = into
     if whole is None:
-        whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)
-    compat.all_gather(whole, shard, mesh.group(axis)).wait()
+        whole = torch.empty(shard.numel() * size, dtype=shard.dtype, device=shard.device)
+    num = max(1, GATHER_BYTES // (size * shard.element_size()))
+    if shard.numel() <= num or shard.device.type != "cpu":
+        compat.all_gather(whole, shard, group).wait()
+        return whole
+    buffer = torch.empty(size * num, dtype=shard.dtype, device=shard.device)
+    for begin in range(0, shard.numel(), num):
+        piece = shard[begin : begin + num]
+        found = buffer[: size * piece.numel()]
+        compat.all_gather(found, piece, group).wait()
+        whole.view(size, -1)[:, begin : begin + num] = found.view(size, -1)
     return whole

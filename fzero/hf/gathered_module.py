@@ -101,7 +101,7 @@ def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
     if mesh is None:
         return tensor.detach()
     with mesh.alone("gather"), control_group.unbroken(mesh):
-        return gather.whole(tensor, mesh).to(mesh.device)
+        return gather.whole(tensor, mesh, mesh.device)
 
 
 def _fill(slots: dict[str, TensorSlot], gathered: Gathered, paths: Sequence[str]) -> None:

@@ -3,9 +3,10 @@ back.
 
 In memory, models use other names than in files, and other forms: experts are fused, projections are concatenated.
 transformers describes this as operations on tensors. Here, these operations are run on row numbers: for each tensor, a
-tensor of the same shape except for a last dimension of 1, in which each element is the number of the row. If only whole
-rows are moved, the result tells where each row came from. An operation that splits rows (a transposition) is rejected
-with an error that names it.
+tensor of the same shape except for a last dimension of 2, in which both elements are the number of the row. If only
+whole rows are moved, the result tells where each row came from. An operation that splits rows (a transposition) is
+rejected with an error that names it. (The last dimension is not 1 because `SplitModulelist` of transformers 5.19 and
+earlier removes all dimensions of size 1.)
 """
 
 from __future__ import annotations
@@ -100,9 +101,8 @@ def stored(
         if found is None:
             problems.append(f"{name}: is not made of complete rows of the model's tensors")
             continue
-        runs, width = found
-        scalar = not rows.dim() or (rows.dim() == 1 and width == 1)
-        out[name] = (tuple(rows.shape) if scalar else (*rows.shape[:-1], width), runs)
+        runs, shape = found
+        out[name] = shape, runs
     if problems:
         fix = "fz.checkpoint.save and fz.checkpoint.export, which write the names and forms in memory"
         what = f"{type(module).__name__} is stored in a form that cannot be written in ranges"
@@ -126,7 +126,7 @@ def _converted(convert: Any, numbered: _Rows, shapes: Mapping[str, Any], problem
         shape = shapes.get(name)
         if shape is None:
             problems.append(f"{text}: become {name}, which the model does not have")
-        elif found is None or (tuple(rows.shape) if len(shape) < 2 else (*rows.shape[:-1], found[1])) != shape:
+        elif found is None or found[1] != shape:
             problems.append(f"{name} {list(shape)}: is made of {text} by an operation other than moving complete rows")
         else:
             made[name] = found[0]
@@ -139,42 +139,50 @@ def tied(module: Any) -> dict[str, str]:
 
 
 class _Rows:
-    """Tensors whose elements are row numbers: each row of each tensor has its own number."""
+    """Tensors whose elements are row numbers: each row of each tensor has its own number. A row of a tensor with fewer
+    than two dimensions is one element."""
 
     def __init__(self, entries: Mapping[str, Entry]):
         self.tensors: dict[str, torch.Tensor] = {}
         self._begins: list[int] = []
         self._keys: list[str] = []
-        self._widths: list[int] = []
+        self._widths: list[int | None] = []  # None: the row is one element, and its number occurs once
         at = 0
         for key, entry in entries.items():
-            shape = (*entry.shape[:-1], 1) if len(entry.shape) > 1 else entry.shape
+            is_element = len(entry.shape) < 2
+            shape = entry.shape if is_element else entry.shape[:-1]
             num = math.prod(shape)
-            self.tensors[key] = torch.arange(at, at + num).view(shape)
+            numbers = torch.arange(at, at + num).view(shape)
+            self.tensors[key] = numbers if is_element else torch.stack([numbers, numbers], -1)
             self._begins.append(at)
             self._keys.append(key)
-            self._widths.append(entry.shape[-1] if len(entry.shape) > 1 else 1)
+            self._widths.append(None if is_element else entry.shape[-1])
             at += num + 1  # a gap, so that no run continues from one tensor into the next
 
-    def runs(self, rows: torch.Tensor) -> tuple[list[ElementRun], int] | None:
-        """Returns the runs of elements that these rows stand for, and the length of a row.
+    def runs(self, rows: torch.Tensor) -> tuple[list[ElementRun], tuple[int, ...]] | None:
+        """Returns the runs of elements that these rows stand for, and the shape of the tensor that they make up.
 
         Returns None if the elements are no row numbers, or their rows have several lengths.
         """
-        flat = rows.reshape(-1)
-        if flat.dtype != torch.int64:
+        if rows.dtype != torch.int64:
             return None
-        if not flat.numel():
-            return [], 1
+        if not rows.numel():
+            return [], tuple(rows.shape)
+        begins, shape, width = torch.tensor(self._begins), tuple(rows.shape), 1
+        owners_of = lambda numbers: (torch.searchsorted(begins, numbers, right=True) - 1).tolist()  # noqa: E731
+        (kind,) = {self._widths[i] for i in owners_of(rows.reshape(-1)[:1])}
+        if kind is not None:
+            if rows.shape[-1:] != (2,) or not torch.equal(rows[..., 0], rows[..., 1]):
+                return None
+            rows, shape, width = rows[..., 0], (*shape[:-1], kind), kind
+        flat = rows.reshape(-1)
         breaks = (torch.nonzero(flat.diff() != 1).view(-1) + 1).tolist()
-        begins = torch.tensor(self._begins)
         starts = [0, *breaks]
         firsts = flat[torch.tensor(starts)]
-        owners = (torch.searchsorted(begins, firsts, right=True) - 1).tolist()
-        widths = {self._widths[i] for i in owners}
-        if len(widths) != 1 or (rows.dim() > 1 and rows.shape[-1] != 1):
+        owners = owners_of(firsts)
+        if any(self._widths[i] != kind for i in owners):
             return None
-        (width,), out = widths, []
+        out: list[ElementRun] = []
         for start, stop, first, i in zip(starts, [*breaks, flat.numel()], firsts.tolist(), owners, strict=True):
             out.append(ElementRun(start * width, stop * width, self._keys[i], (first - self._begins[i]) * width))
-        return out, width
+        return out, shape

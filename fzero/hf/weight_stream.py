@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._compat.allocator import return_freed_memory
 from fzero._utils.units import size
 from fzero.checkpoint.safetensors_format import ElementRun
 from fzero.comm import control_group
@@ -34,6 +35,7 @@ from fzero.train_state import check_computed
 
 _OWNER = "hf.stream"
 _NUMBERS = itertools.count()
+_KEPT_BYTES = 16 << 20
 logger = logging.getLogger("fzero")
 
 
@@ -140,6 +142,7 @@ class WeightStream:
         def meet(at: str) -> None:
             self._meet(lambda: (check(), self._check_unchanged(before)), at)
 
+        freed = 0
         try:
             for tensors in self._blocks.values():
                 last = {p: i for i, tensor in enumerate(tensors) for p in self._needed(tensor)}
@@ -148,7 +151,14 @@ class WeightStream:
                     if any(p not in held for p in tensor.sources):
                         meet(tensor.name)
                     yield tensor.name, self._made(tensor, held)
+                    freed += sum(x.nbytes for p, x in held.items() if last[p] <= i)
                     held = {p: x for p, x in held.items() if last[p] > i}
+                    if freed > _KEPT_BYTES:
+                        # The allocator keeps freed memory for later steps, in pieces into which the next tensors may
+                        # not fit.
+                        return_freed_memory()
+                        freed = 0
+            return_freed_memory()
         except GeneratorExit:
             self._leave()
             raise

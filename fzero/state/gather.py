@@ -18,6 +18,8 @@ from fzero.state.tensor_storage import load
 from fzero.step import State
 from fzero.train_state import lasting
 
+_HOST = torch.device("cpu")
+
 
 def gathered(state: State, mesh: Mesh) -> State:
     """Gathers the unsharded state, as by `whole`. All ranks call it; a rank that does not come is named in the
@@ -29,19 +31,20 @@ def gathered(state: State, mesh: Mesh) -> State:
         return whole(state, mesh)
 
 
-def whole(state: Any, mesh: Mesh) -> Any:
-    """Returns a tree of plain host tensors with the unsharded value of every leaf. Tied leaves stay tied."""
+def whole(state: Any, mesh: Mesh, device: torch.device = _HOST) -> Any:
+    """Returns a tree of plain tensors with the unsharded value of every leaf, by default in host memory. Tied leaves
+    stay tied."""
     done: dict[int, torch.Tensor] = {}
 
     def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
             known = leaf_of(x)
             sharded = known is not None and bool(known[0].layout.apart)
-            value = load(x, mesh.device if sharded else torch.device("cpu"))
-            if known is not None and sharded:
-                value = _whole(value, known[0], mesh)
+            loaded = load(x, mesh.device if sharded else device)
+            value = _whole(loaded, known[0], mesh) if known is not None and sharded else loaded
             # `load` may return the state's own memory, which the next step overwrites.
-            done[id(x)] = value.to("cpu", copy=True)
+            is_own = value.untyped_storage().data_ptr() == loaded.untyped_storage().data_ptr()
+            done[id(x)] = value.to(device, copy=is_own)
         return done[id(x)]
 
     return tree.map(read, lasting(state))

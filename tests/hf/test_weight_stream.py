@@ -12,13 +12,17 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import environment
 
 import fzero as fz
 from fzero import tree
+from fzero._compat.allocator import return_freed_memory
+from fzero.comm import collectives
 
 transformers = pytest.importorskip("transformers")
 
@@ -182,6 +186,29 @@ def on_ranks(case: str, out: str, address: str) -> dict[str, Any]:
     return {"same": same, "num": len(got), "loss": float(metrics["loss"])}
 
 
+def under_tensor_parallel(case: str, ranks: int) -> tuple[dict[str, torch.Tensor], float]:
+    """On each rank: a step, under `tensor_parallel` on several ranks, then the stream of its state."""
+    model = fz.hf.from_config(transformers.AutoModelForCausalLM, CASES[case](transformers))
+    step = model.train_step(fz.optim.sgd(0.1))
+    if ranks > 1:
+        step = fz.tensor_parallel(axis="model")(step)
+    batch = {"input_ids": IDS, "labels": IDS}
+    train = fz.compile(step, fz.make_mesh(model=ranks), backend="eager", batch=batch)
+    state, metrics = train(train.init(model.init, fz.random.key(0)), batch)
+    return dict(fz.hf.stream(model, state)), float(metrics["loss"])
+
+
+@pytest.mark.parametrize("case", ["llama", "llama tied"])
+def test_the_stream_under_tensor_parallel_equals_that_of_one_process(run_ranks: Any, case: str) -> None:
+    want, loss = under_tensor_parallel(case, 1)
+    assert ("lm_head.weight" in want) == (case == "llama")
+    for got, other in run_ranks(2, under_tensor_parallel, case, 2):
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert [*got] == [*want]
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 RECEIVER = """
 import sys, torch, fzero as fz
 torch.save({name: x.clone() for name, x in fz.hf.receive(sys.argv[1])}, sys.argv[2])
@@ -267,6 +294,85 @@ def test_no_receiver_is_an_error_on_all_ranks(run_ranks: Any, tmp_path: Path) ->
     assert "nobody listens within 1 s" in first[0]
     assert "nobody listens within 1 s" in second[0]
     assert first[-1] == second[-1]
+
+
+RANK_DIES = """
+import os, sys, torch, fzero as fz
+torch.manual_seed(0)
+model = fz.functionalize(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
+step = fz.shard_params(model.train_step(fz.optim.sgd(0.1), lambda out, batch: out.mean()))
+train = fz.compile(step, fz.make_mesh(data=2), backend="eager")
+state = train.init(model.params)
+try:
+    for i, _ in enumerate(fz.hf.stream(model, state)):
+        if train.mesh.rank == 1 and i == 3:
+            os._exit(1)
+except fz.errors.FzeroError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_rank_that_dies_is_an_error_on_the_other() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in "01":
+        env = environment() | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(subprocess.Popen([sys.executable, "-c", RANK_DIES], env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+        assert "RankLost" in said
+        assert "rank 1 has left" in said
+        assert ranks[1].wait(60) == 1
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+
+
+def in_pieces() -> list[bool]:
+    """On each rank: whether shards that are gathered in pieces make up the same as in one."""
+    mesh, found = fz.make_mesh(data=-1), []
+    for shard in (torch.arange(23) + 100 * mesh.rank, torch.arange(23.0).bfloat16() * (mesh.rank + 1)):
+        want = collectives.gather(mesh, shard, "data")
+        for num in (8, 17, 22, 23):
+            with patch.object(collectives, "GATHER_BYTES", 2 * num * shard.element_size()):
+                found.append(torch.equal(collectives.gather(mesh, shard, "data", torch.empty_like(want)), want))
+    return found
+
+
+def test_shards_gathered_in_pieces_make_up_the_same(run_ranks: Any) -> None:
+    assert run_ranks(2, in_pieces) == [[True] * 8] * 2
+
+
+def memory_of_streams() -> float:
+    """On each rank: the most resident memory during streams of 8 tensors of 16 MiB, above that before them, in MiB."""
+    torch.manual_seed(0)
+    model = fz.functionalize(torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))))
+    step = fz.shard_params(model.train_step(fz.optim.sgd(0.1), lambda out, batch: out.mean()))
+    state = fz.compile(step, fz.make_mesh(data=-1), backend="eager").init(model.params)
+    stream = fz.hf.stream(model, state)
+    assert stream.peak_bytes == 32 << 20
+    return_freed_memory()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(3):
+        for _, tensor in stream:
+            tensor.sum()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> float:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_streams_need_about_the_memory_of_their_plan(run_ranks: Any) -> None:
+    """32 MiB are planned. Gloo's buffers are as large as the pieces of a gather; threads keep some of them."""
+    assert max(run_ranks(2, memory_of_streams)) < 80
 
 
 # --- what arrives ---
