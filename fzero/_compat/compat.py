@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack
 from torch.utils._device import DeviceContext
@@ -86,6 +87,37 @@ def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[],
     function raises.
     """
     torch._check_tensor_all_with(error, holds, said)
+
+
+FLEX_ATTENTION: Any = flex_attention.flex_attention_hop
+"""The operator that `torch.nn.attention.flex_attention.flex_attention` calls with its functions."""
+
+
+def modified_scores(score_mod: Callable[..., torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+    """Applies the score function of `flex_attention` to each score of `scores`, [batch, heads, queries, keys]."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # imports much
+
+    at = [torch.arange(n, device=scores.device) for n in scores.shape]
+    with TransformGetItemToIndex():  # a captured tensor can be indexed by the indices of the score
+        return flex_attention._vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *at)
+
+
+@contextmanager
+def flex_attention_on_fakes() -> Iterator[None]:
+    """Inside, `flex_attention` calls its operator for fake tensors without compiling it, also for gradients on a CPU,
+    for which PyTorch has no kernel.
+    """
+    before = flex_attention._validate_device, flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+
+    def validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not isinstance(query, FakeTensor):  # of another thread
+            before[0](query, key, value)
+
+    flex_attention._validate_device, flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = validate, True
+    try:
+        yield
+    finally:
+        flex_attention._validate_device, flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
 class _UncheckedDistributions:

@@ -11,6 +11,7 @@ random-number operators are in `random.py`. This folder imports only `tree.py`, 
 | `routed_rows.py` | marks where rows are sent to experts and returned, if there is no capacity |
 | `row_indices.py` | assigns tokens to the rows of experts, and reads rows by index |
 | `grouped_matmul.py` | multiplies each row by the matrix of its own expert |
+| `flex_attention.py` | writes `flex_attention` out as operations that have sharding rules |
 | `scaled_matmul.py` | multiplies matrices in 8-bit floating point, with power-of-two scales |
 | `block_quantization.py` | reduces blocks of 256 elements to one number, such as a scale, and expands it |
 | `weight_quantization.py` | `fz.quantize`, `fz.dequantize`: frozen weights in 4 or 8 bits, in bitsandbytes' formats |

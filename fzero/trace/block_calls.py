@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero import tree
 from fzero._compat import compat
 from fzero.errors import TraceError
+from fzero.ops.flex_attention import with_dense_masks
 from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
 from fzero.trace.guards import raise_conditions
 from fzero.trace.guards.captured_settings import Settings, changes, settings
@@ -55,6 +56,7 @@ class Blocks:
         self.maxima: list[torch.Tensor] = []
         self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self.contexts: list[Any] = []  # the autograd contexts of the calls
+        self._masks: dict[int, Any] = {}  # of flex_attention
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,6 +81,7 @@ class Blocks:
         node for the call to the recorder's graph.
         """
         self.recorder.check_default_dtype()
+        args, kwargs = with_dense_masks((args, kwargs), self._masks)
         flat, spec = tree.flatten((params, args, kwargs))
         num_params = len(tree.leaves(params))
         owner = f"block {name_of(fn)}"

@@ -164,7 +164,8 @@ class Recorder(compat.TorchDispatchMode):
                 "use the other tensor itself, or x.copy_(y)",
             )
         if found is None:
-            if within(self._outside, "_higher_order_ops"):
+            of_functions = within(self._outside, "_higher_order_ops")
+            if of_functions and not within(self._outside, "_higher_order_ops/flex_attention.py"):
                 refuse_functions(self, "torch.cond, scan, while_loop or their like")
             if within(self._outside, "utils/checkpoint.py"):
                 what = "recomputes, in the backward, with a tensor that is not one of its arguments"
@@ -210,7 +211,7 @@ class Recorder(compat.TorchDispatchMode):
         try:
             with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
                 # The recorder is entered last: the innermost dispatch mode gets each op first.
-                with emptied(), Calls(self), self:
+                with emptied(), compat.flex_attention_on_fakes(), Calls(self), self:
                     yield
                 if self.refused is not None:
                     raise self.refused

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 import fzero as fz
 from fzero._compat import compat
@@ -564,3 +566,35 @@ def test_what_is_recorded_has_no_repetitions() -> None:
     assert joints
     for graph in joints:
         assert len(fx_graph_cse(graph).nodes) == len(graph.nodes)
+
+
+def test_flex_attention_calls_its_operator_for_fake_tensors():
+    """A function mode sees the call, with its functions, and PyTorch's own call for other tensors is as before."""
+    seen: list[Any] = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not compat.FLEX_ATTENTION:
+                return func(*args, **(kwargs or {}))
+            seen.append(args)
+            return args[0], args[0].sum(-1), args[0].sum(-1)
+
+    with compat.FakeTensorMode(), compat.flex_attention_on_fakes():
+        q = torch.ones(1, 2, 16, 8, requires_grad=True)
+        with Calls():
+            assert flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s) is q
+    query, _, _, score_mod, block_mask, scale = seen[0][:6]
+    assert query is q and score_mod(1, 2, 3, 4, 5) == 1 and callable(block_mask[-1])
+    assert scale == pytest.approx(8**-0.5)
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        real = torch.ones(1, 2, 16, 8, requires_grad=True)
+        flex_attention(real, real, real)
+
+
+def test_a_score_function_reads_a_tensor_at_the_indices_of_a_score():
+    scores, table = torch.randn(2, 3, 4, 4), torch.randn(3, 8, requires_grad=True)
+    out = compat.modified_scores(lambda s, b, h, i, j: s * (b + 1) + table[h, i - j + 4], scores)
+    at = torch.arange(4)[:, None] - torch.arange(4) + 4
+    torch.testing.assert_close(out, scores * torch.tensor([1, 2]).view(2, 1, 1, 1) + table[:, at])
+    (gradient,) = torch.autograd.grad(out.sum(), table)
+    assert gradient.sum() == out.numel()

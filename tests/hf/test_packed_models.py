@@ -24,15 +24,17 @@ ROWS = fz.data.pack(DOCUMENTS, seq=16)
 BATCH = fz.data.ArrayDataset(ROWS, batch=8, shuffle=False).batch_at(0)  # more rows than there are: some twice
 WINDOWS = {
     "Mistral": {"sliding_window": 4},
+    "Gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 8},
     "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
 }
 
 
-def model(name: str) -> Any:
+def model(name: str, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, **WINDOWS.get(name, {}),
+        num_key_value_heads=1, max_position_embeddings=64, attn_implementation=attention,
+        **WINDOWS.get(name, {}),
     )  # fmt: skip
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
@@ -91,6 +93,24 @@ def test_a_step_on_packed_rows_is_that_on_the_documents_apart(name: str, transfo
     net = model(name)
     loss, apart = trained_apart(net)
     given, mesh = TRANSFORMS[transforms]
+    functional = fz.functionalize(net)
+    step = fz.compose(*given)(functional.train_step(fz.optim.sgd(1.0)))
+    state, metrics = fz.testing.simulate(step, mesh, functional.params, BATCH)
+    functional.write_back(state.params)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
+    for (path, one), two in zip(apart.named_parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-6, msg=lambda text, path=path: f"{path}: {text}")
+
+
+@pytest.mark.full(keep=["Llama-all", "Gemma2-all"])
+@pytest.mark.parametrize("transforms", TRANSFORMS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # transformers passes it
+def test_flex_attention_of_transformers_is_its_eager_attention(name: str, transforms: str) -> None:
+    """Gemma 2 has a function of the scores, a soft cap, and layers with a sliding window."""
+    loss, apart = trained_apart(model(name, "eager"))
+    given, mesh = TRANSFORMS[transforms]
+    net = model(name, "flex_attention")
     functional = fz.functionalize(net)
     step = fz.compose(*given)(functional.train_step(fz.optim.sgd(1.0)))
     state, metrics = fz.testing.simulate(step, mesh, functional.params, BATCH)

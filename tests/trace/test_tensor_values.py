@@ -100,7 +100,8 @@ def indefinite(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(torch.stack([y.T @ y + torch.eye(4), y.T @ y - 3 * torch.eye(4)]))
 
 
-def test_distributions_do_not_check_arguments_while_a_step_is_traced():
+def test_distributions_do_not_check_arguments_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile sets it to False
     seen: list[bool] = []
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -140,14 +140,7 @@ _OF_TRACES = (
 _IN_PLACE = (CHANGES, NEW_VALUE)
 _OVERWRITTEN = "overwrites a value that its backward needs, in one of these places"
 _WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
-FLEX = (
-    "uses flex_attention, which a program cannot contain",
-    "write the mask densely, with torch.nn.attention.flex_attention: F.scaled_dot_product_attention(q, k, v, "
-    "create_mask(mask_mod, B, H, q_len, kv_len, device)); a model of transformers: attn_implementation='sdpa' "
-    "(docs/guides/packing.md)",
-)
 _REFUSED = [
-    ("FlexAttention does not support backward on CPU", *FLEX),  # raised before the operator runs
     ("has been modified by an inplace operation", _OVERWRITTEN, "return a new value there (y = y + x for y += x)"),
     (
         "is not differentiable with respect to argument 'running_",

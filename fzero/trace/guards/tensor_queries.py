@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero._compat import compat
 from fzero.errors import FzeroError, TraceError
+from fzero.ops import flex_attention
 from fzero.ops.ctc import CTC_LOSS, with_tensors
 from fzero.ops.mixed_norms import NORMS, with_parameters_cast
 from fzero.trace.guards import raise_conditions
@@ -60,6 +61,8 @@ class Calls(TorchFunctionMode):
             args, kwargs = with_tensors(args, kwargs or {})
         elif func in NORMS:
             args, kwargs = with_parameters_cast(func, args, kwargs or {})
+        elif func is compat.FLEX_ATTENTION:
+            func = flex_attention.flex_attention
         try:
             return func(*args, **(kwargs or {}))
         except FzeroError:

@@ -10,7 +10,7 @@ import torch
 from fzero._compat import compat
 from fzero.errors import TraceError
 from fzero.trace.guards import overwrites
-from fzero.trace.guards.rejections import FLEX, TracedFunction, described
+from fzero.trace.guards.rejections import TracedFunction, described
 from fzero.trace.guards.user_frames import asking_frame, is_pytorchs, line
 
 aten = torch.ops.aten
@@ -41,8 +41,6 @@ def refuse_functions(traced: TracedFunction, name: str) -> NoReturn:
     """Raises because of a higher-order operator, which takes functions as arguments."""
     what = f"uses an operator of functions, which a program cannot contain ({name})"
     fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
-    if name.startswith("flex_attention"):
-        what, fix = FLEX
     raise TraceError(traced.owner, what, traced.here(), fix)
 
 
