@@ -414,7 +414,11 @@ def check_rows(counts: Sequence[Sequence[int]], rows: int, axis: str) -> None:
     over = [f"rank {i} of {axis!r}: {x} rows" for i, x in enumerate(received) if x > rows]
     if over:
         what = f"the experts of a rank were chosen for more rows than the {rows} that it has memory for"
-        raise FzeroValueError("expert_parallel", what, over, "raise max_rows, or leave it out: max_rows=None")
+        fix = (
+            "raise max_rows, or leave it out: max_rows=None; the state is lost, so start again, or on every rank "
+            "close_mesh(), make_mesh(), compile, and restore the last checkpoint"
+        )
+        raise FzeroValueError("expert_parallel", what, over, fix)
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from fzero.ops.routed_rows import ROUTE, ROUTED_ENDS, UNROUTE
 from fzero.ops.row_indices import CHOICES, ROWS_AT, SLOTS
 from fzero.tree import describe
 
-__all__ = ["combine", "dispatch", "matmul"]
+__all__ = ["balance_loss", "combine", "dispatch", "load", "matmul"]
 
 Capacity = float | tuple[Literal["rank"], float]
 
@@ -231,6 +231,64 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
         return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
     chosen = _RowsAt.apply(rows.flatten(0, 1), back.place, back.choice, 1, True)
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
+
+
+def load(experts: torch.Tensor, num_experts: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the fraction of the choices that fall on each expert, float32[num_experts].
+
+    As the new value of a tensor that `train_step(mutable=)` selects, it is averaged over ranks and micro-batches, so it
+    is that of all tokens. A router bias is computed from it (docs/transforms/expert_parallel.md).
+
+    Args:
+        experts: int64[tokens, k], the experts that each token chooses.
+        num_experts: the number of experts.
+        mask: [tokens], 0 or False for tokens that do not count, such as padding.
+
+    Memory: tokens x k x num_experts numbers, unless they are fused with their sum.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> fz.experts.load(torch.tensor([[0, 1], [0, 2]]), num_experts=3)
+        tensor([0.5000, 0.2500, 0.2500])
+    """
+    # Comparisons and a sum, because these are computed on any shard of the tokens.
+    hits = (experts[..., None] == torch.arange(num_experts, device=experts.device)).float()  # [tokens, k, num_experts]
+    if mask is None:
+        return hits.mean((0, 1))
+    counted = mask.float()
+    return (hits.mean(1) * counted[:, None]).sum(0) / counted.sum()
+
+
+def balance_loss(probabilities: torch.Tensor, experts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the load-balancing loss of a router, float32[]: num_experts x k x the sum over experts of `load` times
+    the mean probability. It is k if all experts are chosen equally often.
+
+    `transformers` adds it to the loss of a mixture as `router_aux_loss_coef` times the loss over all layers, whose
+    tokens are concatenated.
+
+    Args:
+        probabilities: [tokens, num_experts], the softmax of the router's logits.
+        experts: int64[tokens, k], the experts that each token chooses.
+        mask: [tokens], 0 or False for tokens that do not count, such as padding.
+
+    It is not a mean over tokens: under a transform that divides the batch, it balances the tokens of each rank and
+    micro-batch, and the step averages these losses, as in Switch Transformer.
+
+    Papers: Fedus et al., Switch Transformers: scaling to trillion parameter models with simple and efficient sparsity,
+        2021.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> probabilities = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+        >>> fz.experts.balance_loss(probabilities, torch.tensor([[1], [0]]))
+        tensor(1.)
+    """
+    (_, k), num_experts = experts.shape, probabilities.shape[-1]
+    if mask is None:
+        mean = probabilities.float().mean(0)
+    else:
+        mean = (probabilities.float() * mask.float()[:, None]).sum(0) / mask.sum()
+    return num_experts * k * (load(experts, num_experts, mask) * mean).sum()
 
 
 class _RowsAt(torch.autograd.Function):

@@ -189,16 +189,27 @@ class ExpertPropagation(Propagation):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._sum(a, place))
                 self.put(node, place, self.write(node.target, *args, **kwargs))
                 return
-        if node.target in _LINEAR and len(node.all_input_nodes) == 1 and (rule := rule_of(node.target)) is not None:
+        if self._is_linear(node, first) and (rule := rule_of(node.target)) is not None:
             op = self.operation(node)
             for s in strategies(op, rule, factors(op, rule)):
                 if isinstance(s.out[0], Shard) and s.want[first] == place and self.fits(node, s):
                     self.settle(node, s)
                     return
         at = source_place(node)
-        where, fix = [line(at) if at else str(node.target)], "leave its parameter out of `where`"
+        where = [line(at) if at else str(node.target)]
+        fix = "apply it to the rows, not to the parameter; or leave all parameters of these experts out of `where`"
         what = "the gradient of an expert parameter is used in the computation"
         raise FzeroValueError("expert_parallel", what, where, fix)
+
+    def _is_linear(self, node: fx.Node, summed: fx.Node) -> bool:
+        """Whether an op of a sum over the ranks is the sum of the op over the ranks: it is linear in that operand, and
+        the others are the same on all ranks."""
+        others = [a for a in node.all_input_nodes if a is not summed]
+        if node.target in _LINEAR:
+            return not others
+        factors = node.target in (aten.mul.Tensor, aten.div.Tensor) and node.args.count(summed) == 1
+        constant = all(self.base[a] == REPLICATE and a not in self.sums for a in others)
+        return factors and constant and (node.target is aten.mul.Tensor or node.args[0] is summed)
 
     def _sum(self, node: fx.Node, place: Shard) -> fx.Node:
         """This rank's shard of the sum over all ranks of a gradient."""

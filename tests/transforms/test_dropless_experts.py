@@ -215,6 +215,75 @@ def test_what_needs_the_rows_of_one_rank_is_named() -> None:
         fz.experts.matmul(rows, torch.ones(3, WIDTH, 1), back)
 
 
+CHANGED = {
+    "scaled": lambda w, p: w * 0.5,
+    "divided by a number that is computed": lambda w, p: w / torch.linspace(1, 2, 4).sum(),
+    "penalized": lambda w, p: w,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_parameters_that_are_changed_before_the_product(change: str) -> None:
+    def changed(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = by_rows({**p, "up": CHANGED[change](p["up"], p)}, h, chosen, weights)
+        return out + 1e-3 * p["up"].square().sum() if change == "penalized" else out
+
+    fz.testing.check_equivalent(step(loss=loss_of(changed)), params(), batch(), AbstractMesh(expert=2), steps=2)
+
+
+def test_a_parameter_that_is_multiplied_by_another_is_named_with_a_way_out() -> None:
+    def scaled(p: Any, h: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return by_rows({**p, "up": p["up"] * p["norm"][None, :, None]}, h, chosen, weights)
+
+    with pytest.raises(FzeroValueError, match=r"(?s)gradient of an expert.*: return by_rows.*apply it to the rows"):
+        fz.lower(step(loss=loss_of(scaled)), AbstractMesh(expert=2), *meta())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_balance_loss_is_that_of_transformers(masked: bool) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits = [torch.randn(12, EXPERTS, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    mask = (torch.arange(12) % 5 > 0).view(3, 4).float() if masked else None
+
+    def ours(*layers: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.cat(layers).softmax(-1)
+        every = None if mask is None else mask.flatten().repeat(len(layers))
+        return fz.experts.balance_loss(probabilities, probabilities.topk(K).indices, every)
+
+    found = torch.func.grad_and_value(ours, (0, 1, 2))(*logits)
+    expected = torch.func.grad_and_value(
+        lambda *layers: mixtral.load_balancing_loss_func(layers, EXPERTS, K, mask), (0, 1, 2)
+    )(*logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_router_bias_by_the_load_is_that_of_all_tokens() -> None:
+    """The load is averaged over ranks and micro-batches; the next step computes the bias from it."""
+
+    def loss(p: Any, given: Any) -> Any:
+        h = given["x"].flatten(0, 1)
+        bias = p["bias"] + 0.1 * (p["load"].mean() - p["load"]).sign()
+        scores = (h @ p["router"]).sigmoid()
+        chosen = (scores + bias).topk(K, -1).indices
+        out = by_rows(p["mixture"], h, chosen, scores.gather(1, chosen))
+        return out.square().mean(), {"bias": bias, "load": fz.experts.load(chosen, EXPERTS)}
+
+    start = {
+        "mixture": params(1)["layers"][0],
+        "router": params(1)["layers"][0]["router"],
+        "bias": torch.zeros(EXPERTS),
+    }
+    start |= {"load": torch.full((EXPERTS,), 1 / EXPERTS)}
+    plain = fz.train_step(
+        loss, fz.optim.sgd(0.1), mutable=lambda path, leaf: path in ("params['bias']", "params['load']")
+    )
+    made = fz.expert_parallel(plain, where=lambda path, leaf: "mixture" in path and of_experts(path, leaf))
+    many = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(made)
+    fz.testing.check_equivalent(many, start, batch(), AbstractMesh(data=2, expert=2), steps=4)
+    state, _ = fz.testing.simulate(many, AbstractMesh(data=2, expert=2), start, batch(), steps=4)
+    assert state.params["bias"].abs().max() > 0.05
+
+
 def test_norms_of_rows_with_weights() -> None:
     """The gradient of a weight that all experts share is a sum over the rows of all ranks."""
 
