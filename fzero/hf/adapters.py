@@ -19,6 +19,7 @@ import torch
 
 from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError
 from fzero.modules.meta_module import named, skeleton_of
+from fzero.modules.quantized_linear import dequantized, quantized_layers
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -125,28 +126,39 @@ def file_names(module: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 class Merged:
-    """The weights of a model with its adapters merged into them, layer by layer, by peft itself.
+    """The weights of a model with its adapters merged into them, and dequantized, layer by layer. peft itself merges.
 
     Args:
-        module: a model with adapters.
+        module: a model with adapters or quantized layers.
         leaf_of: maps names in its state dict to names of parameters.
 
     Attributes:
-        names: for each tensor of the model without adapters, its name in the state dict of the model with adapters and
-            the name of its parameter.
-        layers: for the parameters of adapted layers that the model has without adapters, the path of the layer.
+        names: for each tensor of the model without adapters and unquantized, its name in the state dict of the model
+            and the name of its parameter. That of a quantized weight is the parameter of its codes.
+        layers: for the parameters of adapted and of quantized layers that the model has without adapters, the path of
+            the layer.
+        forms: for the parameters of codes, the shape and dtype of the weight.
     """
 
     def __init__(self, module: Any, leaf_of: Mapping[str, str]):
-        from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore[reportMissingImports] - of no extra
+        self._is_layer: Any = ()
+        if is_adapted(module):
+            from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore[reportMissingImports] - of no extra
 
-        self._module, self._leaf_of, self._is_layer = module, leaf_of, BaseTunerLayer
+            self._is_layer = BaseTunerLayer
+        self._module, self._leaf_of = module, leaf_of
         self.names: dict[str, tuple[str, str]] = {}
         self.layers: dict[str, str] = {}
-        adapted = [path for path, part in module.named_modules() if isinstance(part, BaseTunerLayer)]
-        outer = [path for path in adapted if not any(path.startswith(f"{other}.") for other in adapted)]
+        self.forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        quantized = quantized_layers(module)
+        computed = [path for path, part in module.named_modules() if isinstance(part, self._is_layer)]
+        computed += [*quantized]
+        outer = [path for path in computed if not any(path.startswith(f"{other}.") for other in computed)]
         saved = {name.partition(".modules_to_save.")[0] for name in leaf_of if ".modules_to_save." in name}
         for name, leaf in leaf_of.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner in quantized and attribute == "absmax":
+                continue
             layer = next((path for path in outer if name.startswith(f"{path}.")), None)
             # The last part of an adapted layer's path that is no `base_layer` is one of the adapter's own modules.
             own = name if layer is None else name.removeprefix(f"{layer}.").replace("base_layer.", "")
@@ -154,7 +166,10 @@ class Merged:
                 continue
             if (at := name.partition(".original_module.")[0]) != name and at in saved:
                 continue
-            self.names[_WRAPPERS.sub("", name.removeprefix(_PREFIX))] = name, leaf
+            plain = name
+            if owner in quantized and attribute == "qweight":
+                plain, self.forms[leaf] = f"{owner}.weight", (quantized[owner].quantized.shape, torch.float32)
+            self.names[_WRAPPERS.sub("", plain.removeprefix(_PREFIX))] = name, leaf
             if layer is not None:
                 self.layers[leaf] = layer
 
@@ -173,18 +188,26 @@ class Merged:
     def weights(self, param: str, value: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the merged weights of a parameter's layer, by names of parameters. `value` returns a parameter."""
         layer = self.layers[param]
-        one = skeleton_of(self._module.get_submodule(layer))
-        names = {name: leaf for name, leaf in self._leaf_of.items() if name.startswith(f"{layer}.")}
-        slots = dict(named(one))
-        for name, leaf in names.items():
-            slot, x = slots[name.removeprefix(f"{layer}.")], value(leaf).clone()
+        real = self._module.get_submodule(layer)
+        one, inside = skeleton_of(real), len(layer) + 1
+        names = {name[inside:]: leaf for name, leaf in self._leaf_of.items() if name.startswith(f"{layer}.")}
+        for name, slot in named(one):
+            # Tensors that are not in the state dict, such as the permutations of BOFT, are constants of the module.
+            owner, _, attribute = name.rpartition(".")
+            x = value(names[name]) if name in names else getattr(real.get_submodule(owner), attribute)
+            if x.is_meta:
+                fix = "put the adapter on a model with weights: fz.functionalize(peft.get_peft_model(model, config))"
+                raise FzeroValueError("hf.stream", f"{layer}.{name} has no value to merge the adapter with", fix=fix)
+            x = x.clone()
             slot.put(torch.nn.Parameter(x, requires_grad=False) if slot.of == "_parameters" else x)
+        one = dequantized(one)
         with torch.no_grad():
             for part in reversed([*one.modules()]):
                 if isinstance(part, self._is_layer):
                     part.merge()  # type: ignore[operator]
         state = one.state_dict()
-        return {leaf: state[name.removeprefix(f"{layer}.")] for name, leaf in names.items() if leaf in self.layers}
+        plain = lambda name, leaf: f"{name.removesuffix('qweight')}weight" if leaf in self.forms else name  # noqa: E731
+        return {leaf: state[plain(name, leaf)] for name, leaf in names.items() if leaf in self.layers}
 
 
 def write(module: Any, values: Mapping[str, torch.Tensor], out: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError
 from fzero.hf import adapters, bitsandbytes_files, weight_conversions
 from fzero.hf.transformers_import import library
 from fzero.modules.functionalize import Functional
-from fzero.modules.quantized_linear import dequantized_on_meta, quantized_layers
+from fzero.modules.quantized_linear import dequantized, quantized_layers
 
 
 class Pretrained(Functional):
@@ -64,7 +64,7 @@ class Pretrained(Functional):
             what = f"{weights.path} is quantized ({stored}), and the model is not"
             raise CheckpointError("load", what, fix="make the model from this directory: fz.hf.from_pretrained")
         plain = bitsandbytes_files.without_descriptions(weights)
-        found = weight_conversions.sources(dequantized_on_meta(self._base), plain)
+        found = weight_conversions.sources(dequantized(self._base), plain)
         found, conversions = bitsandbytes_files.sources(self._base, weights, found)
         if self._base_names is None:
             return found, conversions

@@ -29,7 +29,7 @@ from fzero.hf.gathered_module import whole
 from fzero.hf.models import Pretrained
 from fzero.hf.weight_transport import Sender
 from fzero.modules.functionalize import Functional
-from fzero.modules.quantized_linear import check_unquantized
+from fzero.modules.quantized_linear import quantized_layers
 from fzero.sharding.layout import leaf_of
 from fzero.train_state import check_computed
 
@@ -251,10 +251,13 @@ class WeightStream:
             for p in self._needed(tensor):
                 shape, dtype = self._form(p)
                 held[p] = torch.Size(shape).numel() * dtype.itemsize
-            own = next((self._form(p)[1] for p in tensor.sources), torch.float32)
+            forms = {} if self._merged is None else self._merged.forms
+            own = next((forms.get(p, self._form(p))[1] for p in tensor.sources), torch.float32)
             dtype = self._dtype if self._dtype is not None and own.is_floating_point else own
             made = torch.Size(tensor.shape).numel() * dtype.itemsize
-            peak, total = max(peak, sum(held.values()) + made), total + made
+            # peft merges into a copy of the weight, and computes what it adds as a whole.
+            is_merged = self._merged is not None and any(p in self._merged.layers for p in tensor.sources)
+            peak, total = max(peak, sum(held.values()) + made * (2 if is_merged else 1)), total + made
             held = {p: n for p, n in held.items() if last[p] > i}
         return peak, total
 
@@ -316,17 +319,15 @@ def stream(
     module: Any = model.module if isinstance(model, Pretrained) else model._module
     stored = module.state_dict()
     leaf = {name: slot.name for name, slot in model.slots(module).items() if name in stored}
-    merged = None
-    if merge or not adapters.is_adapted(module):
-        check_unquantized(
-            _OWNER, module, "stream the adapters, without merge=True, to an engine that has the base model"
-        )
-    if adapters.is_adapted(module):
-        merged = adapters.Merged(module, leaf) if merge else None
-        tensors = _of_base(module, merged) if merged else _of_adapters(module, leaf)
-    elif merge:
+    merged, is_adapted = None, adapters.is_adapted(module)
+    if merge and not is_adapted:
         fix = "leave out merge=True, or give fz.functionalize(peft_model)"
         raise FzeroTypeError(_OWNER, f"{type(module).__name__} has no adapters to merge", fix=fix)
+    if is_adapted and not merge:
+        tensors = _of_adapters(module, leaf)
+    elif is_adapted or quantized_layers(module):
+        merged = adapters.Merged(module, leaf)
+        tensors = _of_base(module, merged)
     elif hasattr(module, "save_pretrained"):
         tensors = _named(weight_conversions.stored(module), leaf)
     else:
@@ -366,9 +367,14 @@ def _of_adapters(module: Any, leaf: Mapping[str, str]) -> list[_Tensor]:
 
 
 def _of_base(module: Any, merged: adapters.Merged) -> list[_Tensor]:
-    """Returns the tensors that transformers would write after peft's `merge_and_unload`."""
-    base, state = module.get_base_model(), module.state_dict()
+    """Returns the tensors that transformers would write after peft's `merge_and_unload`, or for a model that is not
+    quantized."""
+    base, state = module.get_base_model() if adapters.is_adapted(module) else module, module.state_dict()
     plain = {stored: state[name] for stored, (name, _) in merged.names.items()}
+    for stored, (_, leaf) in merged.names.items():
+        if leaf in merged.forms:
+            shape, dtype = merged.forms[leaf]
+            plain[stored] = torch.empty(shape, dtype=dtype, device="meta")
     leaf = {stored: param for stored, (_, param) in merged.names.items()}
     if not hasattr(base, "save_pretrained"):
         return _as_they_are(plain, leaf)
@@ -378,6 +384,8 @@ def _of_base(module: Any, merged: adapters.Merged) -> list[_Tensor]:
         problems = [f"{name}: missing" for name in sorted(wanted - plain.keys())[:4]]
         problems += [f"{name}: of the adapter" for name in sorted(plain.keys() - wanted)[:4]]
         fix = "model.write_back(train.gather(state).params), then peft_model.merge_and_unload().state_dict()"
+        if merged.forms:
+            fix = "stream the adapters, without merge=True, to an engine that has the base model"
         raise FzeroValueError(_OWNER, "these adapters cannot be merged layer by layer", problems, fix)
     ties = weight_conversions.tied(base)
     untied = [name for name, first in ties.items() if leaf.get(name) != leaf.get(first)]

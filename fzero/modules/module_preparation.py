@@ -33,6 +33,7 @@ def prepared(meta_module: nn.Module) -> nn.Module:
             m.gradient_checkpointing = False  # type: ignore[assignment]
     _choose_experts(meta_module)
     _adapt_parameters(meta_module)
+    _adapt_products(meta_module)
     hook_capture.install(meta_module)
     renumber_hooks(meta_module)
     return without_counts_read(meta_module)
@@ -82,6 +83,30 @@ def _adapt_parameters(module: nn.Module) -> None:
     for m in module.modules():
         if wrapper is not None and isinstance(m, wrapper):
             m.forward = types.MethodType(_adapted, m)
+
+
+def _adapt_products(module: nn.Module) -> None:
+    """Gives adapters of the kinds LoHa and LoKr of peft a forward that can be traced.
+
+    In training, peft's own forward skips an adapter if a random number is below its `module_dropout`, also if that is
+    0. Without any dropout, training and evaluation compute the same.
+    """
+    library = sys.modules.get("peft.tuners.lycoris_utils")
+    kind = getattr(library, "LycorisLayer", None)
+    for m in module.modules():
+        if kind is not None and isinstance(m, kind):
+            dropouts: Any = (*m.module_dropout.values(), *m.rank_dropout.values())  # type: ignore[operator,union-attr]
+            if not any(dropouts):
+                m.forward = types.MethodType(_without_dropout, m)
+
+
+def _without_dropout(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an adapter whose dropouts are 0; the layers inside of it stay in the mode that they are in."""
+    training, layer.training = layer.training, False
+    try:
+        return type(layer).forward(layer, *args, **kwargs)
+    finally:
+        layer.training = training
 
 
 def _adapted(wrapper: Any, *args: Any, **kwargs: Any) -> Any:

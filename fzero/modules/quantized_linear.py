@@ -2,8 +2,8 @@
 
 A `QuantizedLinear` has codes in place of a weight, and dequantizes them in its forward. So a step gathers the codes of
 a block and dequantizes them inside of it. The scales are a buffer, because mixed precision casts parameters, but no
-buffers. The attribute `weight` is None: code that reads or writes it, such as a merge of adapters, fails instead of
-taking codes for numbers.
+buffers. The attribute `weight` has a shape, but no values: code that uses them, such as peft's `merge_and_unload`, gets
+an error instead of codes in place of numbers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,39 @@ import torch.nn.functional as F
 from torch import nn
 
 from fzero._utils.arguments import keywords
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 from fzero.modules.module_preparation import kept_in_fp32
 from fzero.ops.weight_quantization import Quantized, check_format, dequantize, quantize
 from fzero.tree import describe
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class _NoValuesError(FzeroError, AttributeError):
+    """Raised if code uses the values of a quantized layer's `weight`."""
+
+
+class _WeightForm:
+    """What a quantized layer has as its `weight`: the weight's shape, and the dtype and device of its codes. Other uses
+    are errors, such as peft's merge of an adapter, which adds to `weight.data`."""
+
+    def __init__(self, quantized: Quantized):
+        self.shape = torch.Size(quantized.shape)
+        self.dtype, self.device = quantized.codes.dtype, quantized.codes.device
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+    def __torch_function__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._error()
+
+    def _error(self) -> _NoValuesError:
+        what = "the `weight` of a quantized layer has no values that can be read or changed"
+        fix = (
+            "dict(fz.hf.stream(model, state, merge=True)) are the weights with merged adapters; "
+            "skip=['*.name_of_the_layer*'] leaves the layer unquantized"
+        )
+        return _NoValuesError("quantize_frozen", what, fix=fix)
 
 
 class QuantizedLinear(nn.Linear):
@@ -39,7 +66,6 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, quantized: Quantized):
         nn.Module.__init__(self)  # that of nn.Linear would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", None)
         self.qweight = nn.Parameter(quantized.codes, requires_grad=False)
         self.bias = linear.bias
         self.register_buffer("absmax", quantized.absmax)
@@ -49,6 +75,19 @@ class QuantizedLinear(nn.Linear):
     def quantized(self) -> Quantized:
         """The weight, a pytree of its codes and scales."""
         return Quantized(self.qweight, self.absmax)
+
+    @property
+    def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _WeightForm(self.quantized)
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """The codes. peft calls `dequantize()` of layers that have this attribute, for example for DoRA."""
+        return self.qweight
+
+    def dequantize(self) -> torch.Tensor:
+        """Returns the weight, float32[out_features, in_features]."""
+        return dequantize(self.quantized)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not input.is_floating_point():
@@ -145,17 +184,19 @@ def replace_layers(module: nn.Module, layers: dict[str, nn.Linear], format: str)
         setattr(module.get_submodule(owner), attribute, made[m])
 
 
-def dequantized_on_meta(module: nn.Module) -> nn.Module:
-    """Returns a module on the meta device with plain linear layers in place of quantized ones: a copy, or the module
-    itself if it has none.
+def dequantized(module: nn.Module) -> nn.Module:
+    """Returns a module with plain linear layers in place of quantized ones, with weights in float32: a copy, or the
+    module itself if it has none.
     """
-    layers = quantized_layers(module)
-    if not layers:
+    if not quantized_layers(module):
         return module
     module = copy.deepcopy(module)
-    for name, m in layers.items():
+    for name, m in quantized_layers(module).items():
+        plain = nn.Linear(m.in_features, m.out_features, bias=False, device="meta")
+        plain.weight, plain.bias = nn.Parameter(m.dequantize(), requires_grad=False), m.bias
+        if not name:
+            return plain
         owner, _, attribute = name.rpartition(".")
-        plain = nn.Linear(m.in_features, m.out_features, m.bias is not None, device="meta")
         setattr(module.get_submodule(owner), attribute, plain)
     return module
 

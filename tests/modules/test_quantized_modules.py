@@ -65,10 +65,21 @@ def net_of(kind: str) -> nn.Module:
         )
     else:
         base = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    if kind in ("loha", "lokr"):
+        config = {"loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}[kind]
+        products = config(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_weights=False)
+        return peft.get_peft_model(base, products)
+    lora = peft.LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, use_dora=kind == "dora"
+    )
     if kind == "qwen, quantized first":
         return peft.get_peft_model(fz.quantize_frozen(base.requires_grad_(False)), lora)
     return peft.get_peft_model(base, lora)
+
+
+def quantized(kind: str, format: str) -> nn.Module:
+    net = net_of(kind)
+    return net if kind == "qwen, quantized first" else fz.quantize_frozen(net, format)
 
 
 def dequantized(net: nn.Module) -> nn.Module:
@@ -96,9 +107,7 @@ def mean_loss(out: Any, batch: Any) -> torch.Tensor:
 def losses_of_a_rank(
     kind: str, format: str, transforms: tuple[Any, ...]
 ) -> tuple[list[float], dict[str, Any], set[str]]:
-    net = net_of(kind)
-    if kind != "qwen, quantized first":
-        fz.quantize_frozen(net, format)
+    net = quantized(kind, format)
     model = fz.functionalize(net)
     plain = model.train_step(fz.optim.adamw(1e-2, eps=1e-4, weight_decay=0.0), lambda out, b: mean_loss(out, b[0]))
     train = fz.compile(fz.compose(*transforms)(plain), fz.make_mesh(data=-1), backend="eager")
@@ -131,13 +140,16 @@ TRANSFORMS = {
         ("llama", "int8", "shard_params"),
         ("llama", "nf4", "offload"),
         ("qwen, quantized first", "nf4", "shard_params"),
+        ("dora", "nf4", "accumulate, remat"),
+        ("loha", "nf4", "shard_params"),
+        ("lokr", "int8", "accumulate, remat"),
     ],
 )
 def test_losses_are_those_of_the_dequantized_module(
     run_or_call: Any, kind: str, format: str, name: str, ranks: int
 ) -> None:
-    net = net_of(kind)
-    plain = dequantized(net if kind == "qwen, quantized first" else fz.quantize_frozen(net, format))
+    net = quantized(kind, format)
+    plain = dequantized(net)
     assert any(isinstance(m, QuantizedLinear) for m in net.modules())
     adapters = [p for p in plain.parameters() if p.requires_grad]
     adam, want = torch.optim.AdamW(adapters, lr=1e-2, eps=1e-4, weight_decay=0.0), []
@@ -207,15 +219,41 @@ def test_modules_that_cast_scales_or_activations_are_rejected() -> None:
         net(torch.ones(1, 4, dtype=torch.uint8))
 
 
-def test_merging_adapters_into_codes_is_rejected() -> None:
-    net = fz.quantize_frozen(net_of("llama"), "int8")
+@pytest.mark.parametrize(("kind", "format"), [("llama", "int8"), ("dora", "nf4"), ("loha", "nf4")])
+def test_streams_merge_adapters_into_dequantized_weights(kind: str, format: str) -> None:
+    net = quantized(kind, format)
+    model = fz.functionalize(net)
+    stream = fz.hf.stream(model, model.params, merge=True)
+    got = dict(stream)
+    want: Any = dequantized(net).merge_and_unload().state_dict()  # type: ignore[operator]
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert stream.total_bytes == sum(x.nbytes for x in want.values())
+
+
+def test_a_quantized_model_without_adapters_is_streamed_as_numbers() -> None:
+    net = fz.quantize_frozen(Net())
+    model = fz.functionalize(net)
+    got, want = dict(fz.hf.stream(model, model.params, dtype=torch.bfloat16)), dequantized(net).state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name].bfloat16()) for name in want)
+
+
+def test_code_that_uses_the_weight_of_a_quantized_layer_gets_an_error() -> None:
+    peft = pytest.importorskip("peft")
+    net = quantized("llama", "int8")
     for safe in (False, True):  # the safe one would round what it adds to the codes' dtype
-        with pytest.raises(AttributeError, match="NoneType"):
+        with pytest.raises(FzeroError, match=r"(?s)`weight` of a quantized layer has no values.*merge=True"):
             net.merge_and_unload(safe_merge=safe)  # type: ignore[operator]
     model = fz.functionalize(net)
-    with pytest.raises(FzeroError, match=r"(?s)are quantized.*q_proj.*without merge=True"):
-        fz.hf.stream(model, model.params, merge=True)
     assert all("lora_" in name for name, _ in fz.hf.stream(model, model.params))
+    layer = next(m for m in net.modules() if isinstance(m, QuantizedLinear))
+    with pytest.raises(FzeroError, match="has no values"):
+        F.linear(torch.ones(1, WIDTH), layer.weight)
+    vera = peft.get_peft_model(net_of("llama").unload(), peft.VeraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[operator]
+    shared = fz.functionalize(fz.quantize_frozen(vera))
+    with pytest.raises(FzeroError, match=r"(?s)cannot be merged layer by layer.*without merge=True"):
+        fz.hf.stream(shared, shared.params, merge=True)
 
 
 def test_a_weight_with_an_adapter_of_its_own_stays() -> None:
