@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -80,16 +80,19 @@ def export(
     tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
     shapes = {n: index.leaves[n][0] for n in names if kept[n] == n}
     tensors = {_short(n, prefix): (x, [ElementRun(0, math.prod(x), n, 0)]) for n, x in shapes.items()}
-    return export_tensors(index, out, tensors, "", max_shard_bytes, dtype, tied, "checkpoint.export", problems)
+    return export_tensors(
+        index, out, tensors, max_shard_bytes, dtype, tied=tied, owner="checkpoint.export", problems=problems
+    )
 
 
 def export_tensors(
     path: str | os.PathLike[str] | Index,
     out: Path,
     tensors: Mapping[str, tuple[tuple[int, ...], Sequence[ElementRun]]],
-    prefix: str,
     max_shard_bytes: int,
     dtype: torch.dtype | None,
+    *,
+    exact: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
     owner: str = "hf.save_pretrained",
     problems: Sequence[str] = (),
@@ -99,7 +102,7 @@ def export_tensors(
     Args:
         tensors: their shapes and runs by name. Tensors whose runs follow each other in one stored tensor should be
             adjacent, so that each block is read once.
-        prefix: what precedes the keys of the runs in the names of the checkpoint.
+        exact: the tensors that keep their dtype.
         tied: further names of tensors, for the metadata.
         owner: the public function, for errors.
         problems: further problems with the arguments, which are reported with those found here.
@@ -117,21 +120,22 @@ def export_tensors(
     if problems:
         fix = "change these arguments; a model is exported to a directory that holds none"
         raise CheckpointError(owner, f"cannot export {index.directory}", problems, fix)
-    keys = {prefix + run.key for _, runs in tensors.values() for run in runs}
+    keys = {run.key for _, runs in tensors.values() for run in runs}
     if problems := missing(index, sorted({p.file for k in keys for p in index.parts[index.aliases.get(k, k)]})):
         raise damaged(index, problems)
 
     def entry(name: str) -> Entry:
         shape, runs = tensors[name]
-        stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
-        return Entry(name, dtype if dtype is not None and stored.is_floating_point else stored, shape)
+        stored = index.leaves[runs[0].key][1] if runs else torch.float32
+        is_converted = stored.is_floating_point and name not in exact
+        return Entry(name, dtype if dtype is not None and is_converted else stored, shape)
 
     reading = RunReader(index)
 
     def blocks(one: Entry) -> Iterator[torch.Tensor]:
         for run in tensors[one.name][1]:
-            stored = index.leaves[prefix + run.key][1]
-            for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
+            stored = index.leaves[run.key][1]
+            for block in reading.elements(run.key, run.at, run.at + run.stop - run.start):
                 yield block if stored == one.dtype else as_bytes(block.clone().view(stored).to(one.dtype))
 
     shards = [*grouped([entry(name) for name in tensors], lambda one: one.nbytes, max_shard_bytes)]

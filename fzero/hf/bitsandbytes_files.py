@@ -1,5 +1,5 @@
-"""Reads quantized weights from directories that transformers wrote with the library bitsandbytes, and quantizes weights
-while they are read.
+"""Reads and writes quantized weights in directories of transformers in the form of the library bitsandbytes, and
+quantizes weights while they are read.
 
 Stored tensors of a layer whose weight is `w`, with 4 bits:
 
@@ -28,9 +28,10 @@ from fzero.checkpoint.storage import storage_of
 from fzero.checkpoint.weight_loading import Conversions, Sources, Weights, entries_of
 from fzero.checkpoint.weight_quantizing import Conversion, nested, quantizing
 from fzero.errors import CheckpointError
+from fzero.hf.weight_conversions import Stored
 from fzero.modules.quantized_linear import quantized_layers, replace_layers
 from fzero.ops.weight_quantization import NF4, NF4_BLOCK, scales_shape
-from fzero.tree import form
+from fzero.tree import dtype_name, form
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _OF_4_BITS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE)
@@ -146,6 +147,65 @@ def sources(module: nn.Module, weights: Weights, found: Sources) -> tuple[Source
     if problems:
         raise CheckpointError("load", f"{weights.path} has weights that do not fit quantized layers", problems, _FIX)
     return out, conversions
+
+
+def stored(module: nn.Module, tensors: Stored, dtype: torch.dtype) -> tuple[Stored, dict[str, torch.Tensor]]:
+    """Returns the tensors that bitsandbytes stores for a model with quantized layers: their shapes and runs by name,
+    and those that no parameter has, with their values.
+
+    Args:
+        tensors: what is stored for the model without quantization.
+        dtype: that of the values, which the description of each weight names.
+
+    Raises:
+        CheckpointError: a weight that is not stored as one tensor, by name.
+    """
+    layers = {f"{name}.weight": (name, layer.quantized) for name, layer in quantized_layers(module).items()}
+    out: Stored = {}
+    constants: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    for name, (shape, runs) in tensors.items():
+        keys = {run.key for run in runs} & layers.keys()
+        if not keys:
+            out[name] = shape, runs
+            continue
+        path, quantized = layers[keys.pop()]
+        if [run.stop - run.start for run in runs] != [math.prod(quantized.shape)] or shape != quantized.shape:
+            problems.append(f"{name}: is made of a part of {path}.weight, or of several weights")
+            continue
+        codes = [ElementRun(0, quantized.codes.numel(), f"{path}.qweight", 0)]
+        scales = [ElementRun(0, quantized.absmax.numel(), f"{path}.absmax", 0)]
+        if quantized.format == "nf4":
+            out[name] = (quantized.codes.numel(), 1), codes
+            out[f"{name}.absmax"] = tuple(quantized.absmax.shape), scales
+            constants[f"{name}.quant_map"] = torch.tensor(NF4, dtype=torch.float32, device="cpu")
+            state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype_name(dtype), "shape": [*shape]}
+            constants[f"{name}{_STATE}"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8, device="cpu")
+        else:
+            out[name] = shape, codes
+            out[f"{name.removesuffix('weight')}SCB"] = tuple(quantized.absmax.shape), scales
+            constants[f"{name.removesuffix('weight')}weight_format"] = torch.zeros((), dtype=torch.uint8, device="cpu")
+    if problems:
+        fix = "save the codes by fz.checkpoint.save, or the numbers: dict(fz.hf.stream(model, state))"
+        what = f"{type(module).__name__} is stored in a form that codes cannot have"
+        raise CheckpointError("hf.save_pretrained", what, problems, fix)
+    return out, constants
+
+
+def quantization_config(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Returns how the weights of a model are quantized, for its configuration; None if they are not."""
+    found = {layer.quantized.format for layer in quantized_layers(module).values()}
+    if not found:
+        return None
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": found == {"nf4"},
+        "load_in_8bit": found == {"int8"},
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": dtype_name(dtype),
+        "llm_int8_skip_modules": [name for name, m in module.named_modules() if type(m) is nn.Linear],
+    }
 
 
 class _Scales(NamedTuple):

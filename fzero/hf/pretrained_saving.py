@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -15,15 +16,17 @@ from fzero import tree
 from fzero._compat import compat
 from fzero._utils.arguments import plain_numbers
 from fzero.checkpoint import saving
+from fzero.checkpoint.safetensors_format import ElementRun
 from fzero.checkpoint.storage_paths import local
 from fzero.checkpoint.weight_export import export_tensors
 from fzero.comm.control_group import ControlGroup, all_gather_values, world
 from fzero.errors import CheckpointError, FzeroTypeError
-from fzero.hf import adapters, weight_conversions
+from fzero.hf import adapters, bitsandbytes_files, weight_conversions
 from fzero.hf.gathered_module import whole
 from fzero.hf.models import Pretrained
+from fzero.hf.weight_conversions import Stored
 from fzero.modules.functionalize import Functional
-from fzero.modules.quantized_linear import check_unquantized
+from fzero.modules.quantized_linear import dequantized, quantized_layers
 from fzero.sharding.layout import leaf_of
 
 logger = logging.getLogger("fzero")
@@ -42,6 +45,7 @@ _LOCAL = "models are written to a local directory"
 class _Parameters(NamedTuple):
     step: int
     params: Any
+    constants: list[torch.Tensor]
 
 
 @plain_numbers
@@ -58,7 +62,7 @@ def save_pretrained(
 
     It has the weights, with the names and in the form in which transformers itself writes them, the configuration,
     the generation configuration, and the files of the tokenizer. For a model with adapters (`peft`), only the adapters
-    are written, for `PeftModel.from_pretrained`. Every rank calls it. It returns the files of weights when the
+    are written, for `PeftModel.from_pretrained`. Quantized weights are written in the form of bitsandbytes. Every rank calls it. It returns the files of weights when the
     directory is complete.
 
     Args:
@@ -67,7 +71,7 @@ def save_pretrained(
         state: a state of its training step, or its parameters, on any memory tier.
         tokenizer: a tokenizer or processor of transformers, or a directory whose files are copied. By default, the
             files of the directory that the model came from, if there are any.
-        dtype: floating-point tensors are converted to it.
+        dtype: floating-point tensors are converted to it, except scales of quantized weights.
         max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
 
     Memory: buffers of about 200 MiB, whatever the size of the model. The disk temporarily holds the weights twice:
@@ -112,17 +116,21 @@ def save_pretrained(
     what = f"cannot save to {out}"
     if adapters.is_adapted(module):
         return _save_adapters(model, module, params, out, tokenizer, dtype, ranks, prepare)
-    check_unquantized("hf.save_pretrained", module, "fz.checkpoint.save, or train adapters, which are saved alone")
-    tensors = weight_conversions.stored(module)
+    floats = (x.dtype for name, x in tree.with_names(params) if x.is_floating_point() and not name.endswith(".absmax"))
+    kept = dtype or next(floats, torch.float32)
+    tensors, constants = _stored(module, kept)
+    scales = {f"params.{name}.absmax" for name in quantized_layers(module)}
+    exact = {n for n, (_, runs) in tensors.items() if runs and (runs[0].key in scales or n in constants)}
     files: list[str] = []
 
     def write() -> list[str]:
         if ranks.rank == 0:
-            files.extend(map(str, export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype)))
-            floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
-            module.config.architectures = [type(module).__name__]
-            module.config.dtype = tree.dtype_name(dtype or next(floats, torch.float32))
-            module.config.save_pretrained(out)
+            files.extend(map(str, export_tensors(temporary, out, tensors, max_shard_bytes, dtype, exact=exact)))
+            config = copy.copy(module.config)
+            config.architectures, config.dtype = [type(module).__name__], tree.dtype_name(kept)
+            if (how := bitsandbytes_files.quantization_config(module, kept)) is not None:
+                config.quantization_config = how
+            config.save_pretrained(out)
             if module.can_generate():
                 module.generation_config.save_pretrained(out)
             _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
@@ -131,7 +139,7 @@ def save_pretrained(
     # If the first rank finds a problem, all ranks raise it, before any of them writes.
     _on_all_ranks(ranks, what, prepare)
     try:
-        saving.save(temporary, _Parameters(0, params))
+        saving.save(temporary, _Parameters(0, params, [*constants.values()]))
         return [Path(file) for file in _on_all_ranks(ranks, what, write)]
     finally:
         if ranks.rank == 0:
@@ -152,7 +160,7 @@ def problem(model: Any) -> str:
                     model.module, {name: slot.name for name, slot in model.slots(model.module).items()}
                 )
             else:
-                weight_conversions.stored(model.module)
+                _stored(model.module, torch.float32)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -162,6 +170,21 @@ def problem(model: Any) -> str:
     if len(set(at)) < len(at):  # transformers writes the state dict as it is
         return f"tensors of {type(model).__name__} share memory, which a file of safetensors cannot hold"
     return ""
+
+
+def _stored(module: Any, dtype: torch.dtype) -> tuple[Stored, dict[str, torch.Tensor]]:
+    """Returns the tensors that are written for a model: their shapes and runs by name, of tensors of `_Parameters`; and
+    the values of those that are constants."""
+    tensors, constants = bitsandbytes_files.stored(module, weight_conversions.stored(dequantized(module)), dtype)
+    of_params: Stored = {
+        name: (shape, [run._replace(key=f"params.{run.key}") for run in runs])
+        for name, (shape, runs) in tensors.items()
+    }
+    of_constants: Stored = {
+        name: (tuple(x.shape), [ElementRun(0, x.numel(), f"constants.{i}", 0)])
+        for i, (name, x) in enumerate(constants.items())
+    }
+    return of_params | of_constants, constants
 
 
 def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any) -> None:

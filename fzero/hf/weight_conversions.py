@@ -23,6 +23,9 @@ from fzero.checkpoint.safetensors_format import ElementRun, Entry
 from fzero.checkpoint.weight_loading import Sources, Weights
 from fzero.errors import CheckpointError
 
+Stored = dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]
+"""The shapes of tensors, and the runs of others that make them up, by name."""
+
 
 def sources(module: Any, weights: Weights) -> Sources:
     """Returns the runs of stored tensors that make up each tensor of a model's state dict, if they are stored.
@@ -75,7 +78,7 @@ def sources(module: Any, weights: Weights) -> Sources:
 
 def stored(
     module: Any, state: Mapping[str, torch.Tensor] | None = None, ties: Mapping[str, str] | None = None
-) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
+) -> Stored:
     """Returns the tensors that transformers writes for a model: by stored name, the shape and the runs of parameters
     that make it up.
 

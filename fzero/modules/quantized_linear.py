@@ -206,13 +206,6 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: m for name, m in module.named_modules() if isinstance(m, QuantizedLinear)}
 
 
-def check_unquantized(owner: str, module: nn.Module, fix: str) -> None:
-    """Raises an error that names the quantized weights of a module, if it has any."""
-    if found := [f"{name}.qweight: {describe(m.qweight)}" for name, m in quantized_layers(module).items()]:
-        more = [f"... {len(found) - 5} more"] if len(found) > 5 else []
-        raise FzeroTypeError(owner, "weights of the model are quantized", [*found[:5], *more], fix)
-
-
 def _kept(module: nn.Module) -> set[nn.Module]:
     """Returns the linear layers that stay as they are: with tied weights or adapters of the weight itself
     (`target_parameters`), output layers, and those in float32."""

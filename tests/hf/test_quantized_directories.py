@@ -1,5 +1,5 @@
-"""Directories whose weights bitsandbytes has quantized, read as codes, and directories of plain weights, which are
-quantized while they are read."""
+"""Directories whose weights bitsandbytes has quantized, read as codes and written, and directories of plain weights,
+which are quantized while they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fzero as fz
-from fzero.errors import CheckpointError, FzeroTypeError
+from fzero.errors import CheckpointError
 from fzero.ops.weight_quantization import NF4
 
 transformers = pytest.importorskip("transformers")
@@ -228,8 +228,60 @@ def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
         loaded(str(tmp_path / "plain"), "nf4")
 
 
-def test_codes_are_not_written_as_weights(tmp_path: Path) -> None:
+def saved(path: str, out: str, format: str, kind: Any = transformers.AutoModelForCausalLM) -> None:
+    """On every rank: a directory of plain weights is quantized while it is read, and saved."""
+    model = fz.hf.from_pretrained(kind, path, quantize=format)
+    train = fz.compile(fz.shard_params(model.train_step(fz.optim.sgd(0.1))), fz.make_mesh(data=-1), backend="eager")
+    fz.hf.save_pretrained(out, model, train.load(path), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_directories_of_bitsandbytes_are_written(run_or_call: Any, tmp_path: Path, format: str, ranks: int) -> None:
     written(tmp_path / "plain")
-    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "plain", quantize="nf4")
-    with pytest.raises(FzeroTypeError, match=r"(?s)are quantized.*q_proj\.qweight: uint8.*fz\.checkpoint\.save"):
-        fz.hf.save_pretrained(tmp_path / "out", model, model.params)
+    run_or_call(ranks, saved, str(tmp_path / "plain"), str(tmp_path / "out"), format)
+    quantized(tmp_path / "plain", tmp_path / "codes", format)
+    got, plain = load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "plain" / "model.safetensors")
+    form = load_file(tmp_path / "codes" / "model.safetensors")  # as bitsandbytes writes them, with other codes
+    assert {n: (x.shape, x.dtype) for n, x in got.items()} == {n: (x.shape, x.dtype) for n, x in form.items()}
+    for name, x in plain.items():
+        if not is_quantized(name):
+            assert torch.equal(got[name], x)
+            continue
+        want = fz.quantize(x, format)
+        scales = f"{name}.absmax" if format == "nf4" else f"{name[:-6]}SCB"
+        assert torch.equal(got[name].flatten(), want.codes.flatten())
+        assert torch.equal(got[scales], want.absmax)
+        for constant in (".quant_map", ".quant_state.bitsandbytes__nf4") if format == "nf4" else ():
+            assert torch.equal(got[f"{name}{constant}"], form[f"{name}{constant}"])
+    for whole, _ in run_or_call(1, loaded, str(tmp_path / "out"), None):
+        for name, x in plain.items():
+            if is_quantized(name):
+                assert torch.equal(whole[f"{name_in_peft(name)}.qweight"], fz.quantize(x, format).codes)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_transformers_and_bitsandbytes_load_what_is_written(tmp_path: Path, format: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = SIZES | {"intermediate_size": 128}  # on CPUs, bitsandbytes computes only with complete blocks in each row
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "plain")
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "plain", quantize=format)
+    step = fz.shard_params(model.train_step(fz.optim.sgd(0.1)))
+    state = fz.compile(step, fz.make_mesh(data=1), backend="eager").load(tmp_path / "plain")
+    fz.hf.save_pretrained(tmp_path / "out", model, state)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    kinds = {type(m).__name__ for name, m in read.named_modules() if is_quantized(f"{name}.weight")}
+    assert kinds == {"nf4": {"Linear4bit"}, "int8": {"Linear8bitLt"}}[format]
+    read.train()  # in evaluation, bitsandbytes may compute in bf16 on CPUs
+    with torch.no_grad():
+        got, want = (m(input_ids=IDS).logits for m in (read, fz.hf.module(model, state)))
+    # LLM.int8 rounds activations to 8 bits.
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if format == "nf4" else 0.02)
+
+
+def test_codes_that_would_be_stored_in_parts_are_rejected(tmp_path: Path) -> None:
+    """Files of NomicBERT have the three projections of an attention as one tensor."""
+    transformers.NomicBertForMaskedLM(transformers.NomicBertConfig(**SIZES)).save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"(?s)form that codes cannot have.*attn\.Wqkv\.weight.*fz\.hf\.stream"):
+        saved(str(tmp_path / "plain"), str(tmp_path / "out"), "nf4", transformers.AutoModelForMaskedLM)
