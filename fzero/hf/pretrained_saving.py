@@ -60,10 +60,10 @@ def save_pretrained(
 ) -> list[Path]:
     """Writes a directory that transformers' `from_pretrained` reads.
 
-    It has the weights, with the names and in the form in which transformers itself writes them, the configuration,
-    the generation configuration, and the files of the tokenizer. For a model with adapters (`peft`), only the adapters
-    are written, for `PeftModel.from_pretrained`. Quantized weights are written in the form of bitsandbytes. Every rank calls it. It returns the files of weights when the
-    directory is complete.
+    It has the weights, with the names and in the form in which transformers itself writes them, the configuration, the
+    generation configuration, and the files of the tokenizer. For a model with adapters (`peft`), only the adapters are
+    written, for `PeftModel.from_pretrained`. Quantized weights are written in the form of bitsandbytes. Every rank
+    calls it. It returns the files of weights when the directory is complete.
 
     Args:
         path: a directory on a filesystem that all ranks share; it is made if it does not exist.

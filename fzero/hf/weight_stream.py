@@ -274,10 +274,10 @@ def stream(
     `llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fz.hf.stream(model, state)})`.
 
     Names and form are those of the files that transformers writes: tied weights come once, and fused experts in the
-    stored layout. Quantized weights are dequantized. The order is block by block. Every rank reads the stream to its end, and each gets all tensors; a
-    rank that has no engine reads it with `for _ in stream: pass`. To an engine in another process,
-    `stream(...).send(address)` sends the tensors. `print(stream(...))` shows the gathers of each block and their
-    memory.
+    stored layout. Quantized weights are dequantized. The order is block by block. Every rank reads the stream to its
+    end, and each gets all tensors; a rank that has no engine reads it with `for _ in stream: pass`. To an engine in
+    another process, `stream(...).send(address)` sends the tensors. `print(stream(...))` shows the gathers of each block
+    and their memory.
 
     Args:
         model: what `fz.hf.from_pretrained` or `from_config` returned, or `fz.functionalize(module)`, which may be a
