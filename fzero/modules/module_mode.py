@@ -12,6 +12,7 @@ from torch import nn
 from fzero import tree
 from fzero._compat import compat
 from fzero.errors import TraceError
+from fzero.modules.attention_masks import left_out_if_causal
 from fzero.modules.batch_dims import ROWS
 from fzero.modules.buffers import overwritten
 from fzero.modules.layers import LayerCall, as_blocks, check_bound, layers_of
@@ -85,6 +86,7 @@ class Mode:
                 stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
             stack.enter_context(as_blocks(self._layers, call))
             stack.enter_context(compat.without_checkpoints())
+            stack.enter_context(left_out_if_causal())
             with holding(self._slots, tensors):
                 out = self._meta_module(*given.args, **given.kwargs)
                 check_bound(self._slots, tensors, changes, self._meta_module)

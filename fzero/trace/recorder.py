@@ -261,6 +261,10 @@ class Recorder(compat.TorchDispatchMode):
         place = node.meta.get(FROM) if node is not None else None
         return line(place) if place is not None else None
 
+    def number_of(self, tensor: torch.Tensor) -> float | None:
+        """The value of a 0-dim tensor that depends on nothing but literals; None for others."""
+        return self._answers.number_of(tensor)
+
     def backward_line(self, number: int) -> str:
         """Describes the user's line that an autograd node differentiates."""
         forward = self._lines.get(number)
@@ -440,5 +444,16 @@ def source_place(node: fx.Node) -> Place | None:
 def line_of(tensor: Any) -> str | None:
     """The user's line that computed a tensor in the running trace. None if there is no trace, or if the line is not
     known, as for a result of a block."""
-    recorder = next((mode for mode in reversed(compat.dispatch_modes()) if isinstance(mode, Recorder)), None)
+    recorder = _running()
     return recorder.line_of(tensor) if recorder is not None else None
+
+
+def number_of(tensor: torch.Tensor) -> float | None:
+    """The value of a 0-dim tensor in the running trace, if it depends on nothing but literals. None otherwise, or if
+    there is no trace."""
+    recorder = _running()
+    return recorder.number_of(tensor) if recorder is not None else None
+
+
+def _running() -> Recorder | None:
+    return next((mode for mode in reversed(compat.dispatch_modes()) if isinstance(mode, Recorder)), None)

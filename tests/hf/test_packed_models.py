@@ -151,6 +151,29 @@ def test_documents_of_other_lengths_run_the_same_program_in_any_precision() -> N
     assert fz.testing.check_isolation(step, functional.params, two) == 0.0
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_rows_that_are_one_document_have_no_mask(name: str) -> None:
+    """The positions that a model computes itself are known; those of a batch are not, nor is a sliding window causal
+    attention."""
+    ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch, net = {"input_ids": ids, "labels": ids}, model(name)
+    functional = fz.functionalize(net)
+    step = functional.train_step(fz.optim.sgd(1.0))
+    masks = []
+    for given in (batch, {**batch, "position_ids": torch.arange(16).repeat(2, 1)}):
+        state, metrics = fz.testing.simulate(step, fz.AbstractMesh(data=1), functional.params, given)
+        assert float(metrics["loss"]) == pytest.approx(net(**batch).loss.item(), rel=1e-6)
+        program = str(fz.lower(step, fz.AbstractMesh(data=1), functional.params, given))
+        masks.append(program.count("bool[2, 1, 16, 16]"))
+    assert masks == ([0, 1] if name == "Llama" else [1, 2])
+    after = copy.deepcopy(net)
+    after(**batch).loss.backward()
+    torch.optim.SGD(after.parameters(), 1.0).step()
+    functional.write_back(state.params)
+    for one, two in zip(after.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+
+
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     ids = [row["input_ids"] for row in rows]
     out = {"input_ids": [x + [0] * (24 - len(x)) for x in ids], "labels": [x + [-100] * (24 - len(x)) for x in ids]}

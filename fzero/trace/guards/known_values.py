@@ -64,6 +64,10 @@ class Answers:
             return test.answer
         return None
 
+    def number_of(self, tensor: torch.Tensor) -> float | None:
+        """The value of a 0-dim tensor, if it is known."""
+        return self._compute(aten._local_scalar_dense.default, (tensor,), {})
+
     def _note(self, frame: FrameType, test: raise_conditions.Test, value: torch.Tensor) -> None:
         """Records a flag that says whether a test fails, and with it all earlier tests of the same condition."""
         do = self._recorder.do
