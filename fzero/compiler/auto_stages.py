@@ -1,8 +1,8 @@
 """Chooses the stages of a `pipeline`: the blocks of each, and the parameters that these read first.
 
-By default, the partition is the one whose slowest stage has the fewest FLOPs in matrix products. Code before the first
-block counts with the first block, and code after the last block with the last one. Among equal partitions, the one with
-fewer blocks on the last stages is taken.
+By default, the partition is the one whose slowest stage takes the least planned time. Code before the first block is
+part of the first block, and code after the last block of the last one. Among equal partitions, the one with fewer
+blocks on the last stages is taken.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from fzero.errors import FzeroValueError
 from fzero.ir.from_graph import Inputs
 from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh
+from fzero.plan.cost import on_mesh, seconds
+from fzero.plan.device_lookup import Device
 from fzero.plan.plan import PlanDecision
 from fzero.step import Step
-from fzero.trace.flops import product_flops
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.pipeline_pass import block_numbers, leaf_stages
@@ -41,7 +42,7 @@ def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
     return found
 
 
-def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
+def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, device: Device, backend: str) -> Chosen:
     """Returns the step with the stages of its `pipeline`; the unchanged step if it has none. On one rank, the pipeline
     is removed.
 
@@ -49,6 +50,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
         step, mesh: as for `lower`.
         params: the tree of unsharded parameters.
         batch: the batch for which the blocks are counted.
+        device, backend: those whose planned times count; all ranks must pass the same.
 
     Raises:
         FzeroValueError: the step cannot be divided into these stages.
@@ -67,15 +69,15 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     program = trace_step(step, mesh, inputs, batch).base
     numbers = block_numbers(program)
     _check_enough(spec, n * spec.chunks, len(numbers))
-    seconds = work_of_blocks(program, numbers)
-    counts = _counts(spec, n * spec.chunks, seconds)
+    times = seconds_of_blocks(program, numbers, on_mesh(device, mesh), backend)
+    counts = _counts(spec, n * spec.chunks, times)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     first = leaf_stages(program, dict(zip(numbers, stages, strict=True)))
     leaves = {x.path: first[inputs.leaves[t].path] for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
     chosen = replace(spec, stages=counts, leaves=leaves)
-    of = [sum(x for x, s in zip(seconds, stages, strict=True) if s % n == rank) for rank in range(n)]
+    of = [sum(x for x, s in zip(times, stages, strict=True) if s % n == rank) for rank in range(n)]
     most, who = max(of) / (sum(of) or 1), "rank" if spec.chunks > 1 else "stage"
-    why = f"of {len(numbers)} blocks; the slowest {who} does {most:.0%} of the products"
+    why = f"of {len(numbers)} blocks; the slowest {who} takes {most:.0%} of the planned compute"
     transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
     return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, f"stages={[*counts]}", why),))
 
@@ -129,22 +131,19 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
     return spec.stages
 
 
-def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
-    """Returns the FLOPs of each block's matrix products, in forward and backward, including the code before the first
+def seconds_of_blocks(program: Program, numbers: Sequence[int], device: Device, backend: str) -> list[float]:
+    """Returns the planned seconds of each block's calls, in forward and backward, including the code before the first
     block and after the last one."""
     found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
     seen = 0
-    flops: dict[str, float] = {}
     for op in program.instructions:
         if op.op != "call":
             continue
-        if op.fn not in flops:
-            flops[op.fn] = sum(product_flops(node) for node in program.functions[op.fn].graph.graph.nodes)
         number = None if op.block is None else op.block.number
         seen += number in found
         if number not in found:
             number = numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
-        found[number] += flops[op.fn]
+        found[number] += seconds(op, program, device, backend)
     return [*found.values()]
 
 
@@ -155,8 +154,7 @@ def even(work: Sequence[float], n: int) -> tuple[int, ...]:
         >>> even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
         (4, 1)
     """
-    least = max(work, default=0.0) * 1e-9 + 1e-12  # if there are no products, blocks are counted
-    before = [0.0, *itertools.accumulate(x + least for x in work)]
+    before = [0.0, *itertools.accumulate(work)]
 
     @functools.cache
     def best(stages: int, end: int) -> tuple[float, tuple[int, ...]]:

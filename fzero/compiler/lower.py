@@ -131,7 +131,7 @@ def resolve_and_lower(
         if isinstance(step, Step):
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
             step, chosen, traced, options = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
-            step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
+            step, staged = choose_stages(step, mesh, params, batch_inputs(batch), budget.device, budget.backend)
             # A trace that was made before stages were chosen is the trace of another step.
             chosen, traced, options = (
                 (*ruled, *chosen, *staged),

@@ -61,7 +61,6 @@ class PassCache:
         self._own: dict[Any, tuple[Program, Program]] = {}  # the same, with the state of these variants
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[Stage]] = {}  # the last stages of the programs that were finished last
-        self._sound: dict[tuple[int, int], Program] = {}  # verified programs that are cached, by pass and identity
         self._idle = {*context.skip}  # passes to skip that had nothing to do so far
 
     def starts(self, least: Options, budget: Budget | None) -> list[list[Options]]:
@@ -102,8 +101,7 @@ class PassCache:
     def base(self) -> Program:
         """Returns the base program. It is verified, and so is every program that all options share."""
         made = {FIRST: self.recorded}
-        for _ in self._verified(self._through(made, Options(), 0, self._at_base)):
-            pass
+        self._check_each(self._through(made, Options(), 0, self._at_base))
         return made["fuse"]
 
     def before(self, name: str, options: Options) -> Program:
@@ -120,29 +118,23 @@ class PassCache:
         return self._finished[key]
 
     def all_verified(self, options: Options) -> tuple[Program, ...]:
-        """Returns the programs of all stages of a pipeline, or the one of a step without a pipeline.
+        """Returns the programs of all stages of a pipeline, or the one of a step without a pipeline, verified."""
+        return tuple(self.verified(replace(options, stage=n)) for n in range(num_stages(self.recorded)))
 
-        Those of the first and the last stage are verified after every pass. The others went through the same passes:
-        they are verified when they are finished, and after every pass if that finds a violation.
-        """
-        num = num_stages(self.recorded)
-        return tuple(self.verified(replace(options, stage=n), each=n in (0, num - 1)) for n in range(num))
-
-    def verified(self, options: Options, each: bool = True) -> Program:
-        """Returns the program with these options, verified after every pass; without `each`, only when it is finished.
+    def verified(self, options: Options) -> Program:
+        """Returns the finished program with these options, verified.
 
         Raises:
             FzeroValueError: a pass to skip has nothing to do.
+            VerifyError: naming the first pass after which the program violates a rule.
         """
         with without_gc():
-            if each:
-                *_, program = self._verified(self.stages(options))
-            else:
-                program = self(options)
-                try:
-                    check_after(self.passes, len(self.passes) - 1, program)
-                except VerifyError:
-                    return self.verified(options)
+            program = self(options)
+            try:
+                check_after(self.passes, len(self.passes) - 1, program)
+            except VerifyError:
+                self._check_each(self.stages(options))
+                raise
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(options))
             problems = [f"{name}: has nothing to do for this step" for name in sorted(self._idle)]
@@ -188,8 +180,8 @@ class PassCache:
                 else:
                     try:
                         program = self._rewritten(number, program, chosen)
-                    except (LookupError, AttributeError, AssertionError):
-                        # one of them may violate the rules of programs
+                    except Exception:
+                        # An earlier program may violate the rules, which is then the error.
                         for at, earlier in enumerate(made.values(), -1):
                             check_after(self.passes, at, earlier)
                         raise
@@ -218,22 +210,13 @@ class PassCache:
             self._own[key] = program, rewrite()
         return self._own[key][1]
 
-    def _verified(self, stages: Iterable[Stage]) -> Iterator[Program]:
-        """Yields the recorded program and those of these stages, each verified."""
+    def _check_each(self, stages: Iterable[Stage]) -> None:
+        """Checks the recorded program and those of these stages, each before the next pass runs."""
         before = self.recorded
-        self._check_after(-1, before)
-        yield before
+        check_after(self.passes, -1, before)
         for passed, program in stages:
-            self._check_after(self.passes.index(passed), program, changed=program is not before)
-            yield program
+            check_after(self.passes, self.passes.index(passed), program, changed=program is not before)
             before = program
-
-    def _check_after(self, number: int, program: Program, changed: bool = True) -> None:
-        """Checks the program that a pass returned; a program that several options or stages share is checked once."""
-        if (number, id(program)) not in self._sound:
-            check_after(self.passes, number, program, changed)
-            if number < self._at_order:
-                self._sound[number, id(program)] = program
 
 
 def initial_options(step: Step, mesh: AbstractMesh, limited: bool) -> Options:

@@ -27,6 +27,7 @@ from fzero.plan.device_lookup import Device, get_device
 from fzero.plan.plan import PlanDecision
 from fzero.step import EvalStep, Step
 from fzero.transforms.offload import Offload
+from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import Promotion
 
 Limits = tuple[int | None, int | None, int | None]
@@ -88,7 +89,9 @@ class StepResolution:
             self.step, more, *_ = resolve(self.step, self._mesh, params, self._batch, budget)
             self.decisions = (*self.decisions, *more)
         if self._batch is not None and open_stages(self.step, self._mesh):
-            self.step, more = choose_stages(self.step, self._mesh, params, self._batch)
+            budget = self.budget()
+            assert budget is not None
+            self.step, more = choose_stages(self.step, self._mesh, params, self._batch, budget.device, budget.backend)
             self.decisions = (*self.decisions, *more)
 
     def budget(self) -> Budget | None:
@@ -97,7 +100,8 @@ class StepResolution:
 
         The ranks of several hosts plan with the rates of the first host.
         """
-        asked = any(isinstance(t, Offload) for t in self.step.transforms) or open_formats(self.step) is not None
+        asked = any(isinstance(t, Offload | Pipeline) for t in self.step.transforms)
+        asked = asked or open_formats(self.step) is not None
         if self._budget is None and (asked or self._limits != (None, None, None)):
             # Hosts may have been calibrated differently, and with different rates the ranks would choose different
             # programs.

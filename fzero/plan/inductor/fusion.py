@@ -11,9 +11,8 @@ those of PyTorch's Inductor, as its code has them.
 [Note: triton] Inductor compiles the subgraphs of a GPU to Triton kernels. There, as in eager mode, a subgraph copies
 a result into the buffer that it is given for it. A pointwise result is computed in the copying kernel; results of
 products and scatters are in separate memory until then. On a CPU, results are computed in the given buffer
-(runtime/build/cpu/cpp_kernels.py). Kernels that read a concatenation of a few tensors compute it themselves. A
-pointwise value of many operations on several buffers is written to memory. A value may overwrite a buffer that it reads
-only if the buffer's other readers have finished, or are values of its own kernel that it is computed from.
+(runtime/build/cpu/cpp_kernels.py). A pointwise value of many operations on several buffers is written to memory. A
+value may overwrite a buffer that it reads only if all other readers of that buffer have finished.
 
 This file must not know how fast a device is.
 """
@@ -62,8 +61,6 @@ _FILLS = {
     aten.empty_like,
 }
 # On a CPU, a value that is computed with one of the operations in _HEAVY is written to memory if it is read twice.
-# The operations in _HEAVY_INSIDE keep such a value inside the kernel, in float32; their results are not written for
-# this reason.
 _HEAVY = {
     aten.exp,
     aten.log,
@@ -74,14 +71,10 @@ _HEAVY = {
     aten.silu,
     aten._log_softmax_backward_data,
 }
-_HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
 # the number of Inductor's operations for an ATen operation that it decomposes
 _OPERATIONS: dict[object, int] = {aten.gelu: 14, aten.gelu_backward: 25, aten.silu: 6, aten.silu_backward: 12}
-_PER_PART = 6  # operations that select a part of a concatenation, per part
-_MOST_PARTS = 8  # parts of a concatenation that a GPU kernel computes at most (Inductor's MAX_COMPLEX_POINTWISE_CAT)
 _MOST_OPERATIONS = 30  # operations of a value on a GPU before it is written (Inductor's realize_opcount_threshold)
-_MOST_READS = 4  # reads of a value that is read twice before it is written (Inductor's realize_reads_threshold)
-_MOST_READS_ONCE = 8  # reads of any value before it is written (Inductor's realize_acc_reads_threshold)
+_MOST_READS = 8  # reads of a value before it is written (Inductor's realize_acc_reads_threshold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +87,6 @@ class Kernel:
         in_place: for each buffer that it writes, the buffers of the same size that it reads element by element, and
             so may overwrite.
         allocated: buffers that the operation itself allocates, rather than the compiler.
-        vanishing: bytes of values that never leave this kernel. The compiler counts them when it chooses an order,
-            although they are not allocated in the end.
         transcendentals: number of elementwise evaluations of transcendental functions; see trace/flops.py.
         inside: bytes that it allocates while it runs, on a GPU.
     """
@@ -105,7 +96,6 @@ class Kernel:
     product: fx.Node | None
     in_place: Mapping[fx.Node, frozenset[fx.Node]]
     allocated: frozenset[fx.Node]
-    vanishing: int
     transcendentals: int = 0
     inside: int = 0
 
@@ -225,8 +215,6 @@ class _Analysis:
         written = {n for n in self.made if n in self.outputs or writes(n)}
         num_reads: dict[fx.Node, int] = {}
         operations: dict[fx.Node, int] = {}  # number of operations that compute a value from memory
-        again: set[fx.Node] = set()  # written only for products: other readers compute them again
-        heavy: set[fx.Node] = set()
         for node in self.made:
             maker, kind = maker_of(node), packet(maker_of(node))
             arguments = {self.buffer[a] for a in maker.all_input_nodes}
@@ -235,35 +223,20 @@ class _Analysis:
             # a reduction has fewer elements than an operand
             shrinks = any(numel(a) > numel(node) for a in maker.all_input_nodes) and kind not in _GATHERS | _FILLS
             reduced = shrinks or self.sizes.get(node, 0) < largest[maker]
-            twice = len(readers[node]) > 1
-            if kind in _HEAVY or not heavy.isdisjoint(arguments - written):
-                heavy.add(node)
             operations[node] = self._operations(maker) + sum(
-                1 if (a in written and a not in again) or a in self.inputs else operations.get(a, 1) for a in arguments
+                1 if a in written or a in self.inputs else operations.get(a, 1) for a in arguments
             )
             long = self.on_gpu and operations[node] > _MOST_OPERATIONS and num_reads[node] > 1
             if long and not contiguous(node):
                 self.turned.add(node)
-            many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (
-                twice and self.on_cpu and node in heavy
-            )
-            if kind in PRODUCTS or (kind in _WRITES and not self._inlined(maker)) or reduced or long or many:
+            many = num_reads[node] > _MOST_READS or (self.on_cpu and kind in _HEAVY and len(readers[node]) > 1)
+            operand = any(packet(r) in PRODUCTS for r in readers[node])
+            if kind in PRODUCTS or kind in _WRITES or reduced or long or many or operand:
                 written.add(node)
-            elif node not in written and any(packet(r) in PRODUCTS for r in readers[node]):
-                written.add(node)
-                if num_reads[node] == 1:
-                    again.add(node)
         return written
-
-    def _inlined(self, maker: fx.Node) -> bool:
-        """Returns whether an operation is a concatenation that the kernels which read it compute themselves."""
-        parts = maker.args[0] if packet(maker) in (aten.cat, aten.stack) else ()
-        return self.on_gpu and 0 < len(parts) <= _MOST_PARTS  # type: ignore[arg-type]
 
     def _operations(self, maker: fx.Node) -> int:
         """Returns the number of Inductor's operations for an ATen operation, including constants."""
-        if self._inlined(maker):
-            return _PER_PART * len(maker.all_input_nodes)
         return _OPERATIONS.get(packet(maker), 1 + sum(isinstance(a, int | float) for a in maker.args))
 
     def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
@@ -337,13 +310,9 @@ class _Analysis:
         reads: dict[fx.Node, int] = {}
         written: dict[fx.Node, int] = {}
         in_place: dict[fx.Node, frozenset[fx.Node]] = {}
-        vanishing = 0
         for node in group:
             target = self.buffer[node]
-            vanishing += 4 * numel(node) if packet(maker_of(node)) in _HEAVY_INSIDE else 0
-            if target is node and self._vanishes(node, inside):
-                vanishing += self.sizes[target]
-            else:
+            if not (target is node and self._vanishes(node, inside)):
                 written[target] = self.sizes[target]
             for base, read in self.reads[node].items():
                 if base not in inside:
@@ -360,37 +329,17 @@ class _Analysis:
             product,
             in_place if product is None else {},
             frozenset(allocated),
-            vanishing,
             functions,
             self._inside(maker),
         )
 
     def _overwritten(self, node: fx.Node, inside: set[fx.Node]) -> frozenset[fx.Node]:
         """Returns the buffers that a value may overwrite: buffers of its size that it reads element by element. On a
-        GPU these include the buffers read by values that it is computed from and that never leave the kernel; no
-        other value may read them.
+        GPU, no other value of its kernel may read them.
         """
-        own, found, left = {node}, set[fx.Node](), [node]
-        while left:
-            for base, read in self.reads[left.pop()].items():
-                if base not in inside:
-                    found |= {base} if read.aligned and self.sizes[base] == self.sizes[node] else set()
-                elif self.on_gpu and base not in own and read.aligned and self._vanishes(base, inside):
-                    own.add(base)
-                    left.append(base)
-        if self.on_gpu:
-            own |= self._made_of(node, inside)
-            found = {base for base in found if not any(base in self.reads[other] for other in inside - own)}
-        return frozenset(found)
-
-    def _made_of(self, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-        """Returns the values in a value's kernel that it is computed from."""
-        found, left = set[fx.Node](), [node]
-        while left:
-            before = inside.intersection(self.reads[left.pop()]) - found
-            found |= before
-            left += before
-        return found
+        found = {b for b, read in self.reads[node].items() if read.aligned and self.sizes[b] == self.sizes[node]}
+        others = inside - {node} if self.on_gpu else set()
+        return frozenset(b for b in found - inside if not any(b in self.reads[other] for other in others))
 
     def _inside(self, maker: fx.Node) -> int:
         if not self.eager or maker.op != "call_function":

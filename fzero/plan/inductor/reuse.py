@@ -1,15 +1,15 @@
-"""Predicts a compiler's memory layout inside a subgraph: the order of its kernels, and which buffers reuse memory.
+"""Predicts how a compiler uses memory inside a subgraph: the order of kernels, and which results overwrite an operand.
 
-Both repeat choices of PyTorch's Inductor (torch/_inductor/memory.py, codegen/wrapper.py). Of a few orders it takes
-the one with the lowest peak. A pointwise result overwrites an operand after its last use. A new buffer reuses a freed
-one of the same size and dtype, if keeping that one until then does not raise the peak.
+Both follow choices of PyTorch's Inductor (torch/_inductor/memory.py, codegen/wrapper.py). Of several orders it takes
+the one with the lowest peak; two of them are tried here. A pointwise result overwrites an operand after its last use.
+Inductor also gives the memory of freed buffers to later ones, but only if that does not raise the peak, so it is not
+predicted.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch.fx as fx
 
@@ -45,40 +45,46 @@ def alive(found: Kernels, lived: Lives) -> list[int]:
     return change[:-1]
 
 
-def _estimate(found: Kernels, order: Sequence[int], lived: Lives) -> list[int]:
-    """Returns the bytes alive at each step as the compiler estimates them when it chooses an order."""
-    return [n + found.kernels[i].vanishing for n, i in zip(alive(found, lived), order, strict=True)]
-
-
 def best_order(found: Kernels) -> list[int]:
-    """Returns the order with the lowest peak among those that Inductor tries."""
+    """Returns the order with the lower peak: that of the graph, or the one that takes the least memory next."""
     orders = [list(range(len(found.kernels)))]
     if len(orders[0]) <= MOST_KERNELS:
-        orders += [_least_first(found), _earliest_first(found), _depth_first(found)]
-    return min(orders, key=lambda order: max(_estimate(found, order, lives(found, order)), default=0))
+        orders.append(_least_first(found))
+    return min(orders, key=lambda order: max(alive(found, lives(found, order)), default=0))
 
 
 def shared(found: Kernels, order: Sequence[int]) -> tuple[dict[fx.Node, fx.Node], Lives]:
     """Returns, for each buffer, the first buffer that lay in its memory; and the live ranges of these, from their
-    first kernel to the last kernel of any buffer that reuses their memory.
+    first kernel to the last kernel of any buffer that overwrites them.
     """
     lived, spans = lives(found, order), _spans(found, order)
-    before = _predecessors(found, order, lived, spans)
-    out: Lives = {}
+    dying: dict[int, list[fx.Node]] = defaultdict(list)
+    for buffer, (_, last) in lived.items():
+        if buffer not in found.outputs:
+            dying[last].append(buffer)
     first: dict[fx.Node, fx.Node] = {}
-    for buffer in sorted(lived, key=lambda b: lived[b][0]):
-        root = buffer
-        while root in before:
-            root = before[root]
-        begins, ends = spans[lived[buffer][0]][0], spans[lived[buffer][1]][1]
-        known = out.get(root, (begins, ends))
-        first[buffer], out[root] = root, (min(known[0], begins), max(known[1], ends))
+    out: Lives = {}
+    for step, i in enumerate(order):
+        kernel, overwritten = found.kernels[i], None
+        for buffer in kernel.writes:
+            if buffer in first or buffer in found.inputs:
+                continue
+            operands = kernel.in_place.get(buffer, ()) if buffer not in kernel.allocated and not overwritten else ()
+            taken = next((b for b in dying[step] if b in operands and _dtype(b) == _dtype(buffer)), None)
+            overwritten = overwritten or taken  # a second operand of a kernel is hardly ever free
+            first[buffer] = root = buffer if taken is None else first[taken]
+            begins, _ = out.get(root, (spans[step][0], 0))
+            out[root] = begins, spans[lived[buffer][1]][1]
     return first, out
+
+
+def _dtype(buffer: fx.Node) -> object:
+    return buffer.meta["val"].dtype
 
 
 def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
     """Returns, for each step, the first and last step of the same call: on a CPU, all kernels between two products
-    form one call.
+    form one call, which frees nothing before it ends.
     """
     out: list[tuple[int, int]] = []
     for step, i in enumerate(order):
@@ -95,85 +101,23 @@ def _spans(found: Kernels, order: Sequence[int]) -> list[tuple[int, int]]:
     return out
 
 
-def _predecessors(
-    found: Kernels, order: Sequence[int], lived: Lives, spans: Sequence[tuple[int, int]]
-) -> Mapping[fx.Node, fx.Node]:
-    """Returns, for each buffer that reuses the memory of another, that other buffer."""
-    held = _estimate(found, order, lived)
-    highest = max(held, default=0)
-    # the compiler does not reuse memory that operations themselves allocate
-    aligned = {b for k in found.kernels for b in k.writes if b not in k.allocated}
-    before: dict[fx.Node, fx.Node] = {}
-    # by size and dtype: freed buffers, and the step after which each is free
-    free: dict[object, list[tuple[fx.Node, int]]] = defaultdict(list)
-    waiting: list[fx.Node] = []  # freed when this call is over
-    dying: dict[int, list[fx.Node]] = defaultdict(list)
-    for buffer, (_, last) in lived.items():
-        if buffer not in found.outputs:
-            dying[last].append(buffer)
-    for step, i in enumerate(order):
-        kernel = found.kernels[i]
-        left, overwritten = [b for b in dying[step] if b not in kernel.writes], False
-        for buffer in kernel.writes:
-            if buffer in found.inputs or buffer in kernel.allocated:
-                continue
-            taken = next(
-                (b for b in left if b in kernel.in_place.get(buffer, ()) and _key(found, b) == _key(found, buffer)),
-                None,
-            )
-            if taken is not None and not overwritten:  # a second operand of a kernel is hardly ever free
-                overwritten = True
-                left.remove(taken)
-                before[buffer] = taken
-            elif candidates := free[_key(found, buffer)]:
-                other, since = candidates[-1]
-                between = range(since + 1, step)
-                if found.sizes[buffer] + max((held[k] for k in between), default=0) <= highest or not between:
-                    candidates.pop()
-                    before[buffer] = other
-                    for k in between:
-                        held[k] += found.sizes[buffer]
-        waiting += [*left, *(b for b in dying[step] if b in kernel.writes)]
-        if spans[step][1] == step:
-            for buffer in (b for b in dict.fromkeys(waiting) if b in aligned):
-                free[_key(found, buffer)].append((buffer, step))
-            waiting = []
-    return before
-
-
-def _key(found: Kernels, buffer: fx.Node) -> object:
-    return found.sizes[buffer], buffer.meta["val"].dtype
-
-
-# --- orders ---
-
-
-def _successors(found: Kernels) -> list[list[int]]:
-    out: list[list[int]] = [[] for _ in found.kernels]
-    for i, before in enumerate(found.after):
-        for j in sorted(before):
-            out[j].append(i)
-    return out
-
-
-def _made(found: Kernels, i: int) -> int:
-    return sum(found.sizes[b] for b in found.kernels[i].writes if b not in found.inputs)
-
-
 def _least_first(found: Kernels) -> list[int]:
     """Orders the kernels by memory: among the kernels that do not raise the peak so far, the one that leaves the
     least memory allocated comes next; if there is none, the one that allocates the least.
     """
-    takes, followers = [_made(found, i) + k.vanishing for i, k in enumerate(found.kernels)], _successors(found)
+    takes = [sum(found.sizes[b] for b in k.writes if b not in found.inputs) for k in found.kernels]
     touched = [{b for b in (*k.reads, *k.writes) if b not in found.inputs} for k in found.kernels]
     readers = Counter(b for buffers in touched for b in buffers)
     readers.update(b for b in found.outputs if b in readers)  # never freed
-    waiting = [len(before) for before in found.after]
+    waiting, followers = [len(before) for before in found.after], defaultdict[int, list[int]](list)
+    for i, before in enumerate(found.after):
+        for j in before:
+            followers[j].append(i)
     ready, order, now = {i for i, n in enumerate(waiting) if not n}, list[int](), 0
     peak = sum(found.sizes[b] for b in found.outputs - found.inputs)
 
     def freed(i: int) -> int:
-        return sum(found.sizes[b] for b in touched[i] if readers[b] == 1) + found.kernels[i].vanishing
+        return sum(found.sizes[b] for b in touched[i] if readers[b] == 1)
 
     while ready:
         i = min(ready, key=lambda i: (takes[i] if takes[i] > peak - now else 0, takes[i] - freed(i), i))
@@ -188,39 +132,3 @@ def _least_first(found: Kernels) -> list[int]:
             if not waiting[j]:
                 ready.add(j)
     return order
-
-
-def _earliest_first(found: Kernels) -> list[int]:
-    """Orders the kernels so that the one whose predecessors ran earliest comes next."""
-    followers, waiting = _successors(found), [len(before) for before in found.after]
-    place: dict[int, int] = {}
-    ready = [(list[int](), i) for i, n in enumerate(waiting) if not n]
-    heapq.heapify(ready)
-    while ready:
-        _, i = heapq.heappop(ready)
-        place[i] = len(place)
-        for j in followers[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (sorted(place[k] for k in found.after[j]), j))
-    return list(place)
-
-
-def _depth_first(found: Kernels) -> list[int]:
-    """Orders the kernels by the bytes that they touch, the least first, each directly after the kernels that it
-    needs.
-    """
-    touched = [
-        _made(found, i) + sum(found.sizes[b] for b in k.reads if b not in found.inputs)
-        for i, k in enumerate(found.kernels)
-    ]
-    done: dict[int, None] = {}
-    for start in sorted(range(len(touched)), key=lambda i: (touched[i], i)):
-        todo = [start]
-        while todo:
-            missing = [j for j in found.after[todo[-1]] if j not in done]
-            if missing:
-                todo += sorted(missing, key=lambda j: (touched[j], j), reverse=True)
-            else:
-                done.setdefault(todo.pop())
-    return list(done)
