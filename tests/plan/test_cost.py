@@ -305,8 +305,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("compiled_here")
 def test_peaks_of_steps_are_those_with_measured_temporaries(name):
-    """Two blocks, their backwards, the loss and the update. For products in bf16, a CPU's libraries copy operands, which
-    no shape tells of: 1.8 MiB at most here."""
+    """Two blocks, their backwards, the loss and the update. For products in bf16, the libraries of a CPU copy
+    operands, which no shape tells of: 1.8 MiB at most here."""
     transformers = pytest.importorskip("transformers")
     cls = getattr(transformers, name)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
