@@ -19,7 +19,7 @@ from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.saving import RunRecord, Saved, SaveOptions, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
-from fzero.errors import FzeroValueError, StorageError
+from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, StorageError
 from fzero.mesh import Mesh
 from fzero.train_state import State
 
@@ -163,10 +163,20 @@ class CheckpointManager:
             params, key: as for `train.init`; `params` as for `train.restore`, too.
 
         Raises:
+            FzeroTypeError: `train` is not a compiled step.
             CheckpointError: from `fz.checkpoint.find` or `train.restore`; or the checkpoint is of a run on other data,
-                listing every difference.
+                listing every difference; or nothing has been saved yet, and there are no `params` to start from.
         """
+        if not isinstance(getattr(train, "mesh", None), Mesh):
+            fix = "train = fz.compile(step, mesh); manager.restore(train, params)"
+            raise FzeroTypeError("checkpoint.CheckpointManager.restore", f"{shown(train)} is no compiled step", fix=fix)
         found, seen = self.newest(train.mesh)
+        if found is None and params is None:
+            what, fix = (
+                f"nothing has been saved in {self.path} yet",
+                "give parameters to start from: restore(train, params)",
+            )
+            raise CheckpointError("checkpoint.CheckpointManager.restore", what, fix=fix)
         self.begin(seen or 0, saved=seen)
         return train.init(params, key) if found is None else train.restore(found, params)
 

@@ -95,9 +95,8 @@ def newest(root: Place) -> Place:
         )
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
-    raise CheckpointError(
-        "checkpoint", what, [f"complete: {here}"], "write the name of one of these to that file, or give that directory"
-    )
+    fix = "write the name of one of these to that file" if complete else "to start again, delete that file"
+    raise CheckpointError("checkpoint", what, [f"complete: {here}"], fix)
 
 
 def find(path: str | os.PathLike[str]) -> Place | None:
@@ -221,9 +220,8 @@ def _pointer(root: Place) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, Malformed) as error:
-        raise CheckpointError(
-            "checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead"
-        ) from None
+        fix = "replace it by a text file with the name of a directory step-..., or delete it"
+        raise CheckpointError("checkpoint", f"{root / LATEST} cannot be read", [str(error)], fix) from None
 
 
 def _contents(root: Place) -> str:

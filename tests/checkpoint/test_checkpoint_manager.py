@@ -12,7 +12,7 @@ import torch
 import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import CheckpointManager, checkpoint_manager, saving
-from fzero.errors import CheckpointError, FzeroValueError, StorageError
+from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, StorageError
 
 STEP = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
 ONES = torch.ones(2)
@@ -209,3 +209,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
     with pytest.raises(FzeroValueError, match="are arguments of the CheckpointManager"):
         fz.run(both)
+
+
+def test_what_cannot_be_restored_says_what_to_do(tmp_path: Path) -> None:
+    train, manager = compiled(), CheckpointManager(tmp_path)
+    with pytest.raises(FzeroTypeError, match=r"None is no compiled step\nFix: train = fz.compile"):
+        manager.restore(None)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"nothing has been saved in .* yet\nFix: give parameters"):
+        manager.restore(train)
+    (tmp_path / "latest").write_text("step-00000004")  # as if all checkpoints had been deleted
+    with pytest.raises(CheckpointError, match=r"complete: none\nFix: to start again, delete that file"):
+        manager.restore(train, {"w": torch.ones(2)})
