@@ -7,8 +7,10 @@ what the first lines of this script create when they are executed, so the plan d
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -414,7 +416,10 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
         for key, found in near.items():
             value = getattr(part, found)
             yield f"{where}{key}={given[key]}: {kind.__name__} has no {key}; did you mean {found}, which is {value}?"
-        if rest := [f"{key}={given[key]}" for key in odd if key not in near and type(given[key]) is int]:
+        modeling = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+        code = "" if modeling is None else inspect.getsource(modeling)  # which may read keys that the class lacks
+        rest = [key for key in odd if key not in near and type(given[key]) is int and f'"{key}"' not in code]
+        if rest := [f"{key}={given[key]}" for key in rest]:
             yield f"{where}{kind.__name__} has no {', '.join(rest)} of its own; the model may ignore it"
 
 
