@@ -4,8 +4,8 @@
 the unsharded step of one process. The passes, in the one ordered list of `passes.py`, rewrite it
 into a finished program. A pass that belongs to one transform lives in `transforms/`; the passes in
 this folder serve all of them. If a step leaves options open, `search.py` compares finished programs
-by their plans, within the memory budgets. The selected program is verified after every pass. This
-folder imports nothing from `state/` or `runtime/`.
+by their plans, within the memory budgets. The selected program is verified. This folder imports
+nothing from `state/` or `runtime/`.
 
 | file | what it does |
 |---|---|

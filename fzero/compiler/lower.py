@@ -2,7 +2,7 @@
 
     step + example batch -- trace --> base program -- passes (fzero/compiler/passes.py) --> finished program
 
-The program is verified after every pass. With a memory budget, the passes are run for several combinations of options
+The finished program is verified. With a memory budget, the passes are run for several combinations of options
 (fzero/compiler/candidate_programs.py); the best is selected (fzero/compiler/program_selection.py) and verified. Nothing
 here needs devices: `lower` works for any mesh, on abstract tensors.
 """
