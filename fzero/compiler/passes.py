@@ -8,8 +8,8 @@
 
 Every optional feature is carried out by a pass: a plain function, whose docstring states what must hold before it.
 pass_options.py decides for each pass whether it runs, and with which options. Training steps and evaluations go through
-the same list, always by way of pass_cache.py. The chosen program is verified when it is finished; if it violates a rule,
-it is made again and verified after every pass, and the error names the pass.
+the same list, always by way of pass_cache.py. The chosen program is verified when it is finished. If it violates a
+rule, it is verified after every pass, and the error names the pass.
 """
 
 from __future__ import annotations
