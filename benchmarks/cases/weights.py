@@ -6,6 +6,7 @@ import argparse
 import gc
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from cases import Table, processes
 
 WAYS = {
     "stream": "fz.hf.stream, each tensor passed on and dropped",
+    "send": "fz.hf.stream(...).send to another process, over a Unix socket",
     "gather": "fzero: train.gather(state)",
     "save": "fz.hf.save_pretrained",
     "fsdp2_stream": "FSDP2: full_tensor() of one parameter after the other",
@@ -96,6 +98,8 @@ def _of_fzero(way: str, module: Any) -> Callable[[], object]:
     state = train.init(model.init, fz.random.key(0))
     if way == "stream":
         return lambda: _read(fz.hf.stream(model, state))
+    if way == "send":
+        return _to_receiver(fz.hf.stream(model, state), train.mesh)
     if way == "gather":
         return lambda: _read(fz.tree.with_names(train.gather(state).params))
 
@@ -104,6 +108,22 @@ def _of_fzero(way: str, module: Any) -> Callable[[], object]:
             fz.hf.save_pretrained(_shared(folder), model, state)
 
     return save
+
+
+RECEIVER = """
+import sys, fzero as fz
+for _ in range(2):
+    for _, tensor in fz.hf.receive(sys.argv[1]):
+        tensor.sum()
+"""
+
+
+def _to_receiver(stream: Any, mesh: Any) -> Callable[[], None]:
+    """Starts a process that receives two streams. Returns what sends one."""
+    address = f"unix:{_shared(tempfile.mkdtemp(prefix='fzero-bench-'))}/weights"
+    if mesh.rank == 0:
+        subprocess.Popen([sys.executable, "-c", RECEIVER, address])
+    return lambda: stream.send(address)
 
 
 def _of_fsdp2(way: str, module: Any) -> Callable[[], object]:
