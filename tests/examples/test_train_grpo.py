@@ -37,7 +37,7 @@ def test_a_group_of_one_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_losses_are_those_of_trl(tmp_path: Path) -> None:
-    """Three updates for one rollout, with TRL's trainer computing the loss of the same batch. Its default multiplies the
+    """Three updates for one rollout, with TRL computing the loss of the same batch. Its default also multiplies the
     divergence by the ratio, which the first paper does not."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     with fresh_modules():
