@@ -104,9 +104,13 @@ def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
     return lines
 
 
+_OF_KERNELS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits a batch, a dict, into the entries that are tensors or None, and the other values, which are constants of
-    the program.
+    the program. Leaves out the arguments of variable-length kernels, if positions say the same: collators that pack
+    documents (transformers, TRL) add both.
 
     Raises:
         FzeroTypeError: an entry is neither a tensor nor a constant, or the batch is not a dict.
@@ -116,6 +120,8 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         parts = [tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__ for x in found]
         what, fix = f"a batch is a {type(inputs).__name__}, not a dict", "have the collator return a dict by names"
         raise FzeroTypeError("hf.Trainer", what, parts, f"{fix}: forward's arguments")
+    if isinstance(inputs.get("position_ids"), torch.Tensor):
+        inputs = {n: x for n, x in inputs.items() if n not in _OF_KERNELS}
     entries = {n: x for n, x in inputs.items() if x is None or isinstance(x, torch.Tensor)}
     rest = {n: x for n, x in inputs.items() if n not in entries}
     problems = [f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str))]

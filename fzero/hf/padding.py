@@ -33,6 +33,9 @@ logger = logging.getLogger("fzero")
 MOST = 4
 """The number of shapes that ragged batches are padded to, unless longer batches come."""
 
+_PADDING = 2**30
+"""The number of the document that is the padding of a packed row, in `seq_idx` of collators that pack documents."""
+
 Shape = dict[str, int]
 """The lengths of entries by their names, and under "" the number of samples of a micro-batch."""
 Tensors = dict[str, torch.Tensor]
@@ -300,7 +303,7 @@ def of(trainer: Any, model: Functional, what: str, losses: Losses, rows: int, st
         unknown = "the model's forward overwrites buffers, which may be statistics of the batch"
     return Padding(
         labels=trainer.label_names,
-        fills={"input_ids": token or 0, "token_type_ids": kind or 0, "_ids": 0, "_mask": 0},
+        fills={"input_ids": token or 0, "token_type_ids": kind or 0, "_ids": 0, "_mask": 0, "seq_idx": _PADDING},
         unknown=unknown,
         own_loss=trainer.compute_loss_func is not None
         or type(trainer).compute_loss is not transformers.Trainer.compute_loss,

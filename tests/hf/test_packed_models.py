@@ -207,6 +207,16 @@ def test_the_trainer_packs_with_the_collator_of_transformers(tmp_path: Path) -> 
     equal(packed, trained(Trainer, tmp_path, data, padded, backend="eager", lengths=(24,)))
 
 
+def test_the_trainer_takes_what_trl_packs(tmp_path: Path) -> None:
+    """The collator of `SFTTrainer(packing=True)` returns also the arguments of variable-length kernels. A prompt has no
+    targets."""
+    data = [{"input_ids": x, "labels": [-100] * (len(x) // 3) + x[len(x) // 3 :]} for x in DOCUMENTS if len(x) > 1]
+    flattening = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    assert {"cu_seq_lens_q", "max_length_q", "seq_idx", "position_ids"} <= {*flattening(data[:2])}
+    ours = trained(Trainer, tmp_path, data, flattening, backend="eager", lengths=(48,))
+    equal(ours, trained(transformers.Trainer, tmp_path, data, flattening))
+
+
 def test_both_trainers_take_packed_rows_as_a_data_set(tmp_path: Path) -> None:
     ours = trained(Trainer, tmp_path, ROWS, rows=2, backend="eager")
     equal(ours, trained(transformers.Trainer, tmp_path, ROWS, rows=2))
