@@ -4,6 +4,7 @@ fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100             
 fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 fzero plan examples/plan_hf.py:llama_8b_qlora --mesh data=1 --device rtx4090     # the same, with weights in 4 bits
 fzero plan examples/plan_hf.py:qwen3_30b_a3b --mesh data=1 --device rtx4090      # a mixture, with its state on the host
+fzero plan examples/plan_hf.py:llama_8b_long --mesh data=1 --device h100          # half a million tokens in one sequence
 fzero plan examples/plan_hf.py:llama_70b_qlora --mesh data=1 --device rtx4090 --budget 22GB --host-budget 100GB
 """
 
@@ -84,6 +85,41 @@ def llama_70b_qlora(rows: int = 1, seq: int = 1024) -> Any:
     return fz.offload("auto")(step), params, batch
 
 
+class Tiled(torch.nn.Module):
+    """An MLP that computes a sequence in chunks of positions, so that its intermediate values exist for one chunk at a
+    time, also in the backward: `remat("full")` recomputes the chunks of a layer one by one."""
+
+    def __init__(self, mlp: torch.nn.Module, chunks: int):
+        super().__init__()
+        self.mlp, self.chunks = mlp, chunks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, positions, width]
+        return torch.cat([self.mlp(part) for part in x.chunk(self.chunks, 1)], 1)
+
+
+def llama_8b_long(seq: int = 480_000, chunks: int = 8, **sizes: int) -> Any:
+    """Full fine-tuning on one long sequence. Parameters, in bf16, optimizer state and the inputs of layers stay in host
+    memory, and the loss and the MLPs are computed in chunks of positions.
+
+    Args:
+        seq: the number of tokens.
+        chunks: the number of chunks of each MLP; 1 leaves it as it is.
+        sizes: replace those of the configuration, for a smaller copy.
+    """
+    net = module(**sizes)
+    for layer in net.model.layers if chunks > 1 else ():
+        layer.mlp = Tiled(layer.mlp, chunks)
+    model = fz.functionalize(net)
+    transforms = fz.compose(
+        fz.mixed_precision("bf16", params="bf16"),
+        fz.remat("full"),
+        fz.offload("cpu", ("params", "opt_state", "activations")),
+    )
+    ids = torch.empty(1, seq, dtype=torch.int64, device="meta")
+    step = transforms(model.train_step(fz.optim.adamw(1e-5), loss="chunked"))
+    return step, model.params, {"input_ids": ids, "labels": ids}
+
+
 def with_lora(base: Any) -> Any:
     """Returns the model with adapters."""
     import peft  # pyright: ignore[reportMissingImports]
@@ -104,6 +140,6 @@ def module(**sizes: Any) -> Any:
         "num_attention_heads": 32,
     }
     more: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    config = LlamaConfig(**usual | sizes, **more)  # or transformers.AutoConfig.from_pretrained("a directory")
+    config = LlamaConfig(**usual | more | sizes)  # or transformers.AutoConfig.from_pretrained("a directory")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
