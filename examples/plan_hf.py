@@ -4,7 +4,7 @@ fzero plan examples/plan_hf.py:llama_8b --mesh data=8 --device h100             
 fzero plan examples/plan_hf.py:llama_8b_lora --mesh data=1 --device rtx4090      # LoRA on one GPU; needs peft
 fzero plan examples/plan_hf.py:llama_8b_qlora --mesh data=1 --device rtx4090     # the same, with weights in 4 bits
 fzero plan examples/plan_hf.py:qwen3_30b_a3b --mesh data=1 --device rtx4090      # a mixture, with its state on the host
-fzero plan examples/plan_hf.py:llama_8b_long --mesh data=1 --device h100          # half a million tokens in one sequence
+fzero plan examples/plan_hf.py:llama_8b_long --mesh data=1 --device h100          # a sequence of 480,000 tokens
 fzero plan examples/plan_hf.py:llama_70b_qlora --mesh data=1 --device rtx4090 --budget 22GB --host-budget 100GB
 """
 
