@@ -26,6 +26,7 @@ from cases import (
     memory,
     model,
     modules,
+    packing,
     peers,
     plans,
     preferences,
@@ -102,6 +103,13 @@ CASES = {
         flags={**model(8, 384, 6, 128, 4), "processes": 2, "warmup": 3, "rounds": 1, "steps": 20,
                "backend": "inductor", "only": list(trainers.CONTESTANTS)},
         small={**EAGER, "warmup": 1, "rounds": 1, "steps": 2, "only": ["fzero", "theirs"]},
+    ),
+    "packing": Case(
+        "packed documents compared with padded ones, by fzero and by transformers in eager PyTorch", 3,
+        packing.packing, packing.worker,
+        flags={**model(4, 256, 4, 512, 1), "documents": 32, "warmup": 2, "rounds": 3, "steps": 3,
+               "backend": "inductor", "only": list(packing.CONTESTANTS)},
+        small={**EAGER, "documents": 6, "warmup": 1, "rounds": 1, "steps": 1, "only": list(packing.CONTESTANTS)},
     ),
     "qlora": Case(
         "adapters on frozen weights in NF4, compared with peft and bitsandbytes", 5, modules.qlora, contestants.worker,
