@@ -105,9 +105,9 @@ CASES = {
         small={**EAGER, "warmup": 1, "rounds": 1, "steps": 2, "only": ["fzero", "theirs"]},
     ),
     "packing": Case(
-        "packed documents compared with padded ones, by fzero and by transformers in eager PyTorch", 3,
+        "packed documents compared with padded ones, by fzero and by transformers in eager PyTorch", 4,
         packing.packing, packing.worker,
-        flags={**model(4, 256, 4, 512, 1), "documents": 32, "warmup": 2, "rounds": 3, "steps": 3,
+        flags={**model(4, 256, 4, 512, 1), "documents": 32, "warmup": 2, "rounds": 2, "steps": 3,
                "backend": "inductor", "only": list(packing.CONTESTANTS)},
         small={**EAGER, "documents": 6, "warmup": 1, "rounds": 1, "steps": 1, "only": list(packing.CONTESTANTS)},
     ),

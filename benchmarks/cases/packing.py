@@ -46,9 +46,10 @@ def packing(args: argparse.Namespace) -> Table:
         rows.append((CONTESTANTS[name].title, f"{per_token:.0f}", f"{medians[1]:,.0f}", f"{each[0]['losses'][-1]:.5f}"))
     ratios: dict[str, Any] = {}
     notes = [
-        f"Llama of {args.layers} layers, width {args.width}, vocabulary {VOCAB}; one process with one thread, AdamW. A "
-        f"step has {one['documents']} documents of {one['shortest']} to {one['longest']} tokens, {one['tokens']} in all, "
-        f"which fit into rows of {args.seq}; {args.steps} steps after {args.warmup}, medians of {args.rounds} rounds.",
+        f"Llama of {args.layers} layers, width {args.width}, vocabulary {VOCAB}; one process with one thread, AdamW. "
+        f"A step has {one['documents']} documents of {one['shortest']} to {one['longest']} tokens, {one['tokens']} in "
+        f"all, which fit into rows of {args.seq}; {args.steps} steps after {args.warmup}, medians of {args.rounds} "
+        "rounds.",
         "Tokens: computed per step, including padding.",
     ]
     for rival in (x for x in args.only if x != "fzero_packed"):
