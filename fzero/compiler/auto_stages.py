@@ -1,8 +1,7 @@
 """Chooses the stages of a `pipeline`: the blocks of each, and the parameters that these read first.
 
-By default, the partition is the one whose slowest stage takes the least planned time. Code before the first block is
-part of the first block, and code after the last block of the last one. Among equal partitions, the one with fewer
-blocks on the last stages is taken.
+By default, the partition is the one whose slowest stage takes the least planned time. Code outside of blocks is counted
+with the block on whose stage it runs. Among equal partitions, the one with fewer blocks on the last stages is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fzero.plan.plan import PlanDecision
 from fzero.step import Step
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.pipeline_pass import block_numbers, leaf_stages
+from fzero.transforms.pipeline_pass import block_numbers, leaf_stages, stages_of_ops
 from fzero.transforms.transform import find
 from fzero.transforms.zero import Parallel
 
@@ -132,19 +131,14 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
 
 
 def seconds_of_blocks(program: Program, numbers: Sequence[int], device: Device, backend: str) -> list[float]:
-    """Returns the planned seconds of each block's calls, in forward and backward, including the code before the first
-    block and after the last one."""
-    found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
-    seen = 0
-    for op in program.instructions:
-        if op.op != "call":
-            continue
-        number = None if op.block is None else op.block.number
-        seen += number in found
-        if number not in found:
-            number = numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
-        found[number] += seconds(op, program, device, backend)
-    return [*found.values()]
+    """Returns the planned seconds of each block's calls, in forward and backward, including the code outside of blocks
+    that would be on its stage if each block were one."""
+    found = [0.0] * len(numbers)
+    stages = stages_of_ops(program, {number: i for i, number in enumerate(numbers)})
+    for op, stage in zip(program.instructions, stages, strict=True):
+        if op.op == "call":
+            found[max(0, stage or 0)] += seconds(op, program, device, backend)
+    return found
 
 
 def even(work: Sequence[float], n: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ or `runtime/`.
 | `chunked_loss.py` | computes a model's own cross entropy in chunks, so that a step never holds all logits |
 | `bound_module.py` | lets a user's function call a module's forward on the tensors of a step |
 | `captured_tensors.py` | gives such a function the tensors that it reads other than as arguments |
-| `attention_masks.py` | lets models of transformers leave out masks that are only causal |
+| `transformers_code.py` | lets code of transformers that reads values, or loops over sets, be traced |
 | `hook_capture.py` | returns from a block what hooks of transformers collect inside it |
 | `module_calls.py` | calls the forward on given tensors, with arguments that are bound from a batch |
 | `module_guard.py` | detects changes of the original module since it was functionalized |

@@ -12,7 +12,6 @@ from torch import nn
 from fzero import tree
 from fzero._compat import compat
 from fzero.errors import TraceError
-from fzero.modules.attention_masks import left_out_if_causal
 from fzero.modules.batch_dims import ROWS
 from fzero.modules.buffers import overwritten
 from fzero.modules.layers import LayerCall, as_blocks, check_bound, layers_of
@@ -20,6 +19,7 @@ from fzero.modules.loss_weighting import Counting
 from fzero.modules.meta_module import holding, settled, slots_of
 from fzero.modules.module_preparation import kept_in_fp32
 from fzero.modules.rng_mode import Dims, Draws, NeedsKey, Rehearsal, may_draw
+from fzero.modules.transformers_code import adapted
 from fzero.trace.guards import raise_conditions
 from fzero.trace.guards.function_caches import emptied
 from fzero.trace.guards.rejections import lines_through
@@ -86,7 +86,7 @@ class Mode:
                 stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
             stack.enter_context(as_blocks(self._layers, call))
             stack.enter_context(compat.without_checkpoints())
-            stack.enter_context(left_out_if_causal())
+            stack.enter_context(adapted(self._meta_module))
             with holding(self._slots, tensors):
                 out = self._meta_module(*given.args, **given.kwargs)
                 check_bound(self._slots, tensors, changes, self._meta_module)

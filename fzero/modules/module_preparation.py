@@ -16,6 +16,7 @@ from fzero.modules import hook_capture
 from fzero.modules.batch_norms import without_counts_read
 from fzero.modules.meta_module import TensorSlot, renumber_hooks
 from fzero.modules.mixture_experts import NAME, register
+from fzero.modules.transformers_code import sort_sets
 
 _BATCHED = "batched_mm"
 """The name of transformers for an implementation of mixtures of experts that can be traced."""
@@ -31,6 +32,7 @@ def prepared(meta_module: nn.Module) -> nn.Module:
     for m in meta_module.modules():
         if getattr(m, "gradient_checkpointing", False) is True:
             m.gradient_checkpointing = False  # type: ignore[assignment]
+    sort_sets(meta_module)
     _choose_experts(meta_module)
     _adapt_parameters(meta_module)
     _adapt_products(meta_module)

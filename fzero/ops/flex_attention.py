@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask, noop_mask
+from torch.overrides import TorchFunctionMode
 
 from fzero import tree
 from fzero._compat import compat
@@ -70,16 +71,17 @@ def flex_attention(
     """Computes `compat.FLEX_ATTENTION`: the output, [batch, heads, queries, value width], and the logsumexp and the
     maximum of the scores, [batch, heads, queries], divided by log(2).
 
-    If `score_mod` returns its score unchanged, the output is that of `scaled_dot_product_attention` with the mask;
-    otherwise the scores are computed in float32, [batch, heads, queries, keys].
+    If `score_mod` returns its score without using it, the output is that of `scaled_dot_product_attention` with the
+    mask; otherwise the scores are computed in float32, [batch, heads, queries, keys].
     """
     device, unchanged = query.device.type, []
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
 
     def noted(score: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        changed = score_mod(score, *at)
-        unchanged.append(changed is score)
+        with _Uses(score) as uses:
+            changed = score_mod(score, *at)
+        unchanged.append(changed is score and not uses.found)
         return changed
 
     with torch.autocast(device, enabled=False):
@@ -97,6 +99,18 @@ def flex_attention(
             shares = aten._safe_softmax.default(scores, -1)
             out = shares.to(query.dtype) @ value.repeat_interleave(groups, 1)
         return out, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
+
+
+class _Uses(TorchFunctionMode):
+    """Notes whether an operation gets a tensor, which it may overwrite."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__()
+        self._tensor, self.found = tensor, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= any(x is self._tensor for x in tree.leaves((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
 
 def _mask(mask_mod: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

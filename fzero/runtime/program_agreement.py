@@ -63,7 +63,8 @@ def check_same_program(mesh: Mesh, programs: Sequence[Program], why: str) -> Non
         rank, first, theirs = other
         what, fix = (
             f"rank {rank} would run a different program than rank 0",
-            "run the same code, flags and batch shapes on every rank",
+            "run the same code, flags and batch shapes on every rank; code that loops over a set of strings does so in "
+            "another order in each process, unless they all start with PYTHONHASHSEED=0: loop over a sorted list",
         )
         raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
 

@@ -88,17 +88,9 @@ def block_numbers(program: Program) -> list[int]:
 def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]:
     """Returns the stage of each parameter: the first stage that reads it. `program` is a base program, whose parameters
     have no stages yet."""
-    places, found = _Places(program, of_block), dict[str, int]()
+    found: dict[str, int] = {}
     origin: dict[str, str] = {}
-    stage_of: dict[int, Place] = dict(enumerate(places.of_op))
-    readers: dict[str, list[int]] = defaultdict(list)
-    for i in reversed(range(len(program.instructions))):  # ops that read only the batch belong to their readers
-        op = program.instructions[i]
-        if stage_of[i] is None:
-            after = [s for v in op.out for j in readers[v.name] if (s := stage_of[j]) is not None]
-            stage_of[i] = min(after, default=None)
-        for a in op.args:
-            readers[a].append(i)
+    stage_of = stages_of_ops(program, of_block)
     for i, op in enumerate(program.instructions):
         if op.op == "cast" and origin.get(op.args[0], op.args[0]) in program.leaves:
             origin[op.out[0].name] = origin.get(op.args[0], op.args[0])
@@ -107,6 +99,21 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
             if (stage := stage_of[i]) is not None:
                 found[leaf] = min(stage, found.get(leaf, stage))
     return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
+
+
+def stages_of_ops(program: Program, of_block: Mapping[int, int]) -> list[Place]:
+    """Returns the stage of each op of a base program. Ops that read only the batch belong to the first stage that reads
+    their results."""
+    stage_of = [*_Places(program, of_block).of_op]
+    readers: dict[str, list[int]] = defaultdict(list)
+    for i in reversed(range(len(program.instructions))):
+        op = program.instructions[i]
+        if stage_of[i] is None:
+            after = [s for v in op.out for j in readers[v.name] if (s := stage_of[j]) is not None]
+            stage_of[i] = min(after, default=None)
+        for a in op.args:
+            readers[a].append(i)
+    return stage_of
 
 
 @dataclass(frozen=True)

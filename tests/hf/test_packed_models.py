@@ -120,6 +120,23 @@ def test_flex_attention_of_transformers_is_its_eager_attention(name: str, transf
         torch.testing.assert_close(two, one, rtol=0, atol=1e-6, msg=lambda text, path=path: f"{path}: {text}")
 
 
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_flex_attention_of_transformers_takes_attention_masks() -> None:
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[1, 10:] = 0
+    batch = {
+        "input_ids": BATCH["input_ids"],
+        "attention_mask": mask,
+        "labels": BATCH["labels"].masked_fill(mask == 0, -100),
+    }
+    found = []
+    for kind in ("eager", "flex_attention"):
+        functional = fz.functionalize(model("Llama", kind))
+        step = functional.train_step(fz.optim.sgd(1.0))
+        found.append(fz.testing.simulate(step, fz.AbstractMesh(data=1), functional.params, batch))
+    torch.testing.assert_close(found[1][0].params, found[0][0].params, rtol=0, atol=1e-6)
+
+
 @pytest.mark.full(keep=["Gemma3"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma3"])
 def test_isolation_is_proved_to_the_bit_and_an_attention_mask_breaks_it(name: str) -> None:

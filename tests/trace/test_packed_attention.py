@@ -136,6 +136,28 @@ def test_a_step_is_that_of_the_dense_reference(way: str, transforms: str) -> Non
     assert found["loss"].item() == pytest.approx(metrics["loss"].item(), rel=1e-6)
 
 
+def test_a_score_function_may_work_in_place() -> None:
+    def in_place(p: Any) -> Any:
+        def score(s: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+            s += p["bias"][h, i - j + SEQ]
+            return s.mul_(2).masked_fill_(i < j, -math.inf)
+
+        return score
+
+    def out_of_place(p: Any) -> Any:
+        return lambda s, b, h, i, j: torch.where(i < j, -math.inf, (s + p["bias"][h, i - j + SEQ]) * 2)
+
+    found = []
+    for made in (in_place, out_of_place):
+        attend = lambda p, q, k, v, _, made=made: flex_attention(q, k, v, score_mod=made(p), enable_gqa=True)  # noqa: E731
+        step = fz.train_step(loss_of(attend), fz.optim.sgd(1.0))
+        found.append(fz.testing.simulate(step, fz.AbstractMesh(data=1), PARAMS, BATCH))
+    (state, metrics), (other, others) = found
+    assert metrics["loss"].item() == others["loss"].item()
+    torch.testing.assert_close(state.params, other.params)
+    assert not torch.equal(state.params["bias"], PARAMS["bias"])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_are_isolated_to_the_bit(way: str) -> None:
     step = fz.shard_params()(fz.train_step(WAYS[way][0], fz.optim.sgd(1.0)))

@@ -656,6 +656,20 @@ def test_by_default_the_slowest_stage_does_as_little_as_in_any_cut() -> None:
         assert slowest(found) == min(map(slowest, cuts)) and len(found) == n + 1
 
 
+def test_code_between_blocks_counts_with_the_stage_that_runs_it() -> None:
+    block = fz.block(lambda p, x: x + torch.tanh(x @ p["w"]))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in p:
+            x = torch.tanh(block({"w": layer["w"]}, x) @ layer["between"])
+        return x.square().mean()
+
+    made = [{name: torch.ones(64, 64) for name in ("w", "between")} for _ in range(8)]
+    step = fz.compose(fz.accumulate(4), fz.pipeline())(fz.train_step(loss, optim.sgd(0.1)))
+    plan = fz.lower(step, AbstractMesh(pipe=2), made, torch.ones(16, 64)).plan
+    assert [decision.chosen for decision in plan.decisions] == ["stages=[4, 4]"]
+
+
 def test_what_cannot_be_divided() -> None:
     lower = lambda step, **axes: fz.lower(step, AbstractMesh(**axes), params(), batch())  # noqa: E731
     with pytest.raises(FzeroValueError, match=r"stages pass on micro-batches\nFix: add fz.accumulate"):
