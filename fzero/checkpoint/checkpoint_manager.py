@@ -159,17 +159,19 @@ class CheckpointManager:
         """Returns the state of the newest checkpoint, or an initial one if nothing has been saved yet.
 
         Args:
-            train: the compiled step.
+            train: the compiled training step.
             params, key: as for `train.init`; `params` as for `train.restore`, too.
 
         Raises:
-            FzeroTypeError: `train` is not a compiled step.
+            FzeroTypeError: `train` is not a compiled training step, or `params` are not tensors.
             CheckpointError: from `fz.checkpoint.find` or `train.restore`; or the checkpoint is of a run on other data,
                 listing every difference; or nothing has been saved yet, and there are no `params` to start from.
         """
-        if not isinstance(getattr(train, "mesh", None), Mesh):
-            fix = "train = fz.compile(step, mesh); manager.restore(train, params)"
-            raise FzeroTypeError("checkpoint.CheckpointManager.restore", f"{shown(train)} is no compiled step", fix=fix)
+        # An evaluation has a mesh, too, but neither `init` nor `restore`.
+        if not isinstance(getattr(train, "mesh", None), Mesh) or not hasattr(train, "restore"):
+            what = f"{shown(train)} is not a compiled training step"
+            fix = "train = fz.compile(fz.train_step(loss_fn, optimizer), mesh); manager.restore(train, params)"
+            raise FzeroTypeError("checkpoint.CheckpointManager.restore", what, fix=fix)
         found, seen = self.newest(train.mesh)
         if found is None and params is None:
             what, fix = (

@@ -233,6 +233,7 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
 
 
+@plain_numbers
 def load(experts: torch.Tensor, num_experts: int, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the fraction of the choices that fall on each expert, float32[num_experts].
 
@@ -240,23 +241,28 @@ def load(experts: torch.Tensor, num_experts: int, mask: torch.Tensor | None = No
     is that of all tokens. A router bias is computed from it (docs/transforms/expert_parallel.md).
 
     Args:
-        experts: int64[tokens, k], the experts that each token chooses.
+        experts: int64[tokens, k], the experts that each token chooses. A number outside of 0, ..., num_experts - 1
+            counts as a choice of no expert, so the sum over experts is then below 1. `mask` leaves tokens out.
         num_experts: the number of experts.
-        mask: [tokens], 0 or False for tokens that do not count, such as padding.
+        mask: [tokens], 0 or False for tokens that do not count, such as padding. If no token counts, the load is 0.
 
     Memory: tokens x k x num_experts numbers, unless they are fused with their sum.
+
+    Raises:
+        FzeroTypeError: if an argument is not a tensor, or `experts` are not integers.
+        FzeroValueError: if shapes do not fit together, or `num_experts` is below 1.
 
     Example:
         >>> import torch, fzero as fz
         >>> fz.experts.load(torch.tensor([[0, 1], [0, 2]]), num_experts=3)
         tensor([0.5000, 0.2500, 0.2500])
     """
+    _check_choices("experts.load", experts, mask)
+    if problems := count("num_experts", num_experts):
+        raise FzeroValueError("experts.load", "invalid arguments", problems, "fz.experts.load(chosen, num_experts=8)")
     # Comparisons and a sum, because these are computed on any shard of the tokens.
     hits = (experts[..., None] == torch.arange(num_experts, device=experts.device)).float()  # [tokens, k, num_experts]
-    if mask is None:
-        return hits.mean((0, 1))
-    counted = mask.float()
-    return (hits.mean(1) * counted[:, None]).sum(0) / counted.sum()
+    return _token_mean(hits.mean(1), mask)
 
 
 def balance_loss(probabilities: torch.Tensor, experts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -268,11 +274,17 @@ def balance_loss(probabilities: torch.Tensor, experts: torch.Tensor, mask: torch
 
     Args:
         probabilities: [tokens, num_experts], the softmax of the router's logits.
-        experts: int64[tokens, k], the experts that each token chooses.
-        mask: [tokens], 0 or False for tokens that do not count, such as padding.
+        experts: int64[tokens, k], the experts that each token chooses, as for `load`.
+        mask: [tokens], 0 or False for tokens that do not count, such as padding. If no token counts, the loss and its
+            gradients are 0.
 
     It is not a mean over tokens: under a transform that divides the batch, it balances the tokens of each rank and
     micro-batch, and the step averages these losses, as in Switch Transformer.
+
+    Raises:
+        FzeroTypeError: if an argument is not a tensor, `experts` are not integers, or `probabilities` are not of a
+            floating dtype.
+        FzeroValueError: if shapes do not fit together.
 
     Papers: Fedus et al., Switch Transformers: scaling to trillion parameter models with simple and efficient sparsity,
         2021.
@@ -283,12 +295,44 @@ def balance_loss(probabilities: torch.Tensor, experts: torch.Tensor, mask: torch
         >>> fz.experts.balance_loss(probabilities, torch.tensor([[1], [0]]))
         tensor(1.)
     """
-    (_, k), num_experts = experts.shape, probabilities.shape[-1]
+    _check_choices("experts.balance_loss", experts, mask, probabilities)
+    k, num_experts = experts.shape[1], probabilities.shape[1]
+    return num_experts * k * (load(experts, num_experts, mask) * _token_mean(probabilities.float(), mask)).sum()
+
+
+def _token_mean(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Returns the mean of float32[tokens, n] over the tokens that count, float32[n]; 0 if there are none."""
     if mask is None:
-        mean = probabilities.float().mean(0)
-    else:
-        mean = (probabilities.float() * mask.float()[:, None]).sum(0) / mask.sum()
-    return num_experts * k * (load(experts, num_experts, mask) * mean).sum()
+        return x.mean(0) if x.shape[0] else x.sum(0)
+    counted = mask.float()
+    total = counted.sum()
+    return (x * counted[:, None]).sum(0) / torch.where(total == 0, 1, total)
+
+
+def _check_choices(
+    owner: str, experts: torch.Tensor, mask: torch.Tensor | None, probabilities: torch.Tensor | None = None
+) -> None:
+    """Raises an error that lists the invalid arguments of `load` or `balance_loss`. Values are not checked: in a trace
+    there are none."""
+    given = {"probabilities": probabilities, "experts": experts, "mask": mask}
+    given = {name: x for name, x in given.items() if x is not None or name == "experts"}
+    problems = [f"{name}: a tensor, got {describe(x)}" for name, x in given.items() if not isinstance(x, torch.Tensor)]
+    if not problems and (experts.dtype == torch.bool or experts.is_floating_point() or experts.is_complex()):
+        problems.append(f"experts: int64, the numbers of experts, got {describe(experts)}")
+    if not problems and probabilities is not None and not probabilities.is_floating_point():
+        problems.append(f"probabilities: of a floating dtype, got {describe(probabilities)}")
+    fix = "choose by probabilities.topk(k, -1).indices, with probabilities [tokens, experts] and mask [tokens]"
+    if problems:
+        raise FzeroTypeError(owner, "invalid arguments", problems, fix)
+    fits = experts.dim() == 2 and experts.shape[1] > 0 and (mask is None or mask.shape == experts.shape[:1])
+    if probabilities is not None:
+        fits = fits and probabilities.dim() == 2 and probabilities.shape[:1] == experts.shape[:1]
+        fits = fits and experts.shape[1] <= probabilities.shape[1]
+    if not fits:
+        wanted = {"probabilities": "[tokens, experts]", "experts": "[tokens, k]", "mask": "[tokens]"}
+        problems = [f"{name} {wanted[name]}: got {describe(x)}" for name, x in given.items()]
+        fix = "one row per token: chosen = probabilities.topk(k, -1).indices, and mask.flatten()"
+        raise FzeroValueError(owner, "shapes do not match", problems, fix)
 
 
 class _RowsAt(torch.autograd.Function):

@@ -223,6 +223,7 @@ class CompiledStep(Compiled):
         Raises:
             CheckpointError: a damaged or incomplete checkpoint, or one of another model, listing every difference;
                 ranks that see different checkpoints, with the directory and the step of each.
+            FzeroTypeError: `params` are not tensors.
             FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before anything is read.
         """
         index = restored_state.describe(path, self.mesh, self._model)

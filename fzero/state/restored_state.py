@@ -23,6 +23,7 @@ from fzero.sharding.layout import Leaf, in_slot
 from fzero.state import tensor_storage
 from fzero.state.state_comparison import abstract_state, assembled, check_model, state_leaves
 from fzero.step import State, Step
+from fzero.step.checks import check_params
 
 logger = logging.getLogger("fzero")
 
@@ -42,6 +43,7 @@ def expected_params(index: Index, params: Any, model: Any) -> Any:
         whole = checkpoint.structure(index).params if model is None else model.params
     else:
         whole = abstract(params) if callable(params) else params
+        check_params(whole, "restore")
         check_model(index.owner, model, whole, CheckpointError)
     return whole
 

@@ -102,8 +102,13 @@ def check_tree(loss_fn: Any, params: Any) -> None:
 
 def no_trainable(params: Any, loss_fn: Any) -> FzeroValueError:
     """Returns the error for a step that has nothing to train."""
-    if getattr(loss_fn, "model", None) is not None:
+    if (model := getattr(loss_fn, "model", None)) is not None:
         fix = "call module.requires_grad_(True), or p.requires_grad_(True) for some parameters, before fz.functionalize"
+        if getattr(model, "directory", None) is not None:  # of a quantized directory, whose parameters are all frozen
+            fix = (
+                "train adapters: fz.hf.from_pretrained(..., adapter=peft.LoraConfig(r=8)); or parameters that are not "
+                "quantized: fz.train_step(model.loss(), optimizer, trainable=lambda path, leaf: 'norm' in path)"
+            )
         problems = ["no floating-point parameter of the module requires gradients"]
         return FzeroValueError("train_step", "no trainable parameters", problems, fix)
     named = tree.with_paths(params, "params")

@@ -213,10 +213,17 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
 def test_what_cannot_be_restored_says_what_to_do(tmp_path: Path) -> None:
     train, manager = compiled(), CheckpointManager(tmp_path)
-    with pytest.raises(FzeroTypeError, match=r"None is no compiled step\nFix: train = fz.compile"):
+    with pytest.raises(FzeroTypeError, match=r"None is not a compiled training step\nFix: train = fz.compile"):
         manager.restore(None)  # type: ignore[arg-type]
+    evaluate = fz.compile(fz.eval_step(lambda p, x: {"y": p["w"] * x}), fz.make_mesh(data=1), backend="eager")
+    with pytest.raises(FzeroTypeError, match="is not a compiled training step"):
+        manager.restore(evaluate, {"w": torch.ones(2)})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"nothing has been saved in .* yet\nFix: give parameters"):
         manager.restore(train)
+    loop(CheckpointManager(tmp_path / "other", every=1), 1)
+    for params in (3, {"w": 3}):
+        with pytest.raises(FzeroTypeError, match=r"restore: parameters are tensors\n.*: int"):
+            CheckpointManager(tmp_path / "other").restore(train, params)
     (tmp_path / "latest").write_text("step-00000004")  # as if all checkpoints had been deleted
     with pytest.raises(CheckpointError, match=r"complete: none\nFix: to start again, delete that file"):
         manager.restore(train, {"w": torch.ones(2)})

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fzero as fz
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, FzeroValueError
 from fzero.ops.weight_quantization import NF4
 
 transformers = pytest.importorskip("transformers")
@@ -26,6 +26,7 @@ SIZES = {
     "num_attention_heads": 4,
 }
 IDS = torch.arange(48).view(4, 12) * 3 % 96
+BATCH = {"input_ids": IDS, "labels": IDS}
 BLOCK = 256
 """Scales that share a scale of their own."""
 
@@ -226,6 +227,22 @@ def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
     change(tmp_path / "plain", FIRST, lambda x: x * float("inf"))
     with pytest.raises(CheckpointError, match=r"down_proj\.base_layer\.qweight: it has values that are not finite"):
         loaded(str(tmp_path / "plain"), "nf4")
+
+
+def test_a_quantized_model_without_adapters_trains_only_what_is_selected(tmp_path: Path) -> None:
+    written(tmp_path)
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, quantize="nf4")
+    compiled = lambda step: fz.compile(step, fz.make_mesh(data=1), backend="eager")  # noqa: E731
+    train = compiled(model.train_step(fz.optim.sgd(0.1)))
+    with pytest.raises(
+        FzeroValueError, match=r"(?s)no trainable parameters.*adapter=.*fz.train_step\(model.loss\(\), "
+    ):
+        train(train.load(tmp_path), BATCH)
+    step = fz.train_step(model.loss(), fz.optim.adamw(0.1), trainable=lambda path, leaf: "norm" in path)
+    train = compiled(step)
+    state, first = train(train.load(tmp_path), BATCH)
+    assert train(state, BATCH)[1]["loss"] < first["loss"]
+    assert all("norm" in name for name in fz.tree.names(state.opt_state.mu))
 
 
 def saved(path: str, out: str, format: str, kind: Any = transformers.AutoModelForCausalLM) -> None:

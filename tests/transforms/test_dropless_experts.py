@@ -257,6 +257,46 @@ def test_the_balance_loss_is_that_of_transformers(masked: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("mask of columns", {"mask": torch.ones(6, 1)}, r"mask \[tokens\]: got float32\[6, 1\]"),
+        ("mask of one", {"mask": torch.ones(1)}, r"mask \[tokens\]: got float32\[1\]"),
+        ("mask of a batch", {"mask": torch.ones(2, 3)}, r"(?s)mask \[tokens\]: got float32\[2, 3\].*mask.flatten\(\)"),
+        ("mask of booleans", {"mask": [True] * 6}, "mask: a tensor, got list"),
+        ("fewer rows", {"experts": torch.zeros(5, 2, dtype=torch.int64)}, r"experts \[tokens, k\]: got int64\[5, 2\]"),
+        ("no k", {"experts": torch.zeros(6, dtype=torch.int64)}, r"experts \[tokens, k\]: got int64\[6\]"),
+        ("more choices than experts", {"experts": torch.zeros(6, 5, dtype=torch.int64)}, r"got int64\[6, 5\]"),
+        ("a batch", {"probabilities": torch.rand(2, 3, 4)}, r"got float32\[2, 3, 4\]"),
+        ("whole numbers", {"probabilities": torch.ones(6, 4).long()}, "probabilities: of a floating dtype, got int64"),
+        ("scores for experts", {"experts": torch.rand(6, 2)}, r"experts: int64, the numbers of experts, got float32"),
+    ],
+)
+def test_what_is_no_choice_of_tokens_is_rejected(name: str, change: dict[str, Any], says: str) -> None:
+    given = {"probabilities": torch.rand(6, 4), "experts": torch.zeros(6, 2, dtype=torch.int64)} | change
+    with pytest.raises((FzeroTypeError, FzeroValueError), match=r"(?s)experts\.balance_loss: .*" + says):
+        fz.experts.balance_loss(**given)
+    if "probabilities" not in change and "more" not in name and "fewer" not in name:
+        with pytest.raises((FzeroTypeError, FzeroValueError), match=r"(?s)experts\.load: .*" + says):
+            fz.experts.load(given["experts"], 4, change.get("mask"))
+
+
+def test_no_tokens_have_no_load_and_no_gradient() -> None:
+    for tokens, mask in ((6, torch.zeros(6)), (6, torch.zeros(6, dtype=torch.bool)), (0, None), (0, torch.ones(0))):
+        logits = torch.randn(tokens, 4)
+        chosen = logits.topk(2, -1).indices
+        ours = lambda x: fz.experts.balance_loss(x.softmax(-1), chosen, mask)  # noqa: E731, B023
+        grad, loss = torch.func.grad_and_value(ours)(logits)
+        assert torch.equal(loss, torch.zeros(())) and torch.equal(grad, torch.zeros_like(logits))
+        assert torch.equal(fz.experts.load(chosen, 4, mask), torch.zeros(4))
+    # a number of no expert counts as a choice; fractions count as such
+    chosen = torch.tensor([[0, -1], [1, 4]])
+    assert fz.experts.load(chosen, 4).tolist() == [0.25, 0.25, 0.0, 0.0]
+    assert fz.experts.load(chosen, 4, torch.tensor([0.25, 0.0])).tolist() == [0.5, 0.0, 0.0, 0.0]
+    with pytest.raises(FzeroValueError, match="num_experts=0: must be at least 1"):
+        fz.experts.load(chosen, 0)
+
+
 def test_a_router_bias_by_the_load_is_that_of_all_tokens() -> None:
     """The load is averaged over ranks and micro-batches; the next step computes the bias from it."""
 
