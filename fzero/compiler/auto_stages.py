@@ -115,7 +115,10 @@ def _check_enough(spec: Pipeline, num_stages: int, num_blocks: int) -> None:
     """Raises if there are fewer blocks than stages."""
     if num_blocks < num_stages:
         fewer = max(num_blocks // spec.chunks, 1)
-        fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={fewer} or fewer"
+        fix = (
+            "mark the function of a layer with fz.block, or name a module's layers: "
+            f"fz.functionalize(module, blocks=['layers.*']); or a mesh with {spec.axis}={fewer} or fewer"
+        )
         raise FzeroValueError("pipeline", "more stages than blocks", [f"{num_stages} stages, {num_blocks} blocks"], fix)
 
 
