@@ -378,7 +378,9 @@ def publish(
     drawn = draw is not None and _picture(tables / f"{name}.svg", draw)
     if drawn:
         lines += ["", f"![{title}]({name}.svg)"]
-    (values / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1, default=str) + "\n")
+    (values / f"{name}.json").write_text(
+        json.dumps({"name": name, "environment": where, **data}, indent=1, default=str) + "\n"
+    )
     (tables / f"{name}.md").write_text("\n".join(lines) + "\n")
     written = [values / f"{name}.json", tables / f"{name}.md", *([tables / f"{name}.svg"] if drawn else [])]
     console.print(f"  written: {', '.join(map(str, written))}", highlight=False)
