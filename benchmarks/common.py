@@ -261,7 +261,8 @@ def within_rounds(name: str, each: Sequence[float]) -> tuple[dict[str, Any], str
     """Ratios of the rounds, as data and as a note: their median and their range."""
     middle, least, most = statistics.median(each), min(each), max(each)
     data = {"median": middle, "min": least, "max": most}
-    return data, f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f})"
+    spread = f" (rounds {least:.3f} to {most:.3f})" if len(each) > 1 else ""
+    return data, f"{name}: {middle:.3f}{spread}"
 
 
 def largest_difference(losses: Iterable[Sequence[float]]) -> tuple[float, int]:

@@ -98,7 +98,7 @@ CASES = {
         small={**FEW, "rounds": 1, "only": list(modules.NAMES[:2])},
     ),
     "trainers": Case(
-        "fzero's Trainer compared with transformers' own, sharded by its DistributedConfig", 8, trainers.trainers,
+        "fzero's Trainer compared with transformers' own, sharded by its DistributedConfig", 7, trainers.trainers,
         trainers.worker,
         flags={**model(8, 384, 6, 128, 4), "processes": 2, "warmup": 3, "rounds": 1, "steps": 20,
                "backend": "inductor", "only": list(trainers.CONTESTANTS)},

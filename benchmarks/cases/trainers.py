@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import statistics
@@ -27,6 +28,7 @@ class Contestant(NamedTuple):
         ours: whether it is fzero's.
         arguments: of TrainingArguments.
         offload: the optimizer's state (fzero), or parameters, gradients and optimizer (transformers), in host memory.
+        warmup: of fzero's: whether steps run eagerly while the program is compiled.
         rival: the contestant that it is compared with.
     """
 
@@ -34,11 +36,13 @@ class Contestant(NamedTuple):
     ours: bool = False
     arguments: dict[str, Any] | None = None
     offload: bool = False
+    warmup: str = "wait"
     rival: str = ""
 
 
 CONTESTANTS = {
     "fzero": Contestant("fzero.hf.Trainer", True),
+    "fzero_warmup": Contestant("fzero.hf.Trainer, warmup='eager'", True, warmup="eager"),
     "theirs": Contestant("transformers' Trainer, DistributedConfig", rival="fzero"),
     "theirs_compile": Contestant("the same, torch_compile", arguments={"torch_compile": True}, rival="fzero"),
     "fzero_bf16": Contestant("fzero.hf.Trainer, bf16", True, {"bf16": True}),
@@ -75,18 +79,21 @@ def trainers(args: argparse.Namespace) -> Table:
         )
         for name, each in found.items()
     ]
+    rounds = "one round" if args.rounds == 1 else f"medians of {args.rounds} rounds"
     notes = [
         f"Llama of {parameters / 1e6:.1f} M parameters ({args.layers} layers, width {args.width}, vocabulary {VOCAB}), "
         f"{args.batch} x {args.seq} tokens per rank and step, AdamW, clipping; {args.processes} processes with one "
-        f"thread each; {args.steps} steps after {args.warmup}; medians of {args.rounds} rounds, a contestant alone at "
-        "a time, from empty caches.",
+        f"thread each; {args.steps} steps after {args.warmup}; {rounds}, a contestant alone at a time, from empty "
+        "caches.",
         "fzero's ranks exchange data through shared memory, those of transformers over gloo. MiB: the peak of a rank "
         "in these steps above its memory before the model was loaded. First step: CPU and wall seconds from "
         "the call of train().",
     ]
     if any(CONTESTANTS[name].offload for name in args.only):
-        notes.append("offload: of the optimizer state by fzero, of all sharded tensors by transformers; on a CPU, both "
-                     "tiers are the same memory.")  # fmt: skip
+        notes.append(
+            "offload: of the optimizer state by fzero, of all sharded tensors by transformers; on a CPU, both tiers "
+            "are the same memory. transformers' memory is not pinned, which needs an accelerator."
+        )
     ratios: dict[str, Any] = {}
     for name, each in found.items():
         if (mine := CONTESTANTS[name].rival) in found:
@@ -155,12 +162,14 @@ def _train(args: argparse.Namespace, contestant: Contestant) -> dict[str, Any]:
     if contestant.ours:
         model: Any = fz.hf.from_pretrained(reader, args.folder)
         base = fz.hf.Trainer
-        more["backend"] = args.backend
+        more |= {"backend": args.backend, "warmup": contestant.warmup}
         if contestant.offload:
             more["transforms"] = [fz.shard_params(), fz.offload("cpu", "opt_state")]
     else:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed import DistributedConfig, fsdp
 
+        # By default it pins host memory, which PyTorch cannot do without an accelerator.
+        fsdp.CPUOffloadPolicy = functools.partial(fsdp.CPUOffloadPolicy, pin_memory=False)
         sharded = DistributedConfig(fsdp_size=args.processes, fsdp_cpu_offload=contestant.offload)
         model = reader.from_pretrained(args.folder, distributed_config=sharded)
         base = transformers.Trainer
