@@ -96,7 +96,8 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
     done = segments(out)
     assert [steps[0][0] for steps in done] == [1, 3, 2, 3]
     from_memory = [line.split()[0] for line in (out / "sources").read_text().splitlines()]
-    assert from_memory == ["init", "memory", "memory", "memory", "memory"], from_memory
+    # On a loaded machine a heartbeat may come too late, and the ranks are restarted once more: from memory, too.
+    assert from_memory[0] == "init" and {*from_memory[1:]} == {"memory"} and len(from_memory) >= 5, (from_memory, text)
     for before, after in itertools.pairwise(done):
         assert -2 <= after[0][1] - before[-1][1] - 1 <= 0, "steps done again"
     for i, steps in enumerate(done):
