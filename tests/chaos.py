@@ -24,10 +24,10 @@ import argparse
 import contextlib
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -51,7 +51,8 @@ CLOSE = 1e-5  # by which losses on other numbers of ranks may differ
 CPU = {"replacement": 10.0, "survivor": 2.0}  # seconds to the next step, the median
 RESIZED = 5  # steps on one rank less
 HOST = "FZERO_CHAOS_HOST"
-STOPPED_ON_FULL_DISK = "StorageError: fzero"  # how the traceback of a run that was to stop ends
+NOT_SAVED = "fzero.checkpoint.save: cannot save step "
+GOES_ON, ENDS = rf"without this checkpoint: {NOT_SAVED}(\d+)", rf"\[rank\d+\]: {NOT_SAVED}(\d+)"
 
 KINDS = {
     "trainer": "a rank is killed, at any moment of a step",
@@ -238,6 +239,8 @@ class Struck:
         if not self._takes(strike):
             return False
         if strike.action == "full":
+            if strike.where == "save":
+                self.note("full", self.step, self.run is not None and self.run.stopping)
             return True
         if strike.action == "raise":
             raise ValueError("a user's own error")
@@ -806,13 +809,12 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     )
     problems = []
     for d in (d for d in drivers if d.leg == "disk"):
-        said = d.output().count("the run continues without this checkpoint")
-        problems += [f"{said} warnings of {d.faults('disk')} full disks"] * (said < d.faults("disk"))
-        # If a rank is lost as the signal comes, nothing is saved, and this disk is full at the next stop instead.
-        full = [at for at, name in d.struck("fullterm") if name.endswith("-1")]
-        stops = sum(at - before > 5.0 for before, at in itertools.pairwise([0.0, *full]))
-        said = d.output().count(STOPPED_ON_FULL_DISK)
-        problems += [f"{said} errors of {stops} stops"] * (said < stops)
+        # Several disks may be full in one save, and a disk that was to be full in a step may be so when the run stops.
+        full = {tuple(x[4:]) for lines in d.notes().values() for x in lines if x[3] == "full"}
+        for stops, how in ((False, GOES_ON), (True, ENDS)):
+            due, said = len({step for step, stop in full if stop is stops}), len({*re.findall(how, d.output())})
+            what = "errors of stops" if stops else "warnings of saves"
+            problems += [f"{said} {what} on a full disk, which were {due}"] * (said != due)
         try:
             fz.checkpoint.verify(d.saved)
         except fz.errors.FzeroError as error:
