@@ -79,6 +79,9 @@ class MicroBatches:
             self._constants.update(constants[0])
         check_constants(self._constants, constants)
         args = self._held.trainer.args
+        # With `loss_is_scaled_for_ga`, the library's own compute_loss gets it also for a loss that does not use it: it
+        # then multiplies by the number of processes.
+        as_library = items is not None and self._held.trainer.loss_is_scaled_for_ga is not None
         kinds, device = self._kinds.of_step(entries), args.device
         missing = args.gradient_accumulation_steps - len(parts)
         made, shapes, reads = [], [], set()
@@ -94,7 +97,7 @@ class MicroBatches:
             inputs = {n: None if x is None else torch.cat([part[n] for part in padded]) for n, x in stand_in.items()}
             counts = torch.tensor([*map(float, on), *[0.0] * missing], device=device)
             made.append({"inputs": inputs, "on": counts.repeat_interleave(shape[""])})
-            if losses.reads:
+            if losses.reads or as_library:
                 made[-1]["num_items"] = torch.as_tensor(items, device=device).expand(shape[""] * len(padded)).clone()
             shapes.append(shape)
             reads.add(losses.reads)

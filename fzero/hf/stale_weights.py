@@ -172,6 +172,6 @@ def _stand_in(name: str, x: torch.Tensor, rule: Rule) -> Any:
 def _without_values(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a real tensor like a stand-in."""
     with compat.no_function_subclasses():
-        # Not `empty_like` and `as_subclass`, whose result is a view: its base would count as another user of the memory.
+        # Not `as_subclass`, whose result is a view: its base would count as another user of the memory.
         empty = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty

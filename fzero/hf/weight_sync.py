@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
@@ -40,6 +41,10 @@ _AFTER = "_maybe_log_save_evaluate"
 """A method that runs after each step."""
 _WITHIN = ("on_substep_end", "on_pre_optimizer_step")
 """The events within a step, at which a module has no weights: a step is one program, which reads them at its begin."""
+_FREEZES: Any = (torch.Tensor.requires_grad_, getattr(torch.Tensor, "requires_grad").__set__)  # noqa: B009
+_FREEZE_BEFORE = (
+    "choose trainable parameters before train(); with trainer.optimizer = None, train() starts again with others"
+)
 _WITH_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step")
 """The events at which a module has gradients in transformers."""
 
@@ -141,11 +146,7 @@ class Sync:
         ]
         if frozen:
             what = "parameters were frozen or unfrozen since training began"
-            fix = (
-                "choose trainable parameters before train(); with trainer.optimizer "
-                "= None, train() starts again with others"
-            )
-            raise FzeroValueError("hf.Trainer", what, frozen, fix)
+            raise FzeroValueError("hf.Trainer", what, frozen, _FREEZE_BEFORE)
 
     def refresh(self, outdated: bool = False) -> None:
         """Puts the current weights into the module. Every rank calls it.
@@ -292,6 +293,8 @@ class Sync:
                 "a step is one program, whose gradients never are in the module: their norm is in the logs "
                 "(grad_norm), optimizers of fzero transform them"
             )
+        elif func in _FREEZES:
+            what, fix = "this code freezes or unfreezes parameters in training", _FREEZE_BEFORE
         elif self._trainer._pretrained is not None:
             what = "this code uses the weights of a model of fz.hf.from_pretrained, which exists only as shards"
             fix = "give the module itself; or inspect trainer.compiled.gather(trainer.train_state), on every rank"

@@ -96,6 +96,8 @@ def trace_joint(
             def joint(*args: torch.Tensor) -> list[torch.Tensor]:
                 nonlocal diff
                 ys = forward(*args[: len(primals)])
+                if len(ys) != len(results.made) or not all(ys[i].requires_grad for i in diff_outputs):
+                    return ys  # it computes something else than before, which is an error below
                 with without_autocast():  # PyTorch recommends this for every backward
                     wanted = [ys[i] for i in diff_outputs]
                     grads = torch.autograd.grad(

@@ -690,6 +690,16 @@ def on_ranks(out: str, resumed: str) -> None:
     both = [trained(cls, path / "ragged", **dict(once)) for cls in (transformers.Trainer, Trainer)]
     found["ragged"] = [[*losses(one).values()] for one in both]
 
+    # transformers multiplies the added means by the number of ranks.
+    means = {"model": bert, "rows": classes(24), "LENGTHS": [20], "max_steps": 2}
+    for value in (True, False):
+        names = {"loss_is_scaled_for_ga": value}
+        both = [
+            trained(type("Adds", (cls,), names), path / "means", **dict(means))
+            for cls in (transformers.Trainer, Trainer)
+        ]
+        found[f"means {value}"] = [[*losses(one).values()] for one in both]
+
     args = arguments(output_dir=str(path / "pooled"), gradient_accumulation_steps=1)
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)padding ragged batches .* changes.*loss: "):
         Trainer(Pooled(), args, train_dataset=classes(24), data_collator=ragged, backend="eager").train()
@@ -715,6 +725,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert found["noise"] == 36, "each rank's rows draw other numbers"
     # A rank without a batch of some kind computes a copy of another rank's, which counts nothing.
     assert found["mixed"][1] == pytest.approx(found["mixed"][0], rel=1e-5)
+    for value in (True, False):
+        assert found[f"means {value}"][1] == pytest.approx(found[f"means {value}"][0], rel=1e-5)
     assert found["ragged"][1] == pytest.approx(found["ragged"][0], rel=1e-5)
     alone = test_trainer_callbacks.made(Trainer, tmp_path, *test_trainer_callbacks.CHANGES)
     alone.train()

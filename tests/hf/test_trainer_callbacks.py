@@ -38,9 +38,10 @@ class Net(torch.nn.Module):
         self.inner = torch.nn.Linear(3, 4)
         self.drop = torch.nn.Dropout(0.0)
         self.head = torch.nn.Linear(4, 3)
+        self.register_buffer("shift", torch.tensor(0.1))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = self.head(self.drop(torch.tanh(self.inner(x))))
+        y = self.head(self.drop(torch.tanh(self.inner(x) + self.shift)))
         return {"loss": F.cross_entropy(y, labels), "y": y}
 
 
@@ -313,7 +314,6 @@ READS = {
     "call": lambda model: model(torch.ones(1, 3), torch.tensor([0])),
     "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
     "write": lambda model: model.head.bias.data.zero_(),
-    "freeze": lambda model: model.inner.requires_grad_(False),
     "print": lambda model: str(model.head.bias),
     "pickle": lambda model: pickle.dumps(model),
 }
@@ -325,6 +325,8 @@ def test_what_is_not_declared_is_refused_by_name(tmp_path: Path) -> None:
     for name, touch in READS.items():
         text = refused(tmp_path, r"this code uses weights", lambda t=touch: Does(t), sync=[])
         assert __file__ in text and "sync=[...]" in text, (name, text)
+    freeze = lambda model: model.inner.requires_grad_(False)  # noqa: E731
+    assert "before train()" in refused(tmp_path, r"freezes or unfreezes", lambda: Does(freeze), sync=[])
     with pytest.raises(RuntimeError, match="uses weights"):  # PyTorch's error, with ours in it
         made(Trainer, tmp_path, lambda: Does(loaded), sync=[]).train()
     quiet = made(Trainer, tmp_path, lambda: Does(asks), sync=[])
@@ -349,7 +351,7 @@ def test_memory_of_the_weights_that_others_hold(tmp_path: Path, caplog: pytest.L
     theirs, ours = (made(cls, tmp_path, Aliased, sync=[]) for cls in (transformers.Trainer, Trainer))
     for trainer in (theirs, ours):
         trainer.train()
-    assert "other code holds memory of inner.weight, inner.bias, head.weight and 1 more" in caplog.text
+    assert "other code holds memory of inner.weight, inner.bias, head.weight and 2 more" in caplog.text
     one, two = (next(c for c in t.callback_handler.callbacks if isinstance(c, Aliased)) for t in (theirs, ours))
     assert all(map(math.isnan, two.seen[:4])) and two.seen[-1] == pytest.approx(one.seen[-1], abs=1e-5)
 
@@ -641,7 +643,7 @@ def test_groups(tmp_path: Path) -> None:
     refused(tmp_path, r"group 0: 1 of its parameters do not belong to the model", optimizers=foreign)
 
 
-def test_trained_twice(tmp_path: Path) -> None:
+def test_trained_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The optimizer's state lives on, weights that were changed in between or not, and are seen through `.data`."""
     theirs, ours = made(transformers.Trainer, tmp_path), made(Trainer, tmp_path)
     for change in (False, True):
@@ -652,6 +654,7 @@ def test_trained_twice(tmp_path: Path) -> None:
             trainer.train()
         same(theirs, ours)
     assert ours.found == pytest.approx(theirs.found, abs=1e-6)
+    assert "other code holds" not in caplog.text
     for trainer in (theirs, ours):  # broken off, and with new moments
         trainer.add_callback(breaks := At(lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):

@@ -864,6 +864,11 @@ def test_what_is_not_the_same_twice_is_refused() -> None:
     ):
         numbers(fz.train_step(lambda p, x: run(p, x).mean(), optim.sgd(0.1)))
 
+    left_out = iter([False, False, True] * 100)  # in the second recording
+    skips = fz.block(lambda p, x: x if next(left_out) else x @ p["w"])
+    with pytest.raises(fz.errors.TraceError, match="block lambda: computes a different result each time it is called"):
+        numbers(fz.train_step(lambda p, x: skips(p, x).mean(), optim.sgd(0.1)))
+
     generator = torch.Generator()  # its seed is in no attribute
     seeded = fz.block(lambda p, x: x @ p["w"] * generator.initial_seed())
 

@@ -194,7 +194,9 @@ _FIXES = [
     (
         "expected operands of one dtype",
         "give the operands above one dtype: x.to(weight.dtype); or let torch.autocast cast the operands of products: "
-        "with torch.autocast(x.device.type, torch.bfloat16):",
+        "with torch.autocast(x.device.type, torch.bfloat16):. If a library's code mixes dtypes (torch's "
+        "spectral_norm), also leave its parameters in float32: fz.mixed_precision(..., where=lambda path, leaf: "
+        "'parametrizations' not in path)",
     ),
     ("expected class indices", "give labels as int64: labels.long()"),
 ]
