@@ -118,12 +118,18 @@ class RecoveryManager:
         return self.mesh
 
     def restore(
-        self, train: CompiledStep, params: Any, key: torch.Tensor | None, saves: CheckpointManager | None
+        self,
+        train: CompiledStep,
+        params: Any,
+        key: torch.Tensor | None,
+        load: str | os.PathLike[str] | None,
+        saves: CheckpointManager | None,
     ) -> Recovered:
         """Returns the newest state that all ranks can have, and keeps it in memory from now on.
 
         Args:
             train, params, key: the step that restores or initializes the state, with the arguments of its `init`.
+            load: the weights of an initial state, if they are read from files.
             saves: the run's checkpoints, which count from this state on.
         """
         mesh, found = self.mesh, InMemory(None, "", 0, [])
@@ -141,7 +147,8 @@ class RecoveryManager:
         if newest is None or (saved is not None and newest.step < saved):
             newest, source, seen = on_disk, "disk", saved or 0
         if newest is None:
-            state, source = train.init(params, key), "init"
+            state = train.init(params, key) if load is None else train.load(load, params, key)
+            source = "init"
             if not found.lost:
                 _say_from_scratch(mesh, saves)
         else:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -224,16 +225,24 @@ def _is_lost(mesh: Mesh, error: Exception) -> bool:
     """Whether an error on this rank was caused by the loss of another rank."""
     if isinstance(error, RankLost):
         return True
-    follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
+    in_collective = isinstance(error, RuntimeError) and _raised_in_collective(error)
+    follows = in_collective or isinstance(error, (DivergenceError, CheckpointError))
     # Such an error may be the consequence of a death that the store does not show yet.
-    deadline = time.monotonic() + (_PATIENCE if follows else 0.0)
-    while isinstance(error, (FzeroError, torch.distributed.DistError)):
+    deadline = time.monotonic() + (_PATIENCE if follows and not isinstance(error, StorageError) else 0.0)
+    while in_collective or isinstance(error, (FzeroError, torch.distributed.DistError)):
         if mesh.collective_sequence.gone():
             return True
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return False
+
+
+def _raised_in_collective(error: Exception) -> bool:
+    """Whether an error comes from a collective of torch.distributed, which the user's code or a library may have
+    called: of a lost rank, gloo raises a plain RuntimeError."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed") for frame in frames)
 
 
 def _say_why(mesh: Mesh, error: Exception) -> None:

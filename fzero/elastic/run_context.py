@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero._utils.arguments import count, plain_numbers, shown
+from fzero._utils.arguments import count, path_like, plain_numbers, shown
 from fzero._utils.deprecation import attribute_alias, warn
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.checkpoint_manager import CheckpointManager, warn_about
@@ -171,9 +171,10 @@ class Run:
     def state(
         self,
         train: CompiledStep,
-        params: Any,
+        params: Any = None,
         key: torch.Tensor | None = None,
         *,
+        load: str | os.PathLike[str] | None = None,
         path: str | os.PathLike[str] | CheckpointManager | None = None,
         data: Steps | None = None,
         private: bool = False,
@@ -183,7 +184,9 @@ class Run:
 
         Args:
             train: the compiled step.
-            params, key: of `train.init`.
+            params, key: of `train.init`, for an initial state.
+            load: a directory of weights, from which `train.load(load, params, key)` makes the initial state. Do not
+                load weights after `run.state`: a state that is recovered before the first step would not have them.
             path: the directory or URL of the run's checkpoints. `save` writes there, and so does a run that is asked
                 to stop. With a `fz.checkpoint.CheckpointManager` in its place, `commit` saves checkpoints at the
                 manager's intervals.
@@ -194,18 +197,18 @@ class Run:
         Communication: a few bytes, and that of `restore` or `init`.
 
         Raises:
-            CheckpointError, FzeroValueError: from `restore` or `init`; too little host memory for the state (the
-                message gives the free amount); the state in memory is lost and there is no `path`; a checkpoint of a
-                run on other data, listing every difference; another number of ranks, with `on_resize="error"`.
+            CheckpointError, FzeroValueError: from `restore`, `load` or `init`; too little host memory for the state
+                (the message gives the free amount); the state in memory is lost and there is no `path`; a checkpoint
+                of a run on other data, listing every difference; another number of ranks, with `on_resize="error"`.
         """
-        _check_arguments(train, path, data, private)
+        _check_arguments(train, params, load, path, data, private)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         if path is not None and not isinstance(path, CheckpointManager):
             path = CheckpointManager(path, data=data, private=private)
         self._train, self._checkpoints = train, path
-        self._newest, self.source, seen, self.health = self._recovery.restore(train, params, key, path)
+        self._newest, self.source, seen, self.health = self._recovery.restore(train, params, key, load, path)
         self._counter = BatchCounter(train, seen)
         return self._newest
 
@@ -341,10 +344,14 @@ class Run:
 
 
 def _check_arguments(
-    train: Any, path: str | os.PathLike[str] | CheckpointManager | None, data: Any, private: Any
+    train: Any, params: Any, load: Any, path: str | os.PathLike[str] | CheckpointManager | None, data: Any, private: Any
 ) -> None:
     """Raises an error about invalid arguments of `Run.state`."""
     problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
+    if load is not None:
+        problems += path_like("load", load)
+    elif params is None:
+        problems.append("params: are needed for an initial state, unless load= names a directory of weights")
     if (path is None or isinstance(path, CheckpointManager)) and (data is not None or private is not False):
         problems.append("data, private: are arguments of the CheckpointManager, or need a path")
     if problems:

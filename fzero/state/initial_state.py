@@ -88,7 +88,8 @@ def params_of_init(params: Any, key: torch.Tensor | None, mesh: Mesh, model: Any
             check_model("init", model, given.values)
         else:
             check_params(params)
-            fix = "initialize a module on the meta device with train.init(model.init), or read files: train.load(path)"
+            fix = "initialize a module on the meta device with train.init(model.init), or read files: "
+            fix += "train.load(path), in fz.run run.state(train, load=path)"
             check_values("init", fix, params=params)
             check_model("init", model, params)
         return given.compared()

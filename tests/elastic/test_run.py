@@ -22,6 +22,7 @@ import survivor
 import torch
 import torch.distributed as dist
 from forks import children
+from safetensors.torch import save_file
 from scripts import ROOT, environment
 
 import fzero as fz
@@ -253,6 +254,40 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), str(script)]
     done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 1 and "rank 0 ended in step 0, before the end of the run" in done.stderr, done.stderr
+
+
+WITH_OWN_COLLECTIVE = """
+import os, signal, sys, torch, fzero as fz
+step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1)))
+def main(run):
+    train = fz.compile(step, run.mesh, backend="eager")
+    state = run.state(train, load=sys.argv[1] + "/model.safetensors")
+    for index in run.steps(state, 6):
+        state, metrics = train(state, torch.ones(2, 4))
+        if run.mesh.rank == 1 and run.source == "init":
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(metrics["loss"])
+        run.commit(state)
+    print("ended", run.source, int(state.step), train.gather(state).params["w"].sum().item())
+fz.run(main)
+"""
+
+
+def test_a_rank_that_is_lost_while_others_wait_in_a_collective_of_the_script(tmp_path: Path) -> None:
+    """Gloo raises a plain RuntimeError there. The weights of the first state, which nobody has committed, come from a
+    file."""
+    (script := tmp_path / "script.py").write_text(WITH_OWN_COLLECTIVE)
+    save_file({"w": torch.full((4, 4), 2.0)}, tmp_path / "model.safetensors")
+    with supervisors(tmp_path, "", script=script) as started:
+        codes, texts = zip(*map(ended, started), strict=True)
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
+    state = step.init({"w": torch.full((4, 4), 2.0)})
+    for _ in range(6):
+        state, _ = step(state, torch.ones(2, 4))
+    assert codes == (0, 0) and "joining again" in texts[0] and "it is restarted" in texts[1], texts
+    line = next(line for line in texts[0].splitlines() if line.startswith("ended"))
+    assert line.split()[:3] == ["ended", "memory", "6"]
+    assert float(line.split()[3]) == pytest.approx(state.params["w"].sum().item(), rel=1e-5)
 
 
 @pytest.mark.full
