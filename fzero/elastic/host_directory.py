@@ -221,6 +221,10 @@ class RankProgress:
         self._seen = self.read()
         self.say(STARTING)
 
+    def begins_step(self, step: int) -> None:
+        """Records that a step begins."""
+        self.say(STEPPING, step)
+
     def met(self) -> None:
         """Records that all ranks have come together."""
         self.say(JOINING)

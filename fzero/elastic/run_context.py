@@ -19,7 +19,6 @@ from fzero.checkpoint.storage_paths import Url
 from fzero.comm import collective_sequence
 from fzero.compiler.combined_transforms import zero_of
 from fzero.data.sample_order import Steps
-from fzero.elastic import host_directory
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.recovery_manager import RecoveryManager
 from fzero.elastic.stop_request import StopSignals
@@ -241,7 +240,7 @@ class Run:
                     logger.warning("fzero.run: a stop was requested: batch %d is the next", batch)
                 break
             if collective_sequence.watcher is not None:
-                collective_sequence.watcher.say(host_directory.STEPPING, batch)
+                collective_sequence.watcher.begins_step(batch)
             self._recovery.begin(batch)
             calls = counter.calls
             counter.open()

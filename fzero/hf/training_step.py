@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from fzero import CompiledStep, State, compile, train_step
+from fzero.comm import collective_sequence
 from fzero.errors import FzeroValueError
 from fzero.hf import torch_optimizers, traced_loss
 from fzero.hf.loss_guard import LossInputs
@@ -65,6 +66,8 @@ class TrainingStep:
             raise FzeroValueError("hf.Trainer", what, fix=fix)
         torch_optimizers.check(self._values, self.optimizer)
         torch_optimizers.write(*self._rates, self.optimizer)
+        if collective_sequence.watcher is not None:  # within fz.run: its supervisor counts failures between two steps
+            collective_sequence.watcher.begins_step(trainer.state.global_step)
         state, self.metrics = trainer.compiled(state, batch)
         self.step_was_skipped = bool(self.metrics.get("skipped", False))
         return state

@@ -290,6 +290,47 @@ def test_a_rank_that_is_lost_while_others_wait_in_a_collective_of_the_script(tmp
     assert float(line.split()[3]) == pytest.approx(state.params["w"].sum().item(), rel=1e-5)
 
 
+TRAINER = """
+import os, signal, sys, transformers, fzero as fz
+from fzero.hf import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+rows = [{"input_ids": [i, 1, 2, 3], "labels": [i, 1, 2, 3]} for i in range(16)]
+sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+class Kills(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **more):
+        at = os.path.join(args.output_dir, f"killed-{state.global_step}")
+        kills = len(sys.argv) > 2 and os.environ["RANK"] == "1" and state.global_step in (2, 3, 4)
+        if kills and not os.path.exists(at):
+            open(at, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+def main(run):
+    transformers.set_seed(0)
+    args = transformers.TrainingArguments(sys.argv[1] + "/trainer", max_steps=6, save_steps=1, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_total_limit=2, logging_steps=1, per_device_train_batch_size=2)
+    os.makedirs(args.output_dir, exist_ok=True)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    trainer = Trainer(model, args, train_dataset=rows, backend="eager", mesh=run.mesh, callbacks=[Kills])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    print("losses", [x["loss"] for x in trainer.state.log_history if "loss" in x], flush=True)
+fz.run(main)
+"""
+
+
+@pytest.mark.full
+def test_a_trainer_whose_ranks_are_lost(tmp_path: Path) -> None:
+    """More often than --max-failures, which counts failures in one step: from its checkpoints, to the same losses."""
+    pytest.importorskip("transformers")
+    (script := tmp_path / "script.py").write_text(TRAINER)
+    found = []
+    for name, more in (("calm", ""), ("killed", "kill")):
+        (out := tmp_path / name).mkdir()
+        with supervisors(out, more, script=script) as started:
+            codes, texts = zip(*map(ended, started), strict=True)
+        assert codes == (0, 0) and texts[1].count("it is restarted") == (3 if more else 0), texts
+        found.append(next(line for line in texts[0].splitlines() if line.startswith("losses")))
+    assert found[0] == found[1], found
+
+
 @pytest.mark.full
 def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: Path) -> None:
     """With the same error, rather than wait for the other to come back."""
