@@ -224,7 +224,15 @@ def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -
         out.problems.append(f"{path}={shown(value)}: {problem}")
         return
     out.values[at] = value
-    out.decisions.append(Decision(path, shown(value), APPLIED, says))
+    out.decisions.append(Decision(path, shown(value), APPLIED, _effect(at, value, says)))
+
+
+def _effect(path: str, value: Any, says: str) -> str:
+    """Returns what this value of a key has as its effect, where the table lists the effects of all values."""
+    if path.endswith(".enabled") and value is False:
+        return "off"
+    by_value = dict(part.split(": ", 1) for part in says.split("; ")) if path == "zero_optimization.stage" else {}
+    return by_value.get(str(value), says)
 
 
 def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> Iterator[tuple[str, Any]]:
