@@ -110,7 +110,7 @@ class RecoveryManager:
                 if not tries or not _store_answers():
                     raise
                 logger.warning("fzero.run: a rank was lost while the ranks joined (%s)", cause(error))
-            self.leave()
+            self.leave()  # after the handler, because the error's traceback refers to the groups that are closed here
         if watcher is not None:
             watcher.say(host_directory.PREPARING)
         if self._memory is not None:

@@ -104,7 +104,8 @@ class Supervisor:
         losses, last = 0, -1
         while True:
             code = self._watch()
-            step, phase = self._progress.read().step, self._progress.read().phase
+            seen = self._progress.read()
+            step, phase = seen.step, seen.phase
             finished = phase == host_directory.FINISHED
             if code == 0 and not finished and phase != host_directory.STARTING:
                 self._say(
