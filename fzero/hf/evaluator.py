@@ -114,7 +114,7 @@ class Evaluator:
         """
         trainer = self._trainer
         if trainer.train_state is not None:
-            trainer._sync.take()
+            trainer._sync.copy_to_state()
             return True, trainer.train_state.params
         if trainer.functional is None:
             trainer.functional = trainer._functional()

@@ -76,16 +76,18 @@ class StaleWeights:
         named = (*module.named_parameters(), *module.named_buffers())
         self._tensors = {n: x for n, x in named if not isinstance(x, _StandIn)}
         self._rule, self._keep = rule, {*keep}
-        self._other = {n: _stand_in(n, x, rule) for n, x in self._tensors.items()}
+        # The tensors that the module does not have at present: the stand-ins if it has the real tensors, otherwise the
+        # real tensors that still exist. Each swap exchanges the contents of `_tensors` and `_absent`.
+        self._absent = {n: _stand_in(n, x, rule) for n, x in self._tensors.items()}
         self._devices = {n: x.device for n, x in self._tensors.items()}
         self.are_out, self.are_known = False, True
 
-    def take_out(self) -> None:
+    def empty_module(self) -> None:
         """Puts the stand-ins in the place of the real tensors, which stay known."""
         self._swap()
         self.are_out = True
 
-    def forget(self) -> list[str]:
+    def free_values(self) -> list[str]:
         """Frees the real tensors, whose values are about to become old.
 
         Memory that other code also holds, such as an earlier `state_dict()`, cannot be freed. It is filled with NaN,
@@ -96,19 +98,19 @@ class StaleWeights:
         if not self.are_known:
             return []
         self.are_known = False
-        users = Counter(map(compat.memory_of, self._other.values()))
+        users = Counter(map(compat.memory_of, self._absent.values()))
         held = []
-        for name, x in self._other.items():
+        for name, x in self._absent.items():
             if x.is_meta or name in self._keep:
                 continue
             if compat.memory_users(x) > users[compat.memory_of(x)]:
                 held.append(name)
                 with torch.no_grad():
                     x.fill_(float("nan")) if x.is_floating_point() else None
-        self._other = {n: x for n, x in self._other.items() if x.is_meta or n in {*self._keep, *held}}
+        self._absent = {n: x for n, x in self._absent.items() if x.is_meta or n in {*self._keep, *held}}
         return held
 
-    def put_back(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
+    def refill_module(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
         """Puts the real tensors in the place of the stand-ins.
 
         Args:
@@ -116,9 +118,9 @@ class StaleWeights:
                 value only differs by rounding keeps its own.
         """
         for name, x in self._tensors.items():
-            if name not in self._other:
-                self._other[name] = _without_values(x, self._devices[name])
-            real = self._other[name]
+            if name not in self._absent:
+                self._absent[name] = _without_values(x, self._devices[name])
+            real = self._absent[name]
             new = None if values is None or real.is_meta else values[name]
             if new is not None and not (name in self._keep and torch.equal(real.to(new.dtype), new.to(real.device))):
                 with torch.no_grad():
@@ -145,13 +147,13 @@ class StaleWeights:
     def _swap(self) -> None:
         done: list[str] = []
         for name, x in self._tensors.items():
-            other = self._other[name]
-            vars(other).update({n: y for n, y in vars(x).items() if n not in ("weight", "rule")})
+            absent = self._absent[name]
+            vars(absent).update({n: y for n, y in vars(x).items() if n not in ("weight", "rule")})
             try:
-                torch.utils.swap_tensors(x, other)
+                torch.utils.swap_tensors(x, absent)
             except RuntimeError as error:  # before anything was swapped
                 for before in done:
-                    torch.utils.swap_tensors(self._tensors[before], self._other[before])
+                    torch.utils.swap_tensors(self._tensors[before], self._absent[before])
                 what = f"{name} of the model cannot be replaced while it is trained: other code refers to it"
                 fix = (
                     "delete what holds it: a view of it, a weak reference, or an output of the model that still has "

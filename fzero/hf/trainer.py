@@ -183,7 +183,7 @@ class Trainer(Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Makes the step, its state, and everything else for a training, where transformers would prepare the model."""
-        self._sync.refresh()  # after a training that was interrupted
+        self._sync.fill_module()  # after a training that was interrupted
         module = self.model.train()
         before = self._training_step
         same_optimizer = before is not None and self.optimizer is not None and self.optimizer is before.optimizer
@@ -261,7 +261,7 @@ class Trainer(Base):
         self._micro_batches.add(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        with self._sync.own_code():
+        with self._sync.internal():
             batch = self._micro_batches.joined(self._micro_batches.take(), num_items_in_batch)
             self.train_state = self._training_step(self.train_state, batch)
         return self._training_step.metrics["loss"].detach().to(self.args.device, torch.float32)
@@ -285,7 +285,7 @@ class Trainer(Base):
     ) -> tuple[Any, Any, Any]:
         """Returns the loss, outputs and labels of a batch, computed from the sharded state."""
         inputs = self._prepare_inputs(inputs)
-        with self._sync.own_code():
+        with self._sync.internal():
             return self._evaluator.predict(inputs, prediction_loss_only, ignore_keys)
 
     # --- checkpoints ---
@@ -294,11 +294,11 @@ class Trainer(Base):
         """Writes files that `from_pretrained` reads and, in a checkpoint directory of transformers, also the sharded
         state."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
-        with self._sync.own_code():
-            self._sync.take()
+        with self._sync.internal():
+            self._sync.copy_to_state()
             if trainer_checkpoint.save(self, output_dir, _internal_call):
                 return
-            with self._sync.filled():
+            with self._sync.filled_module():
                 super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -331,6 +331,6 @@ class Trainer(Base):
 
     def _finalize_training(self, *args: Any) -> Any:
         check_computed(self.train_state, "hf.Trainer")
-        self._sync.refresh()
+        self._sync.fill_module()
         logger.info("fzero.hf.Trainer: %d programs of training", self.num_programs)
         return super()._finalize_training(*args)

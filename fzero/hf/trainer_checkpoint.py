@@ -130,4 +130,4 @@ def load_best(trainer: Any) -> None:
     """Restores the state of the best checkpoint, and copies its weights to the module."""
     best = os.path.join(trainer.state.best_model_checkpoint, STATE)
     trainer.train_state = trainer.compiled.restore(best, trainer.functional.params)
-    trainer._sync.refresh(outdated=True)
+    trainer._sync.fill_module(outdated=True)

@@ -26,7 +26,7 @@ def compiled(
     """
     loss = partial(traced_loss.loss, held, constants)
     # A save or gather in a callback traces the step again, when the module has no weights.
-    loss_fn = held.trainer._sync.own_code()(model.calling(loss, train=True))
+    loss_fn = held.trainer._sync.internal()(model.calling(loss, train=True))
     step = train_step(loss_fn, recipe.optimizer, trainable=model.trainable, mutable=model.mutable)
     return compile(recipe.apply(step), mesh, **compiling)
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("fzero")
 Callback: Any = transformers.TrainerCallback
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 """The events of transformers' callbacks."""
-OWN = "log, evaluate or save"
+USER_METHODS = "log, evaluate or save"
 """The name for all user code, other than callbacks, that runs where a Trainer logs, evaluates and saves."""
 _AFTER = "_maybe_log_save_evaluate"
 """A method that runs after each step."""
@@ -71,13 +71,13 @@ class Sync:
     def __init__(self, trainer: Any, base: type, declared: Sequence[Any]):
         self._trainer, self._base, self._declared = trainer, base, tuple(declared)
         self._weights: StaleWeights | None = None  # once training has begun
-        self._own_code = False  # whether fzero's own code is running
+        self._internal = False  # whether the code that is running is fzero's, which may use the module's tensors
         self._open = ""  # the names of the declared code that is running
         self._agreed: set[str] = set()  # the events with declared code on some rank
         self._said = False
         trainer.callback_handler.call_event = self._call
         for name in (_AFTER, "_evaluate", "evaluation_loop"):
-            setattr(trainer, name, self._with_own_code(name))
+            setattr(trainer, name, self._with_user_code(name))
 
     # --- module and state ---
 
@@ -95,20 +95,20 @@ class Sync:
         trainer, module = self._trainer, self._trainer.model
         self._module, self._parameters = module, list(module.named_parameters(remove_duplicate=False))
         self._trained = [p.requires_grad for _, p in self._parameters]
-        wanted = {event: [int(bool(self._wanting(event)))] for event in (*EVENTS, OWN)}
+        wanted = {event: [int(bool(self._wanting(event)))] for event in (*EVENTS, USER_METHODS)}
         most, _ = Exchange(trainer).bounds(wanted)
         self._agreed = {event for event, n in most.items() if n}
         state, slots = dict(tree.with_names(trainer.train_state.params)), trainer.functional.slots(module)
         rounded = {n for n, s in slots.items() if not s.get().requires_grad and s.get().dtype != state[s.name].dtype}
         self._weights = StaleWeights(module, self._refuse, rounded)
-        self._weights.take_out()
+        self._weights.empty_module()
         if not fresh:
-            self._forget()
+            self._free_values()
 
     def leave(self) -> None:
         """Called when `train()` returns. A model that exists only as shards gets its empty tensors back."""
         if self._weights is not None and self.out and self._trainer._pretrained is not None:
-            self._weights.put_back()
+            self._weights.refill_module()
 
     def broken_off(self) -> None:
         """Called after a training that raised an error. On a single rank, the module gets the weights of its last step,
@@ -118,7 +118,7 @@ class Sync:
             return
         with contextlib.suppress(Exception):
             if trainer.args.world_size == 1:
-                self.refresh()
+                self.fill_module()
                 trainer.is_in_train = False
                 return
         text = "training was interrupted, and the model has no weights: save_model() writes the current ones"
@@ -135,7 +135,7 @@ class Sync:
             what = "parameters of the module were replaced in training"
             fix = "change them in a callback, in place: Trainer(..., sync=[MyCallback])"
             raise FzeroValueError("hf.Trainer", what, replaced, fix)
-        self._forget()
+        self._free_values()
 
     def check_trained(self) -> None:
         """Raises an error if the trainable parameters are not those for which the optimizer has a state."""
@@ -148,7 +148,7 @@ class Sync:
             what = "parameters were frozen or unfrozen since training began"
             raise FzeroValueError("hf.Trainer", what, frozen, _FREEZE_BEFORE)
 
-    def refresh(self, outdated: bool = False) -> None:
+    def fill_module(self, outdated: bool = False) -> None:
         """Puts the current weights into the module. Every rank calls it.
 
         Args:
@@ -161,18 +161,18 @@ class Sync:
         if weights is None or trainer.model is not self._module or trainer._pretrained is not None:
             return
         if outdated and not weights.are_out:
-            weights.take_out()
+            weights.empty_module()
         if not weights.are_out:
             return
         if weights.are_known and not outdated:
-            weights.put_back()
+            weights.refill_module()
             return
         mesh, slots = trainer._mesh(), trainer.functional.slots(trainer.model)
         with mesh.alone("gather"), control_group.unbroken(mesh):
             whole = dict(tree.with_names(gather.whole(trainer.train_state.params, mesh)))
-        weights.put_back({name: whole[slot.name] for name, slot in slots.items()})
+        weights.refill_module({name: whole[slot.name] for name, slot in slots.items()})
 
-    def take(self) -> None:
+    def copy_to_state(self) -> None:
         """Copies the module's weights to the state, if the module has weights. Every rank calls it.
 
         Raises:
@@ -191,28 +191,28 @@ class Sync:
         overwrite(trainer.train_state, trainer.functional.named_params, trainer._mesh())
 
     @contextmanager
-    def filled(self) -> Iterator[None]:
+    def filled_module(self) -> Iterator[None]:
         """A context in which the module has the current weights. Every rank enters it."""
         out = self.out
-        self.refresh()
+        self.fill_module()
         try:
             yield
         finally:
             if self._weights is not None and out and not self.out:
-                self._weights.take_out()
+                self._weights.empty_module()
 
     @contextmanager
-    def own_code(self) -> Iterator[None]:
+    def internal(self) -> Iterator[None]:
         """A context for fzero's own code, which may use the tensors of the module as they are."""
-        was, self._own_code = self._own_code, True
+        was, self._internal = self._internal, True
         try:
             yield
         finally:
-            self._own_code = was
+            self._internal = was
 
-    def _forget(self) -> None:
+    def _free_values(self) -> None:
         assert self._weights is not None
-        if held := self._weights.forget():
+        if held := self._weights.free_values():
             text = "fzero.hf.Trainer: other code holds memory of %s: it is NaN until the weights are there again"
             logger.warning(text, ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else ""))
 
@@ -230,7 +230,7 @@ class Sync:
         with self._with_weights(event), weights.hidden_gradients() if weights is not None else nullcontext():
             return type(handler).call_event(handler, event, *args, **settings)
 
-    def _with_own_code(self, name: str) -> Callable[..., Any]:
+    def _with_user_code(self, name: str) -> Callable[..., Any]:
         """Wraps a method of the trainer that runs user code other than callbacks, or that the user overrides."""
         trainer, fn = self._trainer, getattr(self._trainer, name)
         always = name != _AFTER or getattr(type(trainer), name) is not getattr(self._base, name)
@@ -239,7 +239,7 @@ class Sync:
         def run(*args: Any, **settings: Any) -> Any:
             now = trainer.control
             comes = always or now.should_log or now.should_evaluate or now.should_save
-            with self._with_weights(OWN if comes else ""):
+            with self._with_weights(USER_METHODS if comes else ""):
                 return fn(*args, **settings)
 
         return run
@@ -259,11 +259,11 @@ class Sync:
             self._said = True
             text = "fzero.hf.Trainer: %s is in sync=: in %s all weights are gathered for it, each time"
             logger.info(text, " and ".join(names) or "a callback of another rank", event)
-        with self.filled():
+        with self.filled_module():
             self._open = f"{' or '.join(names)}, in {event},"
             try:
                 yield
-                self.take()
+                self.copy_to_state()
             finally:
                 self._open = ""
 
@@ -271,7 +271,7 @@ class Sync:
         """Returns the names of the declared code of an event: callbacks that have a method for it, or what a Trainer
         runs itself."""
         trainer, base = self._trainer, vars(Callback)
-        if event == OWN:
+        if event == USER_METHODS:
             given = [(type(trainer).__name__, trainer)] if type(trainer) is not self._base else []
             given += [(n, getattr(trainer, n)) for n in ("compute_metrics", "preprocess_logits_for_metrics")]
             return [name for name, x in given if x is not None and self._is_declared(x)]
@@ -285,7 +285,7 @@ class Sync:
 
     def _refuse(self, func: Any, names: list[str]) -> None:
         """Raises an error about an operation on weights that are not there, unless it is fzero's own."""
-        if self._own_code:
+        if self._internal:
             return
         if func == GRADIENT:
             what = "this code uses gradients"
