@@ -4,8 +4,13 @@ step.
 The loop, callbacks, logging, data, schedules and arguments are transformers' own code. The following is replaced:
 the step is made where transformers prepares a model (`training_step.py`), and runs at the last micro-batch of an
 update (`micro_batches.py`); evaluation happens where transformers predicts (`evaluator.py`); states are saved and
-restored as checkpoints of fzero (`trainer_checkpoint.py`). The class below only overrides methods of transformers,
+restored as checkpoints of fzero (`trainer_checkpoint.py`). The class below overrides methods of transformers,
 which call these modules.
+
+`weight_sync.py` also replaces four methods on instances: `call_event` of the trainer's callback handler, and
+`_maybe_log_save_evaluate`, `_evaluate` and `evaluation_loop` of the trainer. They run user code, which gets the current
+weights only if it is declared. Overriding them in the class below would not suffice: the callback handler is an object
+of transformers, and a user's subclass can override the other three, whose code is wrapped only on the instance.
 """
 
 from __future__ import annotations
@@ -122,9 +127,9 @@ class Trainer(Base):
         wrong = data_parallel_ranks.problems(tensor_parallel, mesh, transforms, args)
         if loss not in (None, "chunked"):
             wrong.append(f"loss={shown(loss)}: must be 'chunked' or None; a loss function is compute_loss_func=")
-        self._tensor = data_parallel_ranks.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
+        self._tensor_axis = data_parallel_ranks.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
         trainer_options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
-        self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
+        self._transforms, self._mesh_or_none, self.lengths = transforms, mesh, lengths
         self._save_weights, self._chunked = save_weights, loss is not None
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         self._compiling = {"backend": backend, "warmup": warmup, **budgets}
@@ -137,7 +142,7 @@ class Trainer(Base):
         self._evaluator = Evaluator(self, Trainer)
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
-        self._more = data_parallel_ranks.missing(self._tensor, self.model)
+        self._tensor_transforms = data_parallel_ranks.missing(self._tensor_axis, self.model)
         for text in trainer_options.notes(args, save_weights) if self.is_world_process_zero() else ():
             logger.warning("fzero.hf.Trainer: %s", text)
 
@@ -166,7 +171,7 @@ class Trainer(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self._tensor.size > 1:
+        if self._tensor_axis.size > 1:
             self.accelerator = data_parallel_ranks.ShardAccelerator(self._data_parts, **self._accelerator_args)
             gather = self.accelerator.gather_for_metrics
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
@@ -189,7 +194,7 @@ class Trainer(Base):
         same_optimizer = before is not None and self.optimizer is not None and self.optimizer is before.optimizer
         carried = self.train_state if same_optimizer else None
         model = self.functional = self._functional()
-        recipe = step_recipe.of(self, model, max_steps, self._transforms, self._more)
+        recipe = step_recipe.of(self, model, max_steps, self._transforms, self._tensor_transforms)
         if recipe.report and self.is_world_process_zero():
             print(recipe.report, file=sys.stderr, flush=True)
         held, constants = LossInputs(self, Trainer), dict[str, Any]()  # the constants come with the first batch
@@ -213,33 +218,33 @@ class Trainer(Base):
 
     def _mesh(self) -> Mesh:
         """Returns the mesh, which is made when it is first needed, and must have all processes."""
-        if self._given_mesh is None:
-            axis, size, _ = self._tensor
+        if self._mesh_or_none is None:
+            axis, size, _ = self._tensor_axis
             axes = {"data": self.args.world_size // size, axis: size} if size > 1 else {}
-            self._given_mesh = make_mesh(device=self.args.device.type, **axes)
-        if self._given_mesh.size != self.args.world_size:
-            what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._given_mesh.size}"
+            self._mesh_or_none = make_mesh(device=self.args.device.type, **axes)
+        if self._mesh_or_none.size != self.args.world_size:
+            what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._mesh_or_none.size}"
             fix = "without GPUs pass TrainingArguments(use_cpu=True); start all with torchrun"
             raise FzeroValueError("hf.Trainer", what, fix=fix)
-        return self._given_mesh
+        return self._mesh_or_none
 
     # --- the data shards ---
 
     def _data_parts(self) -> data_parallel_ranks.DataParts:
-        return data_parallel_ranks.of(self._mesh(), self._tensor.name)
+        return data_parallel_ranks.of(self._mesh(), self._tensor_axis.name)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def store_flos(self) -> None:
-        if self._tensor.size > 1 and self.args.process_index not in self._data_parts().firsts:
+        if self._tensor_axis.size > 1 and self.args.process_index not in self._data_parts().firsts:
             self.current_flos *= 0  # keeps the type that the other ranks send
         super().store_flos()
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         """Loads the random state of the first rank of a data shard on all its ranks, which must draw the same random
         numbers."""
-        args, parts = self.args, self._data_parts() if self._tensor.size > 1 else None
+        args, parts = self.args, self._data_parts() if self._tensor_axis.size > 1 else None
         if parts is not None:
             self.args = data_parallel_ranks.OtherArguments(args, process_index=parts.firsts[parts.index])
         try:
@@ -266,13 +271,12 @@ class Trainer(Base):
             self.train_state = self._training_step(self.train_state, batch)
         return self._training_step.metrics["loss"].detach().to(self.args.device, torch.float32)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        assert self._training_step is not None
-        return self._training_step.metrics["grad_norm"]
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self._training_step is not None
         return self._training_step.metrics["grad_norm"]
+
+    # An alias, not a call: a user's override of one of them does not change the other one.
+    _clip_grad_norm = _get_grad_norm
 
     # --- evaluation ---
 

@@ -172,7 +172,7 @@ def check(
     elif args.deepspeed:
         from fzero.hf import deepspeed_recipe
 
-        counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
+        counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor_axis.size))
         config, wrong_keys = deepspeed_recipe.checked(counted)
         found += wrong_keys
         if transforms is not None:
