@@ -13,6 +13,7 @@ error instead of being loaded. This folder knows nothing about programs: it impo
 | file | what it does |
 |---|---|
 | `saving.py` | plans and writes a checkpoint: every rank writes its file, then rank 0 commits all of them |
+| `run_record.py` | decides which run a checkpoint belongs to, and rejects a save to the directory of another run |
 | `async_save.py` | saves from a copy in host memory, in a background thread, while training continues |
 | `checkpoint_manager.py` | saves the state of a loop at regular intervals, and finds the newest state |
 | `tensor_digests.py` | checks that replicated tensors are equal on all ranks, by comparing digests |

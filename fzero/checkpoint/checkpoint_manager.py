@@ -16,7 +16,8 @@ from fzero._utils.arguments import count, plain_numbers, shown
 from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find
 from fzero.checkpoint.index import Index, describe
-from fzero.checkpoint.saving import RunRecord, Saved, SaveOptions, save_as
+from fzero.checkpoint.run_record import RunRecord, Saved
+from fzero.checkpoint.saving import SaveOptions, save_as
 from fzero.checkpoint.storage_paths import Place, as_path
 from fzero.comm import control_group
 from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, StorageError

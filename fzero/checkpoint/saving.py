@@ -17,8 +17,6 @@ import json
 import logging
 import math
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
@@ -28,10 +26,11 @@ import torch
 from fzero import tree
 from fzero._utils.arguments import count, flag, plain_numbers
 from fzero._utils.bounded_json import parsed
-from fzero.checkpoint import async_save, safetensors_format, treespec
+from fzero.checkpoint import async_save, run_record, safetensors_format, treespec
 from fzero.checkpoint.async_save import AsyncSave
-from fzero.checkpoint.directory import complete_steps, head, head_of, newest, step_name
-from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
+from fzero.checkpoint.directory import head, newest, step_name
+from fzero.checkpoint.index import File, StoredPart, dump, to_json
+from fzero.checkpoint.run_record import RunRecord, Saved
 from fzero.checkpoint.storage import Staging, storage_of
 from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
 from fzero.checkpoint.tensor_digests import differing, holders_of, replicas_of
@@ -48,31 +47,6 @@ logger = logging.getLogger("fzero")
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 _warned: set[Place] = set()  # roots under which older checkpoints could not be deleted
-
-
-class Saved(NamedTuple):
-    """The last checkpoint that a run has saved or restored."""
-
-    run: str | None
-    step: int
-    leaves: Expected
-
-
-@dataclass
-class RunRecord:
-    """What a run knows of the directory that it saves to.
-
-    Attributes:
-        known: the digests of the checkpoints that it has written or restored. None for a run that may continue from
-            whatever it finds there: it has not saved yet, and its state may come from elsewhere.
-        last: the last checkpoint that it has saved or restored.
-    """
-
-    known: set[str] | None = None
-    last: Saved | None = None
-
-
-_runs: dict[str, RunRecord] = {}  # by root: the run of the saves of this process that name no other
 
 
 @dataclass(frozen=True)
@@ -120,7 +94,7 @@ class SavePlan:
     axes: Mapping[str, int] = field(default_factory=dict)  # the mesh axes that tensors are sharded over
 
     def digest(self) -> str:
-        """Returns a digest of everything except `tensors`, by which the ranks compare their plans."""
+        """Returns a digest of everything except `tensors` and `axes`, by which the ranks compare their plans."""
         facts = (
             self.step,
             self.size,
@@ -130,6 +104,15 @@ class SavePlan:
             list(self.parts.items()),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+class _Replicas(NamedTuple):
+    """A shard or an unsharded tensor that several ranks hold, any of which can write it."""
+
+    nbytes: int
+    name: str
+    boxes: Boxes
+    ranks: list[int]
 
 
 @dataclass(frozen=True)
@@ -294,8 +277,7 @@ def begin(
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
         raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-    key = str(root if isinstance(root, Url) else root.absolute())
-    record = _runs.setdefault(key, RunRecord()) if run is None else run
+    record = run_record.record_of(root) if run is None else run
 
     def stage() -> tuple[str, str]:
         if ranks.rank:
@@ -303,7 +285,7 @@ def begin(
         if storage_of(root).has(root / INDEX):
             fix = f"give the directory that it is in: {root.parent}"
             raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a directory of checkpoints", fix=fix)
-        _check_latest(root, record, _latest(root))
+        run_record.check_latest(root, record, _latest(root))
         staging = storage_of(root).begin(root, step_name(plan.step), options.private)
         return str(staging.directory), staging.mark
 
@@ -354,7 +336,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
     Raises:
         CheckpointError: the state cannot be stored; the error lists every reason.
     """
-    tree, tensors, problems = treespec.encode(lasting(state))
+    encoded_tree, tensors, problems = treespec.encode(lasting(state))
     step = _step(state, problems)
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -366,7 +348,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
     holders: dict[tuple[tuple[str, ...], Only | None], list[list[int]]] = {((), None): [list(range(size))]}
     loads = [0] * size
     parts: dict[str, list[tuple[int, Boxes]]] = {}
-    shared: list[tuple[int, str, Boxes, list[int]]] = []
+    shared: list[_Replicas] = []
     for name, tensor in tensors.items():
         if name in aliases:
             leaves[name] = leaves[aliases[name]]
@@ -391,18 +373,15 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
             if not (nbytes and ranks):
                 continue
             if len(ranks) > 1:
-                shared.append((nbytes, name, boxes, ranks))
+                shared.append(_Replicas(nbytes, name, boxes, ranks))
             else:
                 parts[name].append((ranks[0], boxes))
                 loads[ranks[0]] += nbytes
     if problems:
         fix = "save the State that train_step or compile returned"
         raise CheckpointError("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
-    # Replicas are assigned after everything that only one rank can write, the largest first and each to the rank with
-    # the least to write. Ties go to the first rank, so that all ranks compute the same plan.
-    for nbytes, name, boxes, ranks in sorted(shared, key=lambda x: -x[0]):
-        writer = min(ranks, key=lambda r: loads[r])
-        loads[writer] += nbytes
+    # Replicas are assigned after everything that only one rank can write, so that they even out the loads.
+    for name, writer, boxes in _assign_replicas(shared, loads):
         parts[name].append((writer, boxes))
     axes = next((tag[1].axes for x in tensors.values() if (tag := leaf_of(x)) is not None), {})
     return SavePlan(
@@ -410,12 +389,30 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         size,
         leaves,
         aliases,
-        tree,
+        encoded_tree,
         # In the order of the elements: `_inconsistent` in index.py finds gaps and overlaps in one pass over them.
         {name: tuple(sorted(p, key=lambda x: (x[1].place, x[1].start))) for name, p in parts.items()},
         tensors,
         axes,
     )
+
+
+def _assign_replicas(shared: Sequence[_Replicas], loads: Sequence[int]) -> list[tuple[str, int, Boxes]]:
+    """Returns which rank writes each shard that several ranks hold: name, rank and elements of each.
+
+    The largest are assigned first, each to whichever of its holders has the fewest bytes so far. Ties go to the first
+    such rank, so that all ranks compute the same plan.
+
+    Args:
+        loads: by rank, the bytes that it writes in any case.
+    """
+    loads = [*loads]
+    assigned = list[tuple[str, int, Boxes]]()
+    for nbytes, name, boxes, ranks in sorted(shared, key=lambda x: -x.nbytes):
+        writer = min(ranks, key=lambda r: loads[r])
+        loads[writer] += nbytes
+        assigned.append((name, writer, boxes))
+    return assigned
 
 
 def file_name(rank: int, size: int) -> str:
@@ -483,8 +480,8 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
     }
     # Before `publish`, because they look at the checkpoint that is the latest until then.
     latest = _latest(root)
-    _check_latest(root, run, latest)
-    run_name, warning = _run_name(root, plan, run, latest)
+    run_record.check_latest(root, run, latest)
+    run_name, warning = run_record.run_name(root, plan, run, latest)
     index = dump(to_json(plan, parts, job.options.meta or {}, files, run_name))
     digest = head(index)[1] or ""
     if run.known is not None:
@@ -495,7 +492,7 @@ def commit(job: Job, written: Sequence[safetensors_format.Written]) -> tuple[str
     try:
         # After publishing: if the process is killed here, there are too many checkpoints, but never too few.
         if job.options.keep is not None:
-            retired += _superseded(root, plan.step, run_name, job.options.keep)
+            retired += run_record.superseded(root, plan.step, run_name, job.options.keep)
         for directory in retired:
             storage.retire(root, directory)
     except (OSError, CheckpointError) as error:
@@ -511,55 +508,6 @@ def _latest(root: Place) -> Place | None:
         return newest(root)
     except (CheckpointError, OSError):  # there is none, or it is damaged: this save replaces it
         return None
-
-
-def _check_latest(root: Place, run: RunRecord, latest: Place | None) -> None:
-    """Raises an error if the latest checkpoint was saved by another run: the two would replace each other's steps."""
-    if run.known is None or latest is None:
-        return
-    name, digest = head_of(latest)
-    if digest is not None and digest not in run.known:  # None: damaged, and this save replaces it
-        what = f"another run saves to {root}, too: this run has neither saved nor restored its latest checkpoint"
-        problem = f"{latest.name} was saved by the run {name or '(unnamed)'}"
-        fix = f"give each run a directory of its own; or continue from {latest.name}: CheckpointManager.restore"
-        raise CheckpointError("checkpoint.save", what, [problem], fix)
-
-
-def _run_name(root: Place, plan: SavePlan, run: RunRecord, latest: Place | None) -> tuple[str, str | None]:
-    """Returns the name of the run that a new checkpoint belongs to, and a warning if it is a new run in a directory
-    that has checkpoints.
-
-    A save continues the run of the last checkpoint, if that has the same tensors and a step that is not later. This
-    includes a run that was restarted, wherever it got its state from.
-    """
-    name = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
-    last: Saved | Index | None = run.last
-    if last is None and latest is not None:
-        with contextlib.suppress(CheckpointError):  # damaged: this save replaces it
-            last = read_index(latest)
-    if last is None or (last.leaves == plan.leaves and last.step <= plan.step):
-        return name if last is None else last.run or name, None
-    if latest is None:
-        return name, None
-    differ = sum(last.leaves.get(n) != plan.leaves.get(n) for n in {*last.leaves, *plan.leaves})
-    # A run that goes back to an earlier step and saves there again is indistinguishable from another run of the same
-    # model, so it gets a new name and a warning.
-    why = f"has different tensors ({differ} differ)" if differ else "is of a later step"
-    return name, (
-        f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
-        f"{step_name(last.step)} was, which {why}: a run that continues from {root} finds the new one, and keep= "
-        "neither counts nor deletes the others. Fix: save another run to another directory"
-    )
-
-
-def _superseded(root: Place, step: int, run: str, keep: int) -> list[Place]:
-    """Returns the checkpoints of this run that `keep` does not include, now that the one of `step` is published.
-
-    Those of other runs are neither counted nor returned. A checkpoint without the name of a run, which fzero 0.2 or
-    older wrote, counts as one of this run.
-    """
-    earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < step and head_of(p)[0] in (run, None))
-    return [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
 
 
 def _step(state: Any, problems: list[str]) -> int:

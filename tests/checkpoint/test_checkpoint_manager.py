@@ -11,7 +11,7 @@ import torch
 
 import fzero as fz
 from fzero import checkpoint
-from fzero.checkpoint import CheckpointManager, checkpoint_manager, saving
+from fzero.checkpoint import CheckpointManager, checkpoint_manager, run_record
 from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, StorageError
 
 STEP = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
@@ -60,7 +60,7 @@ def test_a_run_that_is_started_again_after_latest_was_deleted_is_the_same_run(tm
         state = loop(saves, 5)
     assert steps_in(tmp_path) == [3, 4, 5] and checkpoint.describe(tmp_path).run == run
     (tmp_path / "latest").unlink()
-    saving._runs.clear()  # as in another process
+    run_record._runs.clear()  # as in another process
     checkpoint.save(tmp_path, state._replace(step=state.step + 1), keep=3)
     assert steps_in(tmp_path) == [4, 5, 6] and checkpoint.describe(tmp_path).run == run
 

@@ -32,7 +32,7 @@ from torch import nn
 import fzero as fz
 from fzero import checkpoint, optim, tree
 from fzero._utils.bounded_json import dumped, parsed
-from fzero.checkpoint import index, reading, safetensors_format, saving, treespec
+from fzero.checkpoint import index, reading, run_record, safetensors_format, saving, treespec
 from fzero.checkpoint.weight_loading import entries_of
 from fzero.comm.control_group import ControlGroup, world
 from fzero.errors import CheckpointError, FzeroError
@@ -723,7 +723,7 @@ def test_another_models_leaves_are_listed_in_one_error(tmp_path: Path) -> None:
 
 def saved_run(root: Path, step: int, size: int = 3) -> str | None:
     """Saves as a process does that has saved nothing yet. Returns the run of the checkpoint."""
-    saving._runs.clear()
+    run_record._runs.clear()
     return checkpoint.describe(checkpoint.save(root, State(step, {"a": torch.ones(size)}))).run
 
 
@@ -774,7 +774,7 @@ def test_without_latest_a_run_is_not_guessed(tmp_path: Path) -> None:
 def test_checkpoints_without_a_run_are_read_and_continued(tmp_path: Path) -> None:
     """As an older fzero wrote them; and it reads those with one, since it passes unknown entries over."""
     for step in (1, 2):
-        saving._runs.clear()
+        run_record._runs.clear()
         path = checkpoint.save(tmp_path, State(step, {"a": torch.ones(3)}))
         content = parsed((path / "index.json").read_bytes())
         (path / "index.json").write_bytes(index.dump({k: v for k, v in content.items() if k not in ("run", "sha256")}))
@@ -818,7 +818,7 @@ def test_keep_deletes_only_older_ones_of_its_run(tmp_path: Path) -> None:
 def test_two_jobs_in_one_directory_are_rejected_and_keep_their_own_checkpoints(tmp_path: Path) -> None:
     """The second one is warned when it takes over; the first one finds a step that it has not saved."""
     state = State(10, {"a": torch.ones(3)})
-    ours, theirs = saving.RunRecord(), saving.RunRecord()
+    ours, theirs = run_record.RunRecord(), run_record.RunRecord()
     for run, step in ((ours, 10), (theirs, 2), (theirs, 4)):
         saving.carry_out(saving.begin(world(), tmp_path, state._replace(step=step), saving.SaveOptions(keep=1), run))
     assert ours.last is not None and theirs.last is not None and ours.last.run != theirs.last.run
@@ -938,7 +938,7 @@ def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 1
-        staging = saving.begin(world(), tmp_path, theirs, saving.SaveOptions(), saving.RunRecord())
+        staging = saving.begin(world(), tmp_path, theirs, saving.SaveOptions(), run_record.RunRecord())
         assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 2
         saving.carry_out(staging)
         assert read_whole(tmp_path)["params.a"].tolist() == [2.0, 2.0]
@@ -1008,7 +1008,7 @@ KILLS = """
     from typing import Any, NamedTuple
     import torch
     from fzero import checkpoint
-    from fzero.checkpoint import saving
+    from fzero.checkpoint import run_record
     from fzero.sharding.layout import Layout, Leaf
     from fzero.mesh import Mesh, make_mesh
     class State(NamedTuple):
@@ -1051,7 +1051,7 @@ KILLS = """
             assert "latest" in names
             for place in [q for p in root.glob(".tmp-*") for q in (p, *p.glob("*"))]:
                 os.utime(place, (0, 0))
-            saving._runs.clear()  # as in a process that starts after the one that was killed
+            run_record._runs.clear()  # as in a process that starts after the one that was killed
             checkpoint.save(root, state(3, 3.0))  # clears what the kill left, as it is old
             assert now(root) == (3, 3.0)
             rest = {p.name for p in root.iterdir()}

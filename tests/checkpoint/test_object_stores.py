@@ -28,7 +28,7 @@ from test_checkpoints import (
 
 import fzero as fz
 from fzero import checkpoint, optim
-from fzero.checkpoint import saving, storage
+from fzero.checkpoint import run_record, saving, storage
 from fzero.checkpoint.storage_paths import Url, as_path
 from fzero.comm.control_group import world
 from fzero.errors import CheckpointError, StorageError
@@ -343,12 +343,12 @@ def test_two_jobs_that_save_one_step_delete_only_what_they_replace(monkeypatch: 
     """The other job saves step 6 while this one writes its objects: the index that is written last counts."""
     ours, theirs = (State(torch.tensor(6), {"a": torch.full((3,), value)}) for value in (1.0, 2.0))
     checkpoint.save(RUN, State(torch.tensor(6), {"a": torch.zeros(3)}))
-    saving._runs.clear()  # both jobs start from it
+    run_record._runs.clear()  # both jobs start from it
     number, commit = len(Objects.store), saving.commit
 
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(saving, "commit", commit)
-        saving.carry_out(saving.begin(world(), RUN, theirs, saving.SaveOptions(), saving.RunRecord()))
+        saving.carry_out(saving.begin(world(), RUN, theirs, saving.SaveOptions(), run_record.RunRecord()))
         assert read_whole(RUN)["params.a"].tolist() == [2.0] * 3
         return commit(*args, **kwargs)
 
