@@ -103,16 +103,18 @@ def test_each_condition_can_fail(tmp_path: Path, kind: str, failed: set[int], ch
 
 
 def test_other_conditions_can_fail(tmp_path: Path) -> None:
-    """No warning of a full disk and a checkpoint that is not there; too many CPU seconds."""
+    """No warning of a full disk, no error of a stop on a full disk, a checkpoint that is not there; too many CPU
+    seconds."""
     calm, struck = (driver(tmp_path, name, kind, leg="disk") for name, kind in (("calm", ""), ("struck", "disk")))
     for one in (calm, struck):
         noted(one, CALM)
     slow = [[0.0, 1, 1.0, "kept", 4], [1.0, 1, 1.5, "from", "memory", 4, 2], [2.0, 1, 4.0, "done", 4, 1.0]]
+    full = [[0.0, 1, 1.0, "full", 9, False], [0.0, 1, 1.0, "full", 3, True]]
     with (struck._out / "notes-1").open("a") as f:
-        f.writelines(json.dumps(line) + "\n" for line in slow)
+        f.writelines(json.dumps(line) + "\n" for line in (*full, *slow))
     conditions = chaos.judge([(struck, calm)], struck._args)
     assert [c.number for c in conditions if c.verdict == "failed"] == [7, 9], [c.problems for c in conditions]
-    assert len(conditions[6].problems) == 2 and conditions[8].problems == ["survivor: 3.0"]
+    assert len(conditions[6].problems) == 3 and conditions[8].problems == ["survivor: 3.0"]
 
 
 @pytest.mark.parametrize(
